@@ -8,6 +8,7 @@ same rows are the same dataset. Findings come from an entity view, which is stor
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.manifest import Manifest
 from shardflow.format.series import open_series
+from shardflow.format.tables import AttachedTables
 from shardflow.format.units import ChosenSeries, DerivedUnit, UnitTable, check_unit
 from shardflow.sampling.expressions import parse_expression
 from shardflow.storage import ByteStore
@@ -39,6 +41,7 @@ class UnitDataset(Dataset):
         where: Expression over the series table that selects series, and single images of series with
             several roles; None selects all but localizers and secondary captures (`DEFAULT_SERIES`). Series
             without images have no rows.
+        tables: Attached tables; None for the newest.
 
     Raises:
         ConfigError: The dataset has no series table, or the expression is malformed or selects nothing.
@@ -48,9 +51,14 @@ class UnitDataset(Dataset):
     samples: UnitTable
 
     def __init__(
-        self, store: ByteStore, manifest: Manifest, unit: DerivedUnit, where: str | None = None
+        self,
+        store: ByteStore,
+        manifest: Manifest,
+        unit: DerivedUnit,
+        where: str | None = None,
+        tables: AttachedTables | None = None,
     ) -> None:
-        super().__init__(store, manifest)
+        super().__init__(store, manifest, tables)
         self.unit, self.where = unit, where
         table, _ = open_series(self)
         expression = parse_expression(where or DEFAULT_SERIES, table.column_names)
@@ -68,17 +76,10 @@ class UnitDataset(Dataset):
     @classmethod
     def beside(cls, dataset: Dataset, unit: DerivedUnit, where: str | None = None) -> UnitDataset:
         """Return the series or images of a dataset that is open; errors as of the class."""
-        return cls(dataset.store, dataset.manifest, unit, where)
+        return cls(dataset.store, dataset.manifest, unit, where, dataset.tables)
 
-    def __reduce__(  # type: ignore[override]
-        self,
-    ) -> tuple[type[UnitDataset], tuple[ByteStore, Manifest, DerivedUnit, str | None]]:
-        """Cross a process boundary without maps and caches."""
-        return type(self), (self.store, self.manifest, self.unit, self.where)
-
-    def reopened(self) -> UnitDataset:
-        """Return the same samples with maps and locks of its own, for a process that was forked."""
-        return UnitDataset(self.store, self.manifest, self.unit, self.where)
+    def _place(self) -> tuple[Any, ...]:
+        return self.store, self.manifest, self.unit, self.where, self.tables
 
     def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of the samples table that each series or image belongs to."""

@@ -13,13 +13,13 @@ import os
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, FormatError, ShardflowError
+from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format import manifest as manifests
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
@@ -27,6 +27,7 @@ from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
+from shardflow.format.tables import AttachedTables
 from shardflow.storage import ByteRange, ByteStore, open_store
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
@@ -117,6 +118,11 @@ def register_sample_reader(make: Callable[[Dataset], SampleReader]) -> None:
 class Dataset:
     """One version of a dataset. Safe for many threads; crosses process boundaries as its place.
 
+    Args:
+        store: Where the dataset is stored.
+        manifest: Its version.
+        tables: Attached tables; None for the newest.
+
     Attributes:
         store: Where the bytes lie.
         manifest: The list of files.
@@ -131,7 +137,7 @@ class Dataset:
 
     samples: SamplesTable
 
-    def __init__(self, store: ByteStore, manifest: Manifest) -> None:
+    def __init__(self, store: ByteStore, manifest: Manifest, tables: AttachedTables | None = None) -> None:
         self.store = _located(store, manifest)
         self.manifest = manifest
         self.dataset_id = manifest.dataset_id
@@ -157,6 +163,7 @@ class Dataset:
         self._index_num_bytes = 0
         self._lock = threading.Lock()
         self._read_sample: SampleReader | None = None
+        self._tables = tables
 
     @classmethod
     def open(
@@ -165,6 +172,7 @@ class Dataset:
         *,
         version: int | None = None,
         cache: Cache | CacheConfig | None = None,
+        tables: Sequence[str | os.PathLike[str]] = (),
     ) -> Dataset:
         """Open a dataset.
 
@@ -172,15 +180,36 @@ class Dataset:
             url: A folder, or a ``file://`` URL of one.
             version: The manifest version; the newest if not given.
             cache: Settings of a read cache, or a `Cache` that several datasets share.
+            tables: Folders of tables that belong to the dataset and are stored elsewhere, as ``shardflow
+                attach --to DIR`` writes them beside a dataset that is read-only.
 
         Raises:
-            ConfigError: The directory of the cache holds something and is no cache.
+            ConfigError: The directory of the cache holds something and is no cache; or a folder holds no
+                table of this version of the dataset, or one of a name that the dataset has.
             ManifestError: There is no manifest, or it cannot be trusted.
             FormatError: The samples table is not the one that the manifest names.
             StorageError: The store's scheme is unknown, or reading failed.
         """
+        if isinstance(tables, str | os.PathLike):
+            raise ConfigError("tables= is a list of folders; write tables=[folder].")
         store = open_store(url, cache=cache)
-        return cls(store, manifests.load(store, version))
+        manifest = manifests.load(store, version)
+        if not tables:
+            return cls(store, manifest)
+        beside = [open_store(folder) for folder in tables]
+        return cls(store, manifest, AttachedTables.newest(store, manifest.dataset_id, beside))
+
+    @property
+    def tables(self) -> AttachedTables:
+        """Digests of the attached tables by name: the newest of each, chosen at the first use and kept.
+
+        Raises:
+            FormatError: A manifest cannot be trusted.
+            StorageError: Reading failed.
+        """
+        if self._tables is None:
+            self._tables = AttachedTables.newest(self.store, self.manifest.dataset_id)
+        return self._tables
 
     def sample(
         self, key: str | int, fields: Mapping[str, Any] | str = "default", *, seed: int = 0
@@ -224,13 +253,17 @@ class Dataset:
         """Return one sample with the default fields, see `sample`."""
         return self.sample(key)
 
-    def __reduce__(self) -> tuple[type[Dataset], tuple[ByteStore, Manifest]]:
-        """Cross a process boundary without maps and caches."""
-        return type(self), (self.store, self.manifest)
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Cross a process boundary without maps and caches, with the tables that were chosen."""
+        return type(self), self._place()
 
-    def reopened(self) -> Dataset:
+    def reopened(self) -> Self:
         """Return the same dataset with maps and locks of its own, for a process that was forked."""
-        return Dataset(self.store, self.manifest)
+        return type(self)self._place()
+
+    def _place(self) -> tuple[Any, ...]:
+        """Return the arguments that open this dataset again, with the tables that were chosen."""
+        return self.store, self.manifest, self.tables
 
     @property
     def cache(self) -> Cache | None:

@@ -24,6 +24,7 @@ from shardflow.format.manifest import Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
+from shardflow.format.tables import AttachedTables
 from shardflow.storage import ByteStore
 
 MANIFEST_NAME: Final = "view.json"
@@ -283,6 +284,7 @@ class EntityDataset(Dataset):
         store: Where the dataset is stored.
         manifest: Its version.
         name: Of the view.
+        tables: Attached tables; None for the newest.
 
     Raises:
         ConfigError: There is no view of this name beside this version.
@@ -296,8 +298,14 @@ class EntityDataset(Dataset):
 
     samples: EntityTable
 
-    def __init__(self, store: ByteStore, manifest: Manifest, name: str = "entity") -> None:
-        super().__init__(store, manifest)
+    def __init__(
+        self,
+        store: ByteStore,
+        manifest: Manifest,
+        name: str = "entity",
+        tables: AttachedTables | None = None,
+    ) -> None:
+        super().__init__(store, manifest, tables)
         self.name = name
         self.view = view = load_entity_manifest(self.store, manifest, name)
         path = f"{view_folder(name, manifest.dataset_id)}/{TABLE_NAME}"
@@ -325,15 +333,10 @@ class EntityDataset(Dataset):
                 "a view of entities must be of a packed dataset, got shards that others wrote; they have no "
                 "reports that were read."
             )
-        return cls(dataset.store, dataset.manifest, name)
+        return cls(dataset.store, dataset.manifest, name, dataset.tables)
 
-    def __reduce__(self) -> tuple[type[EntityDataset], tuple[ByteStore, Manifest, str]]:  # type: ignore[override]
-        """Cross a process boundary without maps and caches."""
-        return type(self), (self.store, self.manifest, self.name)
-
-    def reopened(self) -> EntityDataset:
-        """Return the same view with maps and locks of its own, for a process that was forked."""
-        return EntityDataset(self.store, self.manifest, self.name)
+    def _place(self) -> tuple[Any, ...]:
+        return self.store, self.manifest, self.name, self.tables
 
     def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of the samples table that each entity belongs to."""

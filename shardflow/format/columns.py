@@ -1,0 +1,203 @@
+"""Columns of a dataset by name, aligned with its rows: what expressions, fields and weights read.
+
+`open_columns` collects the sources, each a table whose rows are studies, series or images; a value of a study
+repeats for its series and images. Nothing is read before a column is asked for, and then from memory maps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.format.dataset import Dataset
+from shardflow.format.series import open_series
+from shardflow.format.tables import ROWS_NAME, ColumnKind, TablePlace, TableUnit, open_columns_table
+from shardflow.format.units import UnitTable
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnInfo:
+    """Description of a column, without its values."""
+
+    name: str
+    """As in expressions: ``TABLE.COLUMN``."""
+    unit: TableUnit
+    """What has a value: a study, a series or an image."""
+    kind: ColumnKind
+    """``bool``, ``int``, ``float``, ``category``, ``string``, or ``floats`` for lists of floats."""
+    names: tuple[str, ...] = ()
+    """Values of a category, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnValues:
+    """Values of a column, as an expression reads them."""
+
+    values: NDArray[Any]
+    """``(n,)`` numbers or booleans, of ``floats`` ``(n, d)``; with ``names`` integers that index them."""
+    is_missing: NDArray[np.bool_] | None = None
+    """``(n,)``, whose values are arbitrary; None if every row has a value."""
+    names: tuple[str, ...] | None = None
+    """Vocabulary of a category or of strings."""
+
+
+class ColumnSource(ABC):
+    """Columns of one table, by its own rows.
+
+    Attributes:
+        unit: What a row is: studies as in the samples table, series as in the series table, images as in
+            `image_starts`.
+    """
+
+    unit: TableUnit
+
+    @abstractmethod
+    def infos(self) -> Mapping[str, ColumnInfo]:
+        """Return the columns by their full names."""
+
+    @abstractmethod
+    def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
+        """Return some rows of a column, or all; only what they need is read."""
+
+
+class Columns(Mapping[str, ColumnInfo]):
+    """Columns of a dataset by name, aligned with the rows of its own table. Safe for many threads.
+
+    Args:
+        dataset: The dataset; its rows are studies, series, images or findings.
+        sources: Tables of columns; a name is in one of them.
+    """
+
+    def __init__(self, dataset: Dataset, sources: list[ColumnSource]) -> None:
+        self._dataset = dataset
+        self._sources = {name: source for source in sources for name in source.infos()}
+        self._infos = {name: info for source in sources for name, info in source.infos().items()}
+
+    def __getitem__(self, name: str) -> ColumnInfo:
+        return self._infos[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def column(self, name: str) -> ColumnValues:
+        """Return a whole column, ``(num_rows,)``; a view of the mapped file where rows are the table's own.
+
+        Raises:
+            ConfigError: The column is of series or images, and rows of the dataset are larger.
+            ChecksumError: The table is damaged.
+        """
+        source = self._sources[name]
+        if source.unit == "study" and self._dataset.samples is self._dataset.studies:
+            return source.gather(name, None)
+        return self.gather(name, np.arange(self._dataset.samples.num_samples))
+
+    def gather(self, name: str, rows: NDArray[np.int64]) -> ColumnValues:
+        """Return some rows of a column, ``(n,)``; only their blocks are read. Errors as of `column`."""
+        source = self._sources[name]
+        return source.gather(name, self._source_rows(name, source.unit, rows))
+
+    def stored(self, name: str) -> ColumnValues:
+        """Return a whole column by the rows of its own unit, not aligned with the dataset."""
+        return self._sources[name].gather(name, None)
+
+    def _source_rows(self, name: str, unit: TableUnit, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        samples = self._dataset.samples
+        if unit == "study":
+            return self._dataset.study_rows(rows)
+        own = samples.unit if isinstance(samples, UnitTable) else "study"
+        if not isinstance(samples, UnitTable) or (unit == "image" and own == "series"):
+            raise ConfigError(
+                f"The column {name} has a value for each {unit}, and samples are of unit {own!r}; write "
+                f"unit={unit!r} for the loader."
+            )
+        series = samples.series_rows(rows)
+        return series if unit == "series" else self._image_starts[series] + samples.images(rows)
+
+    @cached_property
+    def _image_starts(self) -> NDArray[np.int64]:
+        return image_starts(self._dataset)
+
+
+def image_starts(dataset: Dataset) -> NDArray[np.int64]:
+    """Return the row of the first image of each series in a table of images, ``(num_series + 1,)``.
+
+    Images are numbered through the series table, those of a series by their position in it.
+
+    Raises:
+        ConfigError: The dataset has no series table.
+    """
+    num_slices = open_series(dataset)[0].array("num_slices")
+    starts = np.zeros(len(num_slices) + 1, np.int64)
+    np.cumsum(num_slices, out=starts[1:])
+    return starts
+
+
+class _TableSource(ColumnSource):
+    """Attached table."""
+
+    def __init__(self, dataset: Dataset, name: str, place: TablePlace) -> None:
+        self._dataset, self._place, self._name = dataset, place, name
+        self.unit = place.manifest.unit
+
+    @cached_property
+    def _table(self) -> Any:
+        manifest, dataset = self._place.manifest, self._dataset
+        path = f"{manifest.folder}/{ROWS_NAME}"
+        if self._place.store is not None:
+            buffer = self._place.store.map(path)
+        else:
+            rows = range(dataset.studies.num_samples)
+            buffer = dataset.map_beside(path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=rows)
+        table = open_columns_table(buffer, manifest)
+        expected = num_unit_rows(dataset, self.unit)
+        if table.num_rows != expected:
+            raise FormatError(
+                f"{path} has {table.num_rows:,} rows instead of {expected:,}; attach the table again."
+            )
+        return table
+
+    def infos(self) -> Mapping[str, ColumnInfo]:
+        found = {}
+        for one in self._place.manifest.columns:
+            names = self._table.names(one.name) if one.kind == "category" else ()
+            full = f"{self._name}.{one.name}"
+            found[full] = ColumnInfo(full, self.unit, one.kind, names)
+        return found
+
+    def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
+        stored = self._table.gather(name.partition(".")[2], rows)
+        names = stored.names if stored.kind in ("category", "string") else None
+        return ColumnValues(stored.values, stored.is_missing if stored.is_missing.any() else None, names)
+
+
+def num_unit_rows(dataset: Dataset, unit: TableUnit) -> int:
+    """Return how many rows a table of a unit has beside a dataset."""
+    if unit == "study":
+        return dataset.studies.num_samples
+    return open_series(dataset)[0].num_series if unit == "series" else int(image_starts(dataset)[-1])
+
+
+def open_columns(dataset: Dataset) -> Columns:
+    """Return the columns of a dataset: those of its attached tables, ``TABLE.COLUMN``.
+
+    Args:
+        dataset: The dataset; its rows are studies, series, images or findings.
+
+    Raises:
+        FormatError: A table cannot be trusted.
+        StorageError: Reading failed.
+    """
+    sources: list[ColumnSource] = [
+        _TableSource(dataset, name, place) for name, place in dataset.tables.places.items()
+    ]
+    return Columns(dataset, sources)
