@@ -259,7 +259,7 @@ class Dataset:
 
     def reopened(self) -> Self:
         """Return the same dataset with maps and locks of its own, for a process that was forked."""
-        return type(self)self._place()
+        return type(self)(*self._place())
 
     def _place(self) -> tuple[Any, ...]:
         """Return the arguments that open this dataset again, with the tables that were chosen."""
