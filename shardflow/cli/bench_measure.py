@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, Field
+from shardflow.fields.field import BoundField, DrawKey, Field, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.raw import is_image_field, readable_fields
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.loading import FieldsView, Loader, LoaderConfig, NativeView
 from shardflow.loading.binding import bind_fields

@@ -26,13 +26,20 @@ if TYPE_CHECKING:
         names_a_side,
         source_affine,
     )
-    from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots
+    from shardflow.fields.field import (
+        ArraySpec,
+        BoundField,
+        Coverage,
+        Field,
+        FieldContext,
+        SlotRequest,
+        Slots,
+    )
     from shardflow.fields.findings import EntityNames
     from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
     from shardflow.fields.raw import FieldsView
-    from shardflow.fields.slots import SlotRequest
     from shardflow.fields.tokens import StoredTokens
-    from shardflow.fields.views import ArraySpec, ImageView, NativeView, SizedView, SliceSize, TileView, View
+    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView, View
 
 __all__ = [
     "ALLOWED",
@@ -80,7 +87,7 @@ _MODULES: Final = {
     "QuarantineRow": "quarantine",
     "SizedView": "views",
     "SliceSize": "views",
-    "SlotRequest": "slots",
+    "SlotRequest": "field",
     "Slots": "field",
     "StoredTokens": "tokens",
     "TileView": "views",

@@ -40,6 +40,8 @@ class SeriesImages:
     """Positions of the images in the series, ascending."""
     shape: tuple[int, int, int]
     """Channels, rows and columns of each image."""
+    center: int | None = None
+    """Position of the image that shows a finding best; None where rows are no findings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -482,9 +484,11 @@ class _EntityRows(_SeriesRows):
         return super().values(name, population)
 
     def of_row(self, row: int) -> list[SeriesImages]:
-        shown = set(self._table.place(row).slices.tolist())
+        place = self._table.place(row)
+        shown = set(place.slices.tolist())
+        center = int(place.slices[place.centre]) if shown else None
         return [
-            replace(one, indexes=[index for index in one.indexes if index in shown])
+            replace(one, indexes=[index for index in one.indexes if index in shown], center=center)
             for one in super().of_row(row)
         ]
 

@@ -8,32 +8,75 @@ into what ``batch["name"]`` returns; it runs wherever the batch arrives, in anot
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from shardflow.errors import ConfigError
+from shardflow.seeds import derive
 
 if TYPE_CHECKING:
     from shardflow.fields.catalog import ImageSet, SeriesCatalog
+    from shardflow.fields.decode import ThreadState
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
-    from shardflow.fields.slots import SlotContent, SlotRequest
-    from shardflow.fields.views import Arrays, ArraySpec
     from shardflow.format import Dataset
+    from shardflow.format.entities import EntityPlace
     from shardflow.telemetry import StageCounters
 
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""The arrays of a micro-batch by name."""
+
+_T = TypeVar("_T")
 Missing: TypeAlias = Literal["pad", "drop", "error"]
 """Meaning of a sample without the content of a field: padding with a mask of 0, leaving the sample out of the
 plan, or an error before step 0."""
 FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 RESERVED_NAMES: Final = frozenset({"row", "weight", "component", "info"})
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Name, dtype and shape of an array of a batch."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
+        """Create a spec from anything that NumPy accepts as a dtype."""
+        return cls(name, np.dtype(dtype), shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """Key of the choices for a sample in an epoch; equal on all ranks and after a resume."""
+
+    seed: int
+    epoch: int
+    row: int
+    """Row of the selection."""
+    place: tuple[int, ...] = ()
+    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; otherwise empty."""
+    table_row: int = 0
+    """Row of the samples table of its dataset, which decides the size where there are several."""
+
+    def derive(self, name: str) -> int:
+        """Return the 64-bit number of a choice."""
+        return derive(self.seed, name, self.epoch, self.row, *self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +90,28 @@ class Slots:
     components: NDArray[np.int64]
     """Component of a blend; 0 without a blend."""
     table_rows: NDArray[np.int64]
-    """Row of its dataset's own table: of a study, series, image or finding; 0 where there is none."""
-    _known: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Row of its dataset's own table: of a study, series, image or finding; 0 where there is none, and also
+    known of a masked sample."""
+    seed: int = 0
+    epoch: int = 0
+    """Seed and epoch of the plan, for keyed choices."""
+    place: tuple[int, int] | None = None
+    """Step and micro-batch in a blend, where an epoch may draw a sample again."""
+    is_planned: NDArray[np.bool_] | None = None
+    """``(B,)`` which slots the plan gives a sample, masked or not; None for those of ``rows``."""
+    _known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def once(self, name: str, compute: Callable[[Slots], NDArray[np.int64]]) -> NDArray[np.int64]:
+    def once(self, name: str, compute: Callable[[Slots], _T]) -> _T:
         """Return what a function computes of these slots, which a field needs more than once."""
-        found = self._known.get(name)
-        if found is None:
-            found = self._known[name] = compute(self)
+        if name not in self._known:
+            self._known[name] = compute(self)
+        found: _T = self._known[name]
         return found
+
+    def draw(self, slot: int) -> DrawKey:
+        """Return the key of the random choices for the sample of a slot."""
+        place = () if self.place is None else (*self.place, slot)
+        return DrawKey(self.seed, self.epoch, int(self.rows[slot]), place, int(self.table_rows[slot]))
 
     def __len__(self) -> int:
         """Return the number of slots, padding included."""
@@ -66,6 +122,55 @@ class Slots:
         """Slots that hold a sample, ascending."""
         found: list[int] = np.flatnonzero(self.rows >= 0).tolist()
         return found
+
+    @property
+    def planned(self) -> list[int]:
+        """Slots of samples of the plan, masked ones included, ascending."""
+        if self.is_planned is None:
+            return self.used
+        found: list[int] = np.flatnonzero(self.is_planned).tolist()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRequest:
+    """Sample to read, and its slot."""
+
+    slot: int
+    draw: DrawKey
+    """Key of its random choices."""
+    row_in_shard: int
+    key: str
+    text_bytes: int
+    """Size of the text according to the samples table: of the report, or of a part of it."""
+    entity: EntityPlace | None = None
+    """Place of a finding in its study; None for the whole study."""
+    component: int = 0
+    """Component of a blend; 0 without a blend."""
+    study_row: int = -1
+    """Row of its study in the samples table of its dataset."""
+    table_row: int = -1
+    """Row of its dataset's own table: of a study, series, image or finding."""
+    study_key: str = ""
+    """Key that the shard has for it: of its study, where samples are series or images."""
+
+
+class SlotContent(Protocol):
+    """Content of one slot that a field delivers."""
+
+    @property
+    def fields(self) -> Sequence[int]:
+        """Distinct numbers of the stored fields to read."""
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Take the bytes of the field at a place of `fields`; fields arrive in any order.
+
+        Raises:
+            BadSample: The bytes are invalid.
+        """
+
+    def close(self) -> None:
+        """Finish the slot, after all fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +292,11 @@ class BoundField(ABC):
         self.name = name
 
     @property
+    def varying(self) -> Sequence[str]:
+        """Entries whose second axis has as many items as the largest sample of a micro-batch needs."""
+        return ()
+
+    @property
     def digests(self) -> Sequence[str]:
         """Digests of the tables that the field delivers, beside the series tables."""
         return ()
@@ -300,7 +410,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
 
 
 RESERVED_SUFFIXES: Final = frozenset(
-    {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets"}
+    {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets", "variant"}
 )
 """Ends of the names of entries beside a field, such as ``NAME_mask``."""
 

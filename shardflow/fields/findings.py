@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.fields.field import ArraySpec
 from shardflow.fields.reader import Samples
-from shardflow.fields.views import ArraySpec
 from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityDataset, EntityPlace
 
 NO_ENTITY = -1

@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.decode import ThreadState, convert_picture, decode_file
-from shardflow.fields.field import FieldContext, Slots
-from shardflow.fields.layout import PictureLayout
+from shardflow.fields.field import Arrays, ArraySpec, FieldContext, SlotContent, SlotRequest, Slots
+from shardflow.fields.layout import PictureLayout, content_boxes
 from shardflow.fields.members import BoundMember, gather
 from shardflow.fields.pixels import LossWarning, PixelField, check_fill
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotContent, SlotRequest
-from shardflow.fields.views import Arrays, ArraySpec, content_boxes
 from shardflow.format.foreign.places import ImageFacts, image_facts, num_samples_with
 
 _COLOR: Final = 3
@@ -57,7 +55,7 @@ class BoundImageMember(BoundMember):
         if size is None and facts is not None:
             size = facts.size
         fill = check_fill(name, spec.fill or 0, dtype)
-        self.layout = PictureLayout(name, dtype, channels=channels, size=size, num_places=1, fill=fill)
+        self.layout = PictureLayout(name, dtype, channels=channels, size=size, fill=fill)
         self._loss = LossWarning(name, dtype)
 
     def _facts(self, member: str) -> ImageFacts | None:
@@ -95,7 +93,7 @@ class BoundImageMember(BoundMember):
         """Name the arrays of a micro-batch."""
         name, num_slots, layout = self.name, len(slots), self.layout
         if layout.size is not None:
-            specs = layout.array_specs(slots, lambda *_: ())
+            specs = layout.array_specs(slots, 1, lambda *_: ())
         else:
             specs = [
                 ArraySpec.of(f"{name}.data", layout.dtype, int(self._spaces(slots).sum())),

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.decode import ThreadState, convert_slice, decode_slice
+from shardflow.fields.field import Arrays, DrawKey, SlotRequest
 from shardflow.fields.findings import centre_first
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import Arrays, DrawKey, ImageView, TileView, View
+from shardflow.fields.views import ImageView, TileView, View
 from shardflow.telemetry import StageCounters
 
 ORIGINAL: Final = 0

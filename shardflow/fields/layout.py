@@ -8,13 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from shardflow.fields.field import Slots
-from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.fields.field import Arrays, ArraySpec, Slots
+
+PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
+# Level and width as radiologists set them; the low and high ends are level -+ width / 2.
+WINDOWS: Final = MappingProxyType(
+    {
+        "abdomen": (-160.0, 240.0),
+        "angiography": (0.0, 600.0),
+        "bone": (-450.0, 1050.0),
+        "brain": (0.0, 80.0),
+        "full": (-1024.0, 3071.0),
+        "liver": (-20.0, 140.0),
+        "lung": (-1350.0, 150.0),
+        "mediastinum": (-125.0, 225.0),
+        "stroke": (20.0, 60.0),
+        "subdural": (-25.0, 175.0),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +44,13 @@ class Picture:
     """Position in the series."""
     shape: tuple[int, int]
     """Stored rows and columns."""
+    size: tuple[int, int] | None = None
+    """Rows and columns to deliver, where these differ between samples and are not the stored ones."""
+
+    @property
+    def delivered(self) -> tuple[int, int]:
+        """Rows and columns to deliver without a size for all."""
+        return self.size or self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +65,30 @@ class Window:
     """Area of the place that the part fills: first row, first column, rows, columns."""
 
 
+def content_boxes(
+    rows: NDArray[np.int64], columns: NDArray[np.int64], frame: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return the boxes of images that are fitted into a frame, with their aspect ratio, centered.
+
+    Args:
+        rows: ``(B,)`` rows of the images; 0 for none.
+        columns: ``(B,)`` columns of the images.
+        frame: Rows and columns of the frame.
+
+    Returns:
+        ``(B, 4)`` int64: first row, first column, rows, columns. Computed with integers alone, so that the
+        result is the same on every machine.
+    """
+    high, wide = np.maximum(rows, 1), np.maximum(columns, 1)
+    # The frame's height bounds an image whose aspect ratio is taller than the frame's.
+    by_height = high * frame[1] >= wide * frame[0]
+    height = np.where(by_height, frame[0], np.maximum(1, (2 * high * frame[1] + wide) // (2 * wide)))
+    width = np.where(by_height, np.maximum(1, (2 * wide * frame[0] + high) // (2 * high)), frame[1])
+    boxes = np.stack([(frame[0] - height) // 2, (frame[1] - width) // 2, height, width], axis=1)
+    boxes[(rows == 0) | (columns == 0)] = 0
+    return boxes.astype(np.int64)
+
+
 PicturesOf: TypeAlias = Callable[[Slots, int], Sequence[Picture]]
 """Returns the pictures of a slot that holds a sample."""
 
@@ -53,7 +101,6 @@ class PictureLayout:
         dtype: Of the pixels.
         channels: Channels of each picture.
         size: Rows and columns of every picture; None if they differ.
-        num_places: Places for pictures in each slot.
         fill: Value of an empty slot.
     """
 
@@ -64,19 +111,24 @@ class PictureLayout:
         *,
         channels: int,
         size: tuple[int, int] | None,
-        num_places: int,
         fill: float = 0,
     ) -> None:
         self.name, self.dtype, self.channels = name, np.dtype(dtype), channels
-        self.size, self.num_places, self.fill = size, num_places, fill
+        self.size, self.fill = size, fill
 
-    def array_specs(self, slots: Slots, pictures_of: PicturesOf) -> list[ArraySpec]:
-        """Name the arrays of a micro-batch."""
-        name, num_slots, num_places = self.name, len(slots), self.num_places
+    def array_specs(self, slots: Slots, num_places: int, pictures_of: PicturesOf) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch.
+
+        Args:
+            slots: Its samples.
+            num_places: Places for pictures in each slot.
+            pictures_of: Its pictures.
+        """
+        name, num_slots = self.name, len(slots)
         if self.size is not None:
             return [ArraySpec.of(name, self.dtype, num_slots, num_places, self.channels, *self.size)]
         pictures = [pictures_of(slots, slot) for slot in slots.used]
-        num_pixels = sum(one.shape[0] * one.shape[1] for each in pictures for one in each)
+        num_pixels = sum(one.delivered[0] * one.delivered[1] for each in pictures for one in each)
         return [
             ArraySpec.of(f"{name}.data", self.dtype, self.channels * num_pixels),
             ArraySpec.of(f"{name}.start", np.int64, num_slots, num_places),
@@ -93,8 +145,8 @@ class PictureLayout:
         for slot in slots.used:
             for place, picture in enumerate(pictures_of(slots, slot)):
                 starts[slot, place] = stop
-                shapes[slot, place] = (self.channels, *picture.shape)
-                stop += self.channels * picture.shape[0] * picture.shape[1]
+                shapes[slot, place] = (self.channels, *picture.delivered)
+                stop += self.channels * picture.delivered[0] * picture.delivered[1]
 
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without pictures."""

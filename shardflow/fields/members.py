@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    Coverage,
+    Field,
+    FieldContext,
+    SlotContent,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
+)
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.raw import is_pickle, read_npy
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotContent, SlotRequest
-from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import num_samples_with
 from shardflow.format.keys import REPORT_FIELD

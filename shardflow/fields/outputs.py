@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, SampleError
-from shardflow.fields.field import RESERVED_NAMES
-from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.fields.field import RESERVED_NAMES, Arrays, ArraySpec
 
 OutputKind: TypeAlias = Literal["array", "ragged", "arrays", "bytes", "text", "json"]
 ENTRY_TYPE: Final = "output"

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import Limits, SeriesImages
-from shardflow.fields.field import BoundField, FieldContext, check_choice, check_count
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    DrawKey,
+    FieldContext,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
+)
 from shardflow.fields.image_members import BoundImageMember
 from shardflow.fields.layout import Picture
-from shardflow.fields.pixels import MAX_SIDE, BoundPixels, PixelField
+from shardflow.fields.pixels import MAX_SIDE, ORIGINAL, BoundPixels, PixelField, SlotPixels, packed_variants
 from shardflow.fields.raw import is_image_field
-from shardflow.fields.views import DrawKey
-from shardflow.sampling import Permutation, TileRule
+from shardflow.fields.reader import Shard
+from shardflow.sampling import ImageBucket, Permutation
+from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw
 
 Sampling: TypeAlias = Literal["even", "random", "slab"]
 _MAX_IMAGES: Final = 2**12
-_MAX_TILES: Final = 2**10
+_WORD: Final = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +59,11 @@ class Image(PixelField):
     member: str | None = None
     """In place of series: a stored JPEG or PNG, such as ``"png"`` of tars of other writers. 16 bits and gray
     stay as they are; ``NAME_range`` is the least and the greatest pixel."""
-    tiles: int | None = None
-    """Cut each image into at most so many tiles of ``size``, after resizing it to a whole number of them, see
-    `shardflow.sampling.image_sizes.TileRule`. The entry is ``(B, T, C, H, W)``, an overview first where an
-    image has several tiles, then the tiles row by row, image after image; ``NAME_grid`` ``(B, N, 2)`` int64
-    is the number of rows and columns of tiles of each image."""
 
     def _check(self) -> None:
         super()._check()
         if self.member is not None:
             self._check_member(self.member)
-        if self.tiles is not None:
-            check_count("tiles", self.tiles, _MAX_TILES)
-            if self.size is None or self.fit != "stretch":
-                raise ConfigError("tiles needs size=(rows, columns) of a tile, and fit='stretch'.")
         if self.num_images != "all":
             check_count("num_images", self.num_images, _MAX_IMAGES, "or 'all', ")
 
@@ -73,6 +76,7 @@ class Image(PixelField):
             "tiles": self.tiles is not None,
             "resolution": self.resolution != "full",
             "windows": bool(self.windows),
+            "padding": self.padding != "cap",
         }
         excess = [name for name, is_given in given.items() if is_given]
         if excess:
@@ -92,9 +96,10 @@ class Image(PixelField):
 class Slices(PixelField):
     """K of the N slices of one series of a sample.
 
-    ``(B, K, C, H, W)`` in geometric order. The first selected series by acquisition is delivered; others are
-    counted as left out. ``NAME_mask`` ``(B, K)`` uint8 is 1 where there is a slice, ``NAME_index`` ``(B, K)``
-    int64 its position in the series (-1 for none), ``NAME_range`` ``(B, 2)`` float32 the display range.
+    ``(B, K, C, H, W)`` in geometric order; of a finding the center slice comes first. The first selected
+    series by acquisition is delivered; others are counted as left out. ``NAME_mask`` ``(B, K)`` uint8 is 1
+    where there is a slice, ``NAME_index`` ``(B, K)`` int64 its position in the series (-1 for none),
+    ``NAME_range`` ``(B, 2)`` float32 the display range.
 
     Example::
 
@@ -111,23 +116,105 @@ class Slices(PixelField):
     sampling: Sampling = "even"
     """``even``: spread over the series; ``random``: drawn anew in each epoch; ``slab``: adjacent ones that
     begin at a slice drawn anew in each epoch. A series of fewer slices is delivered whole."""
+    sizes: tuple[tuple[int, int, int, int], ...] = ()
+    """In place of ``num_slices`` and ``size``: several ``(num_slices, rows, columns, weight)``, of which each
+    sample gets one, drawn anew in each epoch with a probability as its weight. The entry is a list of B
+    arrays. A token budget charges for them by `buckets`."""
+    augment_pool: float = 0.0
+    """Share of the samples that get one of the augmented variants that packing made of them (its
+    ``variants.augment`` settings), drawn anew in each epoch. ``NAME_variant`` ``(B,)`` int64 says which one:
+    0 for the original, -1 for no slices."""
+
+    @property
+    def resizes(self) -> bool:
+        """Whether slices are brought to a size that the spec states."""
+        return bool(self.sizes) or super().resizes
 
     def _check(self) -> None:
+        object.__setattr__(self, "sizes", _checked_sizes(self.sizes))
         super()._check()
         check_choice("sampling", self.sampling, ("even", "random", "slab"))
-        if self.num_slices is None:
+        share: object = self.augment_pool
+        if not isinstance(share, int | float) or share is True or not 0 <= share <= 1:
+            raise ConfigError(f"augment_pool is a share of the samples from 0 to 1, got {share!r}.")
+        if self.augment_pool and self.resolution != "full":
+            raise ConfigError(
+                "augment_pool needs resolution='full', the size that variants are stored in; leave out one."
+            )
+        if self.sizes:
+            given = {"num_slices": self.num_slices, "size": self.size, "tiles": self.tiles}
+            excess = [name for name, value in given.items() if value is not None]
+            if excess:
+                raise ConfigError(f"sizes stands in place of {' and '.join(excess)}; leave out one of them.")
+        elif self.num_slices is None:
             if self.sampling != "even":
                 raise ConfigError(f"sampling={self.sampling!r} needs num_slices, the number to draw.")
         else:
             check_count("num_slices", self.num_slices, MAX_SIDE)
 
     def for_evaluation(self) -> PixelField:
-        """Return the field with evenly spread slices, and the first of its windows."""
-        return replace(super().for_evaluation(), sampling="even")  # type: ignore[call-arg]
+        """Return the field with evenly spread slices, the first of its windows, and no variants.
+
+        Each sample keeps the one of several sizes that a token budget charges for; it is drawn by the epoch,
+        which is 0 in every evaluation.
+        """
+        return replace(super().for_evaluation(), sampling="even", augment_pool=0.0)  # type: ignore[call-arg]
+
+    def buckets(self, tokens_per_slice: Sequence[int]) -> tuple[ImageBucket, ...]:
+        """Return the image buckets by which the cost rule of a token budget charges for ``sizes``.
+
+        Args:
+            tokens_per_slice: Tokens of a slice of each size.
+        """
+        return tuple(
+            ImageBucket(weight=weight, max_slices=num_slices, tokens_per_slice=tokens)
+            for (num_slices, _, _, weight), tokens in zip(self.sizes, tokens_per_slice, strict=True)
+        )
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
         return BoundSlices(name, self, context)
+
+
+def _checked_sizes(sizes: Any) -> tuple[tuple[int, int, int, int], ...]:
+    example = "sizes is a list of (num_slices, rows, columns, weight), such as [(32, 224, 224, 1)]"
+    try:
+        found = [tuple(size) for size in sizes]
+    except TypeError:
+        raise ConfigError(f"{example}, got {sizes!r}.") from None
+    if len(found) > MAX_BUCKETS:
+        raise ConfigError(f"sizes are at most {MAX_BUCKETS}, got {len(found)}; leave out some.")
+    checked = []
+    for size in found:
+        if len(size) != 4:
+            raise ConfigError(f"{example}, got {size!r}.")
+        num_slices, rows, columns, weight = size
+        for value in size:
+            check_count("each number of sizes", value, MAX_SIDE)
+        checked.append((num_slices, rows, columns, weight))
+    return tuple(checked)
+
+
+def choose_variant(num_variants: int, share: float, key: DrawKey) -> int:
+    """Return the number of the variant, from 1, or `ORIGINAL`.
+
+    Args:
+        num_variants: Number of variants of the series.
+        share: Share of the samples that get a variant; all variants are equally likely.
+        key: Key of the sample's random choices.
+    """
+    if not num_variants or key.derive("variant-share") >= share * _WORD:
+        return ORIGINAL
+    return 1 + key.derive("variant-choice") * num_variants // _WORD
+
+
+def _center_first(chosen: NDArray[np.int64], center: int) -> NDArray[np.int64]:
+    """Return positions among the slices of a finding, that of its center first, then the others in order.
+
+    If the center is not among them, it replaces its nearest neighbor.
+    """
+    others = np.delete(chosen, int(np.argmin(np.abs(chosen - center))))
+    return np.concatenate(([center], others))
 
 
 class BoundImage(BoundPixels):
@@ -138,26 +225,20 @@ class BoundImage(BoundPixels):
     def _limits(self) -> Limits:
         return Limits(max_images=self.num_pictures)
 
-    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:  # noqa: ARG002
-        """Return the first images by acquisition."""
-        found = [
-            Picture(one.series, index, one.shape[1:])
-            for one in self.selected.of_row(component, row)
-            for index in list(one.indexes)[: self.num_pictures]
-        ]
+    def choose(self, component: int, row: int, draw: DrawKey) -> list[Picture]:  # noqa: ARG002
+        """Return the first images by acquisition; of a finding the one at its center first."""
+        found = []
+        for one in self.selected.of_row(component, row):
+            indexes = list(one.indexes)
+            if one.center in indexes:
+                indexes = [one.center, *(index for index in indexes if index != one.center)]
+            found += [Picture(one.series, index, one.shape[1:]) for index in indexes[: self.num_pictures]]
         return found[: self.num_pictures]
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs; a single image has no axis of its own."""
         is_single = self.spec.num_images == 1 and self.tile_rule is None
         return {**super().describe(), "single": is_single}
-
-    @cached_property
-    def tile_rule(self) -> TileRule | None:
-        """Rule that cuts images into tiles; None delivers them whole."""
-        if self.spec.tiles is None or self.spec.size is None:
-            return None
-        return TileRule(rows=self.spec.size[0], columns=self.spec.size[1], max_tiles=self.spec.tiles)
 
     def _count_pictures(self) -> int:
         if self.spec.num_images != "all":
@@ -174,40 +255,114 @@ class BoundSlices(BoundPixels):
 
     spec: Slices
 
+    def __init__(self, name: str, spec: Slices, context: FieldContext) -> None:
+        super().__init__(name, spec, context)
+        if spec.augment_pool and not any(
+            packed_variants(dataset).get("augment") for dataset in context.samples.datasets
+        ):
+            raise ConfigError(
+                f"augment_pool of the field {name!r} needs augmented variants, and no dataset was packed "
+                "with any; pack one with variants.augment.num_variants, or leave it out."
+            )
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether a sample may be delivered as one of its augmented variants."""
+        return self.spec.augment_pool > 0
+
     def _limits(self) -> Limits:
         # Slices that are drawn anew in each epoch are all delivered by and by.
         is_drawn = self.spec.sampling != "even"
-        return Limits(max_series=1, max_of_series=None if is_drawn else self.spec.num_slices)
+        num_slices = max((size[0] for size in self.spec.sizes), default=self.spec.num_slices)
+        return Limits(max_series=1, max_of_series=None if is_drawn else num_slices)
 
-    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:
+    def choose(self, component: int, row: int, draw: DrawKey) -> list[Picture]:
         """Return the chosen slices of the first series by acquisition, in geometric order."""
+        most, size = self.spec.num_slices, None
+        if self.spec.sizes:
+            weights = [one[3] for one in self.spec.sizes]
+            drawn = BucketDraw.of(draw.seed, draw.epoch).choose(np.array([row]), weights)
+            most, rows, columns, _ = self.spec.sizes[int(drawn[0])]
+            size = rows, columns
         for one in self.selected.of_row(component, row)[:1]:
-            return [Picture(one.series, index, one.shape[1:]) for index in self._sample(one, draw)]
+            return [
+                Picture(one.series, index, one.shape[1:], size) for index in self._sample(one, most, draw)
+            ]
         return []
+
+    # ---- augmented variants ----------------------------------------------------------------------
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        specs = super().array_specs(slots)
+        if self.has_variants:
+            specs.append(ArraySpec.of(f"{self.name}_variant", np.int64, len(slots)))
+        return specs
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot, and lay out the slices of the samples."""
+        super().prepare(arrays, slots)
+        if self.has_variants:
+            arrays[f"{self.name}_variant"][:] = -1
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotPixels:
+        """Begin a slot."""
+        if self.has_variants:
+            for picture in self.chosen(request)[:1]:
+                _, variant = self.stored(shard, request, picture.series)
+                arrays[f"{self.name}_variant"][request.slot] = variant
+        return super().open(shard, request, arrays)
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without slices."""
+        super().blank(arrays, slot)
+        if self.has_variants:
+            arrays[f"{self.name}_variant"][slot] = -1
+
+    def stored(self, shard: Shard, request: SlotRequest, series: int) -> tuple[NDArray[np.int64], int]:
+        """Return the fields that hold a series or its variant; a variant that lacks slices is ignored."""
+        slices, original = super().stored(shard, request, series)
+        if not self.has_variants:
+            return slices, original
+        num_variants = shard.num_variants(request.row_in_shard, series)
+        variant = choose_variant(num_variants, self.spec.augment_pool, request.draw)
+        if variant == ORIGINAL:
+            return slices, original
+        varied = shard.variant_slices(request.row_in_shard, variant, series)
+        return (varied, variant) if len(varied) == len(slices) else (slices, original)
+
+    # ---- slices ----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs; slices share one display range."""
         return {**super().describe(), "stack": True}
 
-    def _sample(self, series: SeriesImages, draw: DrawKey | None) -> list[int]:
-        """Return the positions of the slices to deliver, ascending."""
-        available, most = np.asarray(series.indexes, np.int64), self.spec.num_slices
-        if most is None or len(available) <= most:
+    def _sample(self, series: SeriesImages, most: int | None, draw: DrawKey) -> list[int]:
+        """Return the positions of the slices to deliver, ascending; of a finding its center first."""
+        available = np.asarray(series.indexes, np.int64)
+        if (most is None or len(available) <= most) and series.center is None:
             return list(series.indexes)
+        most = len(available) if most is None else min(most, len(available))
         places = np.arange(most, dtype=np.int64)
-        if self.spec.sampling == "even" or draw is None:
+        if self.spec.sampling == "even" or most == len(available):
             chosen = (2 * places + 1) * len(available) // (2 * most)
         elif self.spec.sampling == "slab":
             chosen = places + draw.derive("slab-choice") * (len(available) - most + 1) // 2**64
         else:
             chosen = np.sort(Permutation(len(available), draw.derive("slice-choice"))(places))
+        if series.center is not None and series.center in series.indexes:
+            chosen = _center_first(chosen, series.indexes.index(series.center))
         found: list[int] = available[chosen].tolist()
         return found
 
     def _count_pictures(self) -> int:
+        if self.spec.sizes:
+            return max(size[0] for size in self.spec.sizes)
         if self.spec.num_slices is not None:
             return self.spec.num_slices
         return max(1, *(int(each) for each in self.selected.values("num_slices")))
 
     def _has_one_number(self) -> bool:
+        if self.spec.sizes:
+            return False
         return self.spec.num_slices is not None or len(self.selected.values("num_slices")) == 1

@@ -12,30 +12,40 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries
-from shardflow.fields.decode import ThreadState, convert_picture, decode_slice
-from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
-from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
-from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import (
-    WINDOWS,
+from shardflow.fields.decode import Scratch, ThreadState, convert_picture, convert_slice, decode_slice
+from shardflow.fields.field import (
     Arrays,
     ArraySpec,
+    BoundField,
+    Coverage,
     DrawKey,
-    PixelDtype,
-    Resolution,
-    content_boxes,
+    Field,
+    FieldContext,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
 )
-from shardflow.format import array_header, decode_array
+from shardflow.fields.layout import (
+    WINDOWS,
+    Picture,
+    PictureLayout,
+    PixelDtype,
+    Window,
+    content_boxes,
+    present_pictures,
+)
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Resolution, Shard
+from shardflow.format import Dataset, array_header, decode_array
 from shardflow.format.codecs import codec_rank
 from shardflow.sampling import Permutation, TileRule
 
@@ -45,10 +55,14 @@ _EXAMPLE_VALUES: Final = 100
 _AIR_HU: Final = -1024
 _BESIDE: Final = ("mask", "range", "box", "grid")
 """Arrays beside the pixels that are 0 where a slot is empty."""
+_MAX_TILES: Final = 2**10
 Fit: TypeAlias = Literal["stretch", "letterbox"]
+Padding: TypeAlias = Literal["cap", "longest"]
 DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
 """Series that a field selects where its spec names none."""
 MAX_SIDE: Final = 2**16
+ORIGINAL: Final = 0
+"""Number of the version of a sample that is not augmented."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,14 @@ class PixelField(Field):
     selected image of the population is in HU, otherwise 0."""
     windows: tuple[str, ...] = ()
     """For CT: ``NAME_range`` is one of these windows, drawn anew in each epoch; `WINDOWS` lists them."""
+    tiles: int | None = None
+    """Cut each picture into at most so many tiles of ``size``, after resizing it to a whole number of them,
+    see `shardflow.sampling.image_sizes.TileRule`. The entry is ``(B, P, C, H, W)``, an overview first where a
+    picture has several tiles, then the tiles row by row, picture after picture; ``NAME_grid`` ``(B, N, 2)``
+    int64 is the number of rows and columns of tiles of each picture."""
+    padding: Padding = "cap"
+    """Places for pictures or tiles: ``cap``, the most that any sample may have; ``longest``, as many as the
+    largest sample of the micro-batch has, at least one."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -83,8 +105,16 @@ class PixelField(Field):
     def _check(self) -> None:
         if self.size is not None:
             object.__setattr__(self, "size", _checked_size(self.size))
-        elif self.fit != "stretch":
-            raise ConfigError("fit='letterbox' needs a size to fit into; write size=(rows, columns).")
+        for setting, value in (("fit", "letterbox"), ("resolution", "small")):
+            if getattr(self, setting) == value and not self.resizes:
+                raise ConfigError(
+                    f"{setting}={value!r} needs a size to bring pictures to; write size=(rows, columns)."
+                )
+        if self.tiles is not None:
+            check_count("tiles", self.tiles, _MAX_TILES)
+            if self.size is None or self.fit != "stretch":
+                raise ConfigError("tiles needs size=(rows, columns) of a tile, and fit='stretch'.")
+        check_choice("padding", self.padding, ("cap", "longest"))
         check_choice("fit", self.fit, ("stretch", "letterbox"))
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("channels", self.channels, (None, 1, 3))
@@ -97,6 +127,11 @@ class PixelField(Field):
                 f"series is an expression such as \"role == 'frontal'\", got {series!r}; leave it out for "
                 "all but localizers and secondary captures."
             )
+
+    @property
+    def resizes(self) -> bool:
+        """Whether pictures are brought to a size that the spec states."""
+        return self.size is not None
 
     def for_evaluation(self) -> PixelField:
         """Return the field with the first of its windows."""
@@ -140,6 +175,12 @@ def check_fill(name: str, fill: float, dtype: np.dtype[Any]) -> float:
     return fill
 
 
+def packed_variants(dataset: Dataset) -> Mapping[str, object]:
+    """Return the settings of packing by which small and augmented versions of slices were stored."""
+    variants = dataset.manifest.extra.get("variants")
+    return variants if isinstance(variants, dict) else {}
+
+
 class LossWarning:
     """Warning, once per field, that pixels are not delivered as stored; two threads at once may both warn."""
 
@@ -169,12 +210,13 @@ class BoundPixels(BoundField):
 
     Attributes:
         selected: Series and images that the field selects.
-        num_places: Places for pictures in each slot (N).
+        num_places: Places for pictures in each slot (N), at most.
         layout: Places of the pixels.
         size: Rows and columns of every picture; None if they differ.
 
     Raises:
-        ConfigError: The field selects nothing, or a sample has nothing for it and ``missing`` is ``error``.
+        ConfigError: The field selects nothing, a sample has nothing for it and ``missing`` is ``error``, or a
+            dataset was packed without the small versions that it reads.
     """
 
     selected: SelectedSeries
@@ -186,6 +228,7 @@ class BoundPixels(BoundField):
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
         self._check_selected(context)
         self._check_codecs()
+        self._check_small(context)
         self._populations = context.populations
         self._num_samples = context.num_samples
         self._num_missing = context.count_missing(self.has_content)
@@ -206,8 +249,7 @@ class BoundPixels(BoundField):
             )
         self.fill = self._checked_fill(spec.fill)
         shapes = self.selected.shapes()
-        is_one_size = len(shapes) == 1 and self._has_one_number()
-        self.size = spec.size or ((int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None)
+        self.size = self._common_size(shapes)
         self.num_pictures = self._count_pictures()
         self.num_places = self.num_pictures * self._most_tiles(shapes)
         self.layout = PictureLayout(
@@ -215,7 +257,6 @@ class BoundPixels(BoundField):
             self.dtype,
             channels=self.channels,
             size=self.size,
-            num_places=self.num_places,
             fill=self.fill,
         )
 
@@ -230,10 +271,22 @@ class BoundPixels(BoundField):
             fill = _AIR_HU if in_hounsfield and np.can_cast(np.int16, self.dtype) else 0
         return check_fill(self.name, fill, self.dtype)
 
-    @property
+    @cached_property
     def tile_rule(self) -> TileRule | None:
         """Rule that cuts pictures into tiles; None delivers them whole."""
-        return None
+        if self.spec.tiles is None or self.spec.size is None:
+            return None
+        return TileRule(rows=self.spec.size[0], columns=self.spec.size[1], max_tiles=self.spec.tiles)
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether a sample may be delivered as one of its augmented variants."""
+        return False
+
+    def _common_size(self, shapes: NDArray[np.int64]) -> tuple[int, int] | None:
+        """Return the rows and columns of every picture; None if they differ."""
+        is_one_size = len(shapes) == 1 and self._has_one_number()
+        return self.spec.size or ((int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None)
 
     def _most_tiles(self, shapes: NDArray[np.int64]) -> int:
         """Return the largest number of places that a picture of the population takes."""
@@ -266,13 +319,13 @@ class BoundPixels(BoundField):
         """Return what there are places for."""
 
     @abstractmethod
-    def choose(self, component: int, row: int, draw: DrawKey | None) -> list[Picture]:
-        """Return the pictures of a sample; their number and sizes do not depend on ``draw``.
+    def choose(self, component: int, row: int, draw: DrawKey) -> list[Picture]:
+        """Return the pictures of a sample, in the order of their places.
 
         Args:
             component: Component of a blend.
             row: Row of its dataset's own table.
-            draw: Key of its random choices; None if only number and sizes are wanted.
+            draw: Key of its random choices; their number and sizes depend on no row of the selection.
         """
 
     @abstractmethod
@@ -307,12 +360,49 @@ class BoundPixels(BoundField):
                     f'"codec != {codec!r}".'
                 )
 
+    def _check_small(self, context: FieldContext) -> None:
+        """Refuse small versions of a dataset that was packed without any."""
+        if self.spec.resolution != "small":
+            return
+        for place, dataset in enumerate(context.samples.datasets):
+            has_images = (self.has_content[place] & context.populations[place]).any()
+            if has_images and not packed_variants(dataset).get("small_px"):
+                raise ConfigError(
+                    f"resolution='small' of the field {self.name!r} reads small versions, and a dataset was "
+                    "packed without; pack it with variants.small_px, or leave out resolution."
+                )
+
     # ---- BoundField ------------------------------------------------------------------------------
+
+    @property
+    def varying(self) -> Sequence[str]:
+        """The pictures and what is beside each of them, where padding follows the micro-batch."""
+        if self.spec.padding == "cap":
+            return ()
+        entry, name = self.describe(), self.name
+        if entry.get("single"):
+            return ()
+        found = [f"{name}_mask", f"{name}_index" if entry.get("stack") else f"{name}_range"]
+        found += [] if self.size is None else [name]
+        return [*found, f"{name}_box"] if self.spec.fit == "letterbox" else found
+
+    def places(self, slots: Slots) -> int:
+        """Return the number of places of each slot of a micro-batch."""
+        if self.spec.padding == "cap":
+            return self.num_places
+        pictures = slots.once(f"{self.name}.pictures", self._all_pictures).values()
+        return min(self.num_places, max([1, *map(self._num_shown, pictures)]))
+
+    def _num_shown(self, pictures: Sequence[Picture]) -> int:
+        if self.tile_rule is None or not pictures:
+            return len(pictures)
+        shapes = np.array([picture.shape for picture in pictures], np.int64)
+        return int(self.tile_rule.num_places(shapes[:, 0], shapes[:, 1]).sum())
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        name, num_slots, num_places = self.name, len(slots), self.num_places
-        specs = self.layout.array_specs(slots, self.pictures)
+        name, num_slots, num_places = self.name, len(slots), self.places(slots)
+        specs = self.layout.array_specs(slots, num_places, self.pictures)
         specs += [
             ArraySpec.of(f"{name}_mask", np.uint8, num_slots, num_places),
             ArraySpec.of(f"{name}_range", np.float32, num_slots, num_places, 2),
@@ -361,8 +451,8 @@ class BoundPixels(BoundField):
         arrays[f"{name}_index"][...] = np.arange(arrays[f"{name}_index"].shape[1])
         if f"{name}_grid" in arrays:
             arrays[f"{name}_grid"][...] = 1
-        if f"{name}_box" in arrays and self.size is not None:
-            arrays[f"{name}_box"][...] = 0, 0, *self.size
+        if f"{name}_box" in arrays:
+            arrays[f"{name}_box"][...] = 0, 0, *(self.size or (1, 1))
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs."""
@@ -371,8 +461,12 @@ class BoundPixels(BoundField):
     # ---- slots -----------------------------------------------------------------------------------
 
     def pictures(self, slots: Slots, slot: int) -> list[Picture]:
-        """Return the pictures of a slot, whose random choices are still open."""
-        return self.choose(int(slots.components[slot]), int(slots.table_rows[slot]), None)
+        """Return the pictures of a slot."""
+        return slots.once(f"{self.name}.pictures", self._all_pictures)[slot]
+
+    def _all_pictures(self, slots: Slots) -> dict[int, list[Picture]]:
+        components, rows = slots.components.tolist(), slots.table_rows.tolist()
+        return {slot: self.choose(components[slot], rows[slot], slots.draw(slot)) for slot in slots.planned}
 
     def chosen(self, request: SlotRequest) -> list[Picture]:
         """Return the pictures of a sample to read."""
@@ -380,25 +474,23 @@ class BoundPixels(BoundField):
 
     def windows(self, picture: Picture) -> list[Window]:
         """Return what of a picture is shown in each of its places."""
-        if self.size is None:
-            return [Window(picture.shape, (0, 0), (0, 0, *picture.shape))]
+        frame = self.size or picture.delivered
         if self.tile_rule is None:
-            box = self._letterbox(picture) if self.spec.fit == "letterbox" else (0, 0, *self.size)
-            return [Window(box[2:], (0, 0), box)]
-        rows, columns = self.size
+            if self.spec.fit == "stretch":
+                return [Window(frame, (0, 0), (0, 0, *frame))]
+            high, wide = (np.array([side], np.int64) for side in picture.shape)
+            top, left, height, width = content_boxes(high, wide, frame)[0].tolist()
+            return [Window((height, width), (0, 0), (top, left, height, width))]
+        rows, columns = frame
         shape = (np.array([side], np.int64) for side in picture.shape)
-        high, wide = (int(each[0]) for each in self.tile_rule.grids(*shape))
-        overview = [Window(self.size, (0, 0), (0, 0, *self.size))] if high * wide > 1 else []
+        num_rows, num_columns = (int(each[0]) for each in self.tile_rule.grids(*shape))
+        canvas = num_rows * rows, num_columns * columns
+        overview = [Window(frame, (0, 0), (0, 0, *frame))] if num_rows * num_columns > 1 else []
         return overview + [
-            Window((high * rows, wide * columns), (row * rows, column * columns), (0, 0, rows, columns))
-            for row in range(high)
-            for column in range(wide)
+            Window(canvas, (row * rows, column * columns), (0, 0, rows, columns))
+            for row in range(num_rows)
+            for column in range(num_columns)
         ]
-
-    def _letterbox(self, picture: Picture) -> tuple[int, int, int, int]:
-        high, wide = (np.array([side], np.int64) for side in picture.shape)
-        top, left, rows, columns = content_boxes(high, wide, self.layout.size or picture.shape)[0].tolist()
-        return top, left, rows, columns
 
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
         """Return the numbers of the stored fields of pictures, and behind them that of the study."""
@@ -406,9 +498,7 @@ class BoundPixels(BoundField):
         by_series: dict[int, NDArray[np.int64]] = {}
         for picture in pictures:
             if picture.series not in by_series:
-                by_series[picture.series] = shard.slices(
-                    request.row_in_shard, self.spec.resolution, picture.series
-                )
+                by_series[picture.series] = self.stored(shard, request, picture.series)[0]
             stored = by_series[picture.series]
             if picture.index >= len(stored):
                 detail = (
@@ -418,6 +508,10 @@ class BoundPixels(BoundField):
             found.append(int(stored[picture.index]))
         study = shard.study(request.row_in_shard) if found else None
         return found if study is None else [*found, study]
+
+    def stored(self, shard: Shard, request: SlotRequest, series: int) -> tuple[NDArray[np.int64], int]:
+        """Return the numbers of the fields that hold a series, and which variant of it they are."""
+        return shard.slices(request.row_in_shard, self.spec.resolution, series), ORIGINAL
 
     def window(self, draw: DrawKey) -> tuple[float, float] | None:
         """Return the CT window of a sample in an epoch; None for the display range of the series."""
@@ -472,9 +566,9 @@ class BoundPixels(BoundField):
     ) -> NDArray[Any] | None:
         """Decode a picture; None if ``plane`` ``(H, W)`` is filled, else ``(h, w)`` or ``(h, w, 3)``."""
         if not has_color:
-            return decode_slice(codec, payload, plane, thread.scratch, may_resize=self.spec.size is not None)
+            return decode_slice(codec, payload, plane, thread.scratch, may_resize=self.spec.resizes)
         shape, dtype = array_header(codec, payload)
-        if self.spec.size is None and shape[:2] != plane.shape:
+        if not self.spec.resizes and shape[:2] != plane.shape:
             raise FormatError(f"an image is {plane.shape} in the tables and {shape[:2]} in its bytes")
         return decode_array(codec, payload, out=thread.scratch.array("slice", shape, dtype))
 
@@ -509,9 +603,9 @@ class SlotPixels:
         for place, picture in enumerate(pictures):
             arrays[f"{name}_mask"][slot, self._spans[place]] = 1
             arrays[f"{name}_index"][slot, self._spans[place]] = picture.index
-            if field.spec.fit == "letterbox" and field.size is not None:
+            if field.spec.fit == "letterbox":
                 arrays[f"{name}_box"][slot, place] = field.windows(picture)[0].box
-                arrays[name][slot, place] = field.fill
+                field.layout.place(arrays, slot, place)[:] = field.fill
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         """Decode a picture into its place, or read the display ranges of the study."""
@@ -527,7 +621,7 @@ class SlotPixels:
         _, channels, rows, columns = tiles.shape
         canvas = thread.scratch.array("canvas", (channels, high * rows, wide * columns), tiles.dtype)
         self._field.decode(self._shard, self.fields[place], payload, canvas, thread)
-        cut_tiles(canvas, tiles)
+        cut_tiles(canvas, tiles, thread.scratch)
 
     def close(self) -> None:
         """Set the display ranges: those of the series, or else the extremes of the pixels."""
@@ -570,18 +664,19 @@ class SlotPixels:
             raise self._shard.bad(reason, "study.json", type(error).__name__) from None
 
 
-def cut_tiles(canvas: NDArray[Any], tiles: NDArray[Any]) -> None:
+def cut_tiles(canvas: NDArray[Any], tiles: NDArray[Any], scratch: Scratch) -> None:
     """Cut an image into tiles, with an overview first where there are several.
 
     Args:
         canvas: ``(C, rows, columns)``, whole numbers of tiles.
         tiles: ``(T, C, H, W)`` to fill.
+        scratch: The thread's memory.
     """
     _, channels, rows, columns = tiles.shape
     high, wide = canvas.shape[1] // rows, canvas.shape[2] // columns
     if len(tiles) > high * wide:
         for channel in range(channels):
-            tiles[0, channel] = cv2.resize(canvas[channel], (columns, rows), interpolation=cv2.INTER_AREA)
+            convert_slice(canvas[channel], tiles[0, channel], scratch)
     pieces = canvas.reshape(channels, high, rows, wide, columns).transpose(1, 3, 0, 2, 4)
     tiles[-high * wide :] = pieces.reshape(high * wide, channels, rows, columns)
 
@@ -592,6 +687,8 @@ def present_pixels(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
     mask, index = arrays[f"{name}_mask"], arrays[f"{name}_index"]
     ranges = arrays[f"{name}_range"]
     boxes = {key: arrays[key] for key in (f"{name}_box", f"{name}_grid") if key in arrays}
+    if f"{name}_variant" in arrays:
+        boxes[f"{name}_variant"] = arrays[f"{name}_variant"]
     if entry.get("stack"):
         found: dict[str, Any] = {f"{name}_mask": mask, f"{name}_index": index, f"{name}_range": ranges[:, 0]}
     elif entry.get("single"):

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import Arrays, ArraySpec, SlotRequest
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import Arrays, ArraySpec, SliceFacts
+from shardflow.fields.views import SliceFacts
 from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
 from shardflow.telemetry import StageCounters
 

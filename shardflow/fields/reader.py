@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from shardflow.errors import FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.views import Resolution
 from shardflow.format import Dataset, ShardIndex
 from shardflow.format.codecs import codec_rank
 from shardflow.format.keys import (
@@ -42,6 +41,8 @@ _LOCAL_READ_BYTES = 1 << 20
 # since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
 _MAX_SHARDS = 512
+Resolution: TypeAlias = Literal["full", "small"]
+"""Versions of stored slices."""
 
 
 @dataclass(frozen=True, slots=True)

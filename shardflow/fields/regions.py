@@ -21,10 +21,14 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
     BoundField,
     Field,
     FieldContext,
     Missing,
+    SlotContent,
+    SlotRequest,
     Slots,
     check_choice,
     check_count,
@@ -33,8 +37,6 @@ from shardflow.fields.layout import Picture, PictureLayout, Window, present_pict
 from shardflow.fields.pixels import BoundPixels
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.slots import SlotContent, SlotRequest
-from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format import decode_array
 from shardflow.format.keys import ANNOTATIONS_FIELD
 from shardflow.format.regions import Box, Region, read_regions
@@ -239,6 +241,11 @@ class BoundRegions(BoundField):
                 f"No table knows which samples have annotations, so the field {name!r} cannot drop the "
                 "others; write missing='pad', or missing='error' to mask them."
             )
+        if like.has_variants:
+            raise ConfigError(
+                f"The field {name!r} is like {spec.like!r}, whose augmented variants show other places than "
+                "the annotations mark; leave out its augment_pool, or this field."
+            )
         self.spec, self.like, self.counters = spec, like, context.counters
         self._labels = _SeenLabels()
 
@@ -359,19 +366,25 @@ class BoundMask(BoundRegions):
     def __init__(self, name: str, spec: Mask, context: FieldContext) -> None:
         super().__init__(name, spec, context)
         num_planes = len(spec.labels) if spec.merge == "stack" and spec.labels is not None else 1
-        size, num_places = self.like.size, self.like.num_places
-        self.layout = PictureLayout(name, np.uint8, channels=num_planes, size=size, num_places=num_places)
+        self.layout = PictureLayout(name, np.uint8, channels=num_planes, size=self.like.size)
 
     def planes_of(self, region: Region) -> list[int]:
         """Return the planes that a region is drawn in."""
         labels = self.labels_of(region)
         return labels if self.spec.merge == "stack" else [0] * bool(labels)
 
+    @property
+    def varying(self) -> Sequence[str]:
+        """The masks beside pictures whose number depends on the micro-batch."""
+        names = {self.like.name: self.name, f"{self.like.name}_mask": f"{self.name}_mask"}
+        return [names[one] for one in self.like.varying if one in names]
+
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
+        num_places = self.like.places(slots)
         return [
-            *self.layout.array_specs(slots, self.like.pictures),
-            ArraySpec.of(f"{self.name}_mask", np.uint8, len(slots), self.layout.num_places),
+            *self.layout.array_specs(slots, num_places, self.like.pictures),
+            ArraySpec.of(f"{self.name}_mask", np.uint8, len(slots), num_places),
         ]
 
     def prepare(self, arrays: Arrays, slots: Slots) -> None:

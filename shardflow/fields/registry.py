@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 from shardflow.config import TypeKey, load_config
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import Reach
-from shardflow.fields.field import BoundField, Field, FieldContext, Slots, check_names
+from shardflow.fields.field import Arrays, ArraySpec, BoundField, Field, FieldContext, Slots, check_names
 from shardflow.fields.images import Slices
 from shardflow.fields.members import BoundText, Text
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
 from shardflow.fields.pictures import Image
 from shardflow.fields.pictures import Slices as SlicesField
-from shardflow.fields.pixels import PixelField
+from shardflow.fields.pixels import BoundPixels, PixelField
 from shardflow.fields.raw import FieldsView, NamedFields
 from shardflow.fields.reader import Samples
 from shardflow.fields.slots import FieldKind
 from shardflow.fields.text import Texts
 from shardflow.fields.transforming import SampleTransform
-from shardflow.fields.views import Arrays, ArraySpec, ImageView, View
+from shardflow.fields.views import ImageView, View
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import image_facts, num_samples_with
 from shardflow.format.keys import canonical_json, sha256_hex
@@ -290,14 +290,22 @@ class FieldSet:
             for name, value in entries.items()
             if f"{name}_offsets" in entries or (isinstance(value, list) and _has_sizes(value[0]))
         ]
+        longer = [name for field in self.bound for name in field.varying]
         for name in varying if is_other else ():
             found[name] = _resized(found[name])
-        return found, bool(varying)
+        for name in set(longer) - set(varying) if is_other else ():
+            found[name] = np.concatenate([found[name], found[name][-1:]])
+        return found, bool(varying or longer)
 
     @property
     def reads_shards(self) -> bool:
         """Whether any field is read from shards."""
         return len(self.beside) < len(self.bound)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a field delivers images or slices of series."""
+        return any(isinstance(one, BoundPixels) for one in self.bound)
 
     @property
     def report(self) -> BoundText | None:

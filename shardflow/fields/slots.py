@@ -8,58 +8,15 @@ once. A bad sample affects its own slot alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import Arrays, SlotContent, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.views import Arrays, DrawKey
-from shardflow.format.entities import EntityPlace, entity_key
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotRequest:
-    """Sample to read, and its slot."""
-
-    slot: int
-    draw: DrawKey
-    """Key of its random choices."""
-    row_in_shard: int
-    key: str
-    text_bytes: int
-    """Size of the text according to the samples table: of the report, or of a part of it."""
-    entity: EntityPlace | None = None
-    """Place of a finding in its study; None for the whole study."""
-    component: int = 0
-    """Component of a blend; 0 without a blend."""
-    study_row: int = -1
-    """Row of its study in the samples table of its dataset."""
-    table_row: int = -1
-    """Row of its dataset's own table: of a study, series, image or finding."""
-    study_key: str = ""
-    """Key that the shard has for it: of its study, where samples are series or images."""
-
-
-class SlotContent(Protocol):
-    """Content of one slot that a field kind delivers."""
-
-    @property
-    def fields(self) -> Sequence[int]:
-        """Distinct numbers of the stored fields to read."""
-
-    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
-        """Take the bytes of the field at a place of `fields`; fields arrive in any order.
-
-        Raises:
-            BadSample: The bytes are invalid.
-        """
-
-    def close(self) -> None:
-        """Finish the slot, after all fields."""
+from shardflow.format.entities import entity_key
 
 
 class FieldKind(Protocol):

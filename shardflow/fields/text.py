@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ShortReadError
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import Arrays, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import Arrays
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 

@@ -18,11 +18,21 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, Coverage, Field, FieldContext, Slots, check_choice, check_count
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    Coverage,
+    Field,
+    FieldContext,
+    SlotContent,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
+)
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples, Shard
-from shardflow.fields.slots import SlotContent, SlotRequest
-from shardflow.fields.views import Arrays, ArraySpec
 from shardflow.format.keys import DIGEST_PATTERN
 from shardflow.format.tokens import TokenIds, TokenPlaces, open_counts, open_manifest
 

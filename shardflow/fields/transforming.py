@@ -32,10 +32,9 @@ import numpy as np
 
 from shardflow.errors import ConfigError, SampleError, ShardflowError
 from shardflow.fields.adapters import LibraryTransform, adapted
-from shardflow.fields.field import Field
+from shardflow.fields.field import DrawKey, Field
 from shardflow.fields.outputs import CollatedBatch, OutputContract, declared_contract, probed_contract
 from shardflow.fields.transforms import check_name, load_transform
-from shardflow.fields.views import DrawKey
 from shardflow.format.keys import sha256_hex
 
 Step: TypeAlias = Callable[[dict[str, Any]], Any]

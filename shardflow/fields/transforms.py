@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
+from shardflow.fields.field import Arrays, DrawKey
 from shardflow.fields.raw import FieldsView, field_of
 from shardflow.fields.text import text_of
-from shardflow.fields.views import Arrays, DrawKey, View, slices_of
+from shardflow.fields.views import View, slices_of
 
 Transform: TypeAlias = Callable[[dict[str, NDArray[Any]], np.random.Generator], None]
 

@@ -8,62 +8,27 @@ also by the slot of the plan: they are the same on every rank, worker and restar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import cv2
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError, FormatError
+from shardflow.fields.field import Arrays as Arrays  # noqa: PLC0414 - until views go
+from shardflow.fields.field import ArraySpec as ArraySpec  # noqa: PLC0414 - until views go
+from shardflow.fields.field import DrawKey as DrawKey  # noqa: PLC0414 - until views go
+from shardflow.fields.layout import WINDOWS as WINDOWS  # noqa: PLC0414 - until views go
+from shardflow.fields.layout import PixelDtype as PixelDtype  # noqa: PLC0414 - until views go
+from shardflow.fields.layout import content_boxes as content_boxes  # noqa: PLC0414 - until views go
+from shardflow.fields.reader import Resolution
 from shardflow.sampling import ImageBucket, Permutation, TileRule
 from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw
-from shardflow.seeds import derive
 
-PixelDtype: TypeAlias = Literal["uint8", "int16", "uint16", "float32"]
 _DEFAULT_DTYPE: Final[PixelDtype] = "int16"
-Resolution: TypeAlias = Literal["full", "small"]
 SliceChoice: TypeAlias = Literal["even", "random"]
-Arrays: TypeAlias = Mapping[str, NDArray[Any]]
-"""The arrays of a micro-batch by name."""
-
-# Level and width as radiologists set them; the low and high ends are level -+ width / 2.
-WINDOWS: Final = MappingProxyType(
-    {
-        "abdomen": (-160.0, 240.0),
-        "angiography": (0.0, 600.0),
-        "bone": (-450.0, 1050.0),
-        "brain": (0.0, 80.0),
-        "full": (-1024.0, 3071.0),
-        "liver": (-20.0, 140.0),
-        "lung": (-1350.0, 150.0),
-        "mediastinum": (-125.0, 225.0),
-        "stroke": (20.0, 60.0),
-        "subdural": (-25.0, 175.0),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """Name, dtype and shape of an array of a batch."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, dtype: DTypeLike, *shape: int) -> ArraySpec:
-        """Create a spec from anything that NumPy accepts as a dtype."""
-        return cls(name, np.dtype(dtype), shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,48 +46,6 @@ class SliceFacts:
     seed: int = 0
     epoch: int = 0
     """Seed and epoch of the plan, for keyed choices."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawKey:
-    """Key of the choices for a sample in an epoch; equal on all ranks and after a resume."""
-
-    seed: int
-    epoch: int
-    row: int
-    """Row of the selection."""
-    place: tuple[int, ...] = ()
-    """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; otherwise empty."""
-    table_row: int = 0
-    """Row of the samples table of its dataset, which decides the size of a `SizedView`."""
-
-    def derive(self, name: str) -> int:
-        """Return the 64-bit number of a choice."""
-        return derive(self.seed, name, self.epoch, self.row, *self.place)
-
-
-def content_boxes(
-    rows: NDArray[np.int64], columns: NDArray[np.int64], frame: tuple[int, int]
-) -> NDArray[np.int64]:
-    """Return the boxes of images that are fitted into a frame, with their aspect ratio, centered.
-
-    Args:
-        rows: ``(B,)`` rows of the images; 0 for none.
-        columns: ``(B,)`` columns of the images.
-        frame: Rows and columns of the frame.
-
-    Returns:
-        ``(B, 4)`` int64: first row, first column, rows, columns. Computed with integers alone, so that the
-        result is the same on every machine.
-    """
-    high, wide = np.maximum(rows, 1), np.maximum(columns, 1)
-    # The frame's height bounds an image whose aspect ratio is taller than the frame's.
-    by_height = high * frame[1] >= wide * frame[0]
-    height = np.where(by_height, frame[0], np.maximum(1, (2 * high * frame[1] + wide) // (2 * wide)))
-    width = np.where(by_height, np.maximum(1, (2 * wide * frame[0] + high) // (2 * high)), frame[1])
-    boxes = np.stack([(frame[0] - height) // 2, (frame[1] - width) // 2, height, width], axis=1)
-    boxes[(rows == 0) | (columns == 0)] = 0
-    return boxes.astype(np.int64)
 
 
 def slices_of(arrays: Arrays, slot: int) -> NDArray[Any]:
@@ -158,7 +81,7 @@ class _Settings:
     ``float32`` holds all 16-bit values exactly. None is int16, and an error if that cuts or rounds a pixel.
     """
     windows: tuple[str, ...] = ()
-    """Names of `shardflow.fields.views.WINDOWS`: each sample of a CT gets one of them as its display range,
+    """Names of `shardflow.fields.layout.WINDOWS`: each sample of a CT gets one of them as its display range,
     drawn anew each epoch, all as likely. None: what the study says, or what the slices hold.
     """
 

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, Slots
+from shardflow.fields.field import ArraySpec, BoundField, SlotRequest, Slots
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
 from shardflow.fields.raw import FieldsView
 from shardflow.fields.registry import FieldSet
-from shardflow.fields.slots import SlotAssembler, SlotRequest
+from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
 from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
-from shardflow.fields.views import ArraySpec, DrawKey, SliceFacts, View
+from shardflow.fields.views import SliceFacts, View
 from shardflow.loading.batch import Batch, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
@@ -177,7 +177,10 @@ class MicroBatchTask:
             self._study_keys = SlotKeys(source.selection.study_key_bytes(at), self._is_sample)
         config = source.config
         self._modalities = []
-        if isinstance(config.view, View):
+        self._has_modalities = isinstance(config.view, View) or (
+            source.fields is not None and source.fields.has_pictures
+        )
+        if self._has_modalities:
             self._modalities = [""] * len(self._rows)
             places = np.flatnonzero(self._is_sample).tolist()
             for place, modality in zip(places, source.selection.modalities(at), strict=True):
@@ -335,7 +338,7 @@ class MicroBatchTask:
                 **self._units(),
                 **({} if self._source.fields is None else {"entries": described}),
                 "keys": None,
-                **({"modalities": self._modalities} if isinstance(view, View) else {}),
+                **({"modalities": self._modalities} if self._has_modalities else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
             },
             keys=self._keys,
@@ -355,7 +358,7 @@ class MicroBatchTask:
     def _request(self, slot: int) -> SlotRequest:
         return SlotRequest(
             slot=slot,
-            draw=self._draw(slot),
+            draw=self._slots.draw(slot),
             row_in_shard=int(self._row_in_shard[slot]),
             key=self._keys[slot] or "",
             text_bytes=int(self._text_bytes[slot]),
@@ -366,17 +369,11 @@ class MicroBatchTask:
             study_key=self._study_keys[slot] or "",
         )
 
-    def _draw(self, slot: int) -> DrawKey:
-        """Return the key of the random choices for the sample of a slot."""
-        plan = self._source.plan
-        place = (self._step, self._micro, slot) if self._source.selection.is_blend else ()
-        return DrawKey(plan.seed, plan.epoch, int(self._rows[slot]), place, int(self._table_rows[slot]))
-
     def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
         """Apply the user's function to the samples of some slots."""
         thread.enter("transform", "")
         for slot in slots:
-            generator = sample_generator(self._draw(slot))
+            generator = sample_generator(self._slots.draw(slot))
             with self._source.counters.timed("user_transform"):
                 transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
 
@@ -396,7 +393,7 @@ class MicroBatchTask:
                 found = transform.run(
                     fields.sample(self._inputs, slot, len(self._rows)),
                     self._keys[slot] or "",
-                    self._draw(slot),
+                    self._slots.draw(slot),
                     int(self._slots.components[slot]),
                     int(self._slots.table_rows[slot]),
                 )
@@ -548,14 +545,19 @@ class MicroBatchTask:
     def _read_slots(self) -> Slots:
         """Return the samples that fields are laid out for; a slot that is masked already has none."""
         rows, nothing = self._rows, np.zeros(len(self._rows), np.int64)
+        plan, selection = self._source.plan, self._source.selection
+        place = (self._step, self._micro) if selection.is_blend else None
+        inside = np.maximum(self._table_rows, 0)
         if self._source.fields is None:
-            return Slots(rows, nothing, nothing, nothing)
+            return Slots(rows, nothing, nothing, inside, plan.seed, plan.epoch, place)
         rows = rows.copy()
         rows[list(self._bad)] = PADDING_ROW
-        studies, selection = nothing.copy(), self._source.selection
+        studies = nothing.copy()
         studies[rows >= 0] = selection.study_rows(rows[rows >= 0])
         components = nothing if self._components is None else np.maximum(self._components, 0)
-        return Slots(rows, studies, components, np.where(rows >= 0, self._table_rows, 0))
+        return Slots(
+            rows, studies, components, inside, plan.seed, plan.epoch, place, is_planned=self._is_sample
+        )
 
     def _input_specs(self) -> list[ArraySpec]:
         """Name the arrays of the fields that a transform gets."""

@@ -203,7 +203,7 @@ class Batch(Mapping[str, Any]):
     def modalities(self) -> list[str]:
         """DICOM modality of each slot's primary series, such as ``CT``; empty in padding or if unknown.
 
-        Known with a view of slices; else all are empty.
+        Known where a field delivers images or slices of series; else all are empty.
         """
         return list(self._descriptor.get("modalities", [""] * len(self)))
 

@@ -115,7 +115,8 @@ def bind_transform(
 
 def _example_slots(selection: Selection, fields: FieldSet) -> Slots:
     """Return one slot, of a sample that has content for as many fields as possible."""
-    best, most = Slots(*(np.zeros(1, np.int64) for _ in range(4))), -1
+    nothing = np.zeros(1, np.int64)
+    best, most = Slots(nothing, nothing, nothing, nothing), -1
     known = [one.has_content for one in fields.bound]
     for component, base in enumerate(selection.row_bases().tolist()):
         used = np.flatnonzero(selection.population_of(component))

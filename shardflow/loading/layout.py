@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.fields.views import ArraySpec
+from shardflow.fields.field import ArraySpec
 
 _ALIGNMENT = 64  # a cache line, and the widest vector instruction
 

@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ShardflowError
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import FieldSet, field_kinds
-from shardflow.fields.slots import SlotRequest
-from shardflow.fields.views import DrawKey
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.selection import Selection
 from shardflow.processes import join_all, wait_for_at_exit

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.views import Arrays, ArraySpec
+from shardflow.fields.field import Arrays, ArraySpec
 from shardflow.loading.layout import BatchLayout
 
 Device: TypeAlias = torch.device | str | int | None

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import SlotRequest
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import field_kinds
-from shardflow.fields.slots import SlotRequest
 from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset
 from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend

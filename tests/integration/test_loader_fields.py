@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,11 +311,96 @@ def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields
         {"tiles": 4},
         {"series": " "},
         {"series": 5},
+        {"resolution": "small"},
+        {"padding": "shortest"},
     ],
 )
 def test_a_wrong_setting_of_an_image_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         sf.Image(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sizes": ((2, 8, 8, 1),), "num_slices": 2}, "in place of num_slices"),
+        ({"sizes": ((2, 8, 8, 1),), "size": (8, 8)}, "in place of size"),
+        ({"sizes": ((2, 8, 8),)}, "num_slices, rows, columns, weight"),
+        ({"sizes": ((2, 8, 8, 0),)}, "each number of sizes"),
+        ({"sizes": ((2, 8, 8, 1),) * 17}, "at most 16"),
+        ({"sizes": 4}, "is a list"),
+        ({"augment_pool": 1.5}, "from 0 to 1"),
+        ({"augment_pool": 0.5, "size": (8, 8), "resolution": "small"}, "resolution='full'"),
+        ({"tiles": 4}, "tiles needs size"),
+    ],
+)
+def test_a_wrong_setting_of_slices_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        sf.Slices(**settings)
+
+
+def test_a_dataset_without_small_versions_or_variants_refuses_to_deliver_them(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"variants\.small_px"):
+        _loader(dataset, {"x": sf.Image(size=(8, 8), resolution="small", missing="pad")})
+    with pytest.raises(ConfigError, match=r"variants\.augment"):
+        _loader(dataset, {"x": sf.Slices(augment_pool=0.5, missing="pad")})
+
+
+LONGEST: Mapping[str, sf.Field] = {
+    "ct": sf.Slices(series="role != 'localizer'", num_slices=9, size=(8, 8), padding="longest"),
+    "tiles": sf.Image(num_images="all", size=(10, 8), tiles=4, padding="longest"),
+    "sized": sf.Slices(sizes=((3, 8, 12, 2), (1, 16, 8, 1)), sampling="random", fit="letterbox"),
+    "marked": sf.Mask(like="ct"),
+    "drawn": sf.Mask(like="sized"),
+}
+
+
+def test_places_follow_the_largest_sample_of_a_micro_batch(dataset: Dataset) -> None:
+    cap = {name: replace(LONGEST[name], padding="cap") for name in ("ct", "tiles")}  # type: ignore[call-arg]
+    numbers = set()
+    with _loader(dataset, LONGEST) as longest, _loader(dataset, cap) as full:
+        for batch, other in zip(longest, full, strict=True):
+            for name in cap:
+                places = max(1, int(other[f"{name}_mask"].sum(axis=1).max()))
+                assert batch[name].shape[1] == batch[f"{name}_mask"].shape[1] == places
+                assert np.array_equal(batch[name], other[name][:, :places])
+                numbers.add((name, places))
+            assert batch["marked"].shape[:2] == batch["ct"].shape[:2]
+            for slices, mask in zip(batch["sized"], batch["drawn"], strict=True):
+                assert slices.shape[0] == mask.shape[0]
+                assert slices.shape[2:] == mask.shape[2:]
+                assert slices.shape[2:] in {(8, 12), (16, 8), (0, 0)}
+    assert len({places for name, places in numbers if name == "ct"}) > 2
+
+
+def test_sizes_and_places_are_equal_on_every_way_there(dataset: Dataset) -> None:
+    check_everywhere(partial(_loader, dataset, LONGEST))
+
+
+def test_a_masked_sample_keeps_its_places_after_a_resume(tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
+    path, offset, num_bytes = locate(dataset, 5, "s000.i0003.b2nd")
+    flip_bit(path, offset + num_bytes // 2)
+    with _loader(dataset, LONGEST) as loader:
+        expected = batches_of(loader)
+        masks = loader.masks()
+    assert len(masks) == 1
+    with _loader(dataset, LONGEST) as resumed:
+        resumed.load_masks(masks)
+        assert batches_of(resumed) == expected
+
+
+def test_a_transform_may_return_pictures_whose_number_varies(dataset: Dataset) -> None:
+    with _loader(dataset, LONGEST) as loader:
+        expected = [batch["ct"] for batch in loader]
+        with _loader(dataset, LONGEST, transform=_same) as transformed:
+            for wanted, batch in zip(expected, transformed, strict=True):
+                for slot, weight in enumerate(batch.info.weight):
+                    assert not weight or np.array_equal(batch["ct"][slot], wanted[slot])
+
+
+def _same(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: sample[name] for name in ("ct", "ct_mask", "ct_index")}
 
 
 def test_what_is_left_out_is_logged_once(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:

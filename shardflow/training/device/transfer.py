@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from shardflow.fields.views import Arrays
+from shardflow.fields.field import Arrays
 from shardflow.loading.tensors import CudaCopies, Parcel, layout_of, tensor_of
 from shardflow.telemetry import StageCounters
 
