@@ -18,10 +18,11 @@ from shardflow.cli.common import (
 from shardflow.errors import ConfigError
 
 DESCRIPTION = """\
-Writes the series table of DATASET, facts/series/<dataset_id>/series.tbl: one row per series with its role,
-modality, shape, dtype, unit, geometry, codec and flags, from study.json. Fields of images need it: it says
-what each sample has before anything is read. Packing writes it; this command is for datasets that have none.
-No shard is touched, and a job that was stopped resumes where it was.
+Writes the tables of facts of DATASET from study.json: one row per series with its role, modality, shape,
+dtype, unit, geometry, codec and flags (facts/series/<dataset_id>/), and one per study with age, sex, body
+part, day and the row of the person's earlier study (facts/study/<dataset_id>/). Fields of images and
+expressions need them. Packing writes both; this command is for datasets that lack one. No shard is touched,
+and a job that was stopped resumes where it was.
 """
 EXAMPLES = """\
 example:
@@ -32,7 +33,7 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow attach``."""
     add_dataset(parser)
-    parser.add_argument("--facts", action="store_true", help="write the series table from study.json")
+    parser.add_argument("--facts", action="store_true", help="write the tables of facts from study.json")
     add_threads(parser, "shards read at once")
     add_json(parser)
 

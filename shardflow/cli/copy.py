@@ -23,7 +23,7 @@ Copies what the manifests of SRC name, and nothing else. Each file is compared w
 copied; nothing is overwritten; manifests come last, so that a reader of DST sees none of it or all. A copy
 that was killed is started again: what is there and right is checked, and not copied.
 
-Entity views, stored tokens and series tables of the copied versions come along, with the same checks;
+Entity views, stored tokens and tables of facts of the copied versions come along, with the same checks;
 --no-sidecars leaves them behind. A source that cannot list its files (plain HTTP) keeps them, and the
 summary says so.
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-sidecars",
         action="store_true",
-        help="leave entity views, stored tokens and series tables behind",
+        help="leave entity views, stored tokens and tables of facts behind",
     )
     add_threads(parser, "files at once")
     add_json(parser)
@@ -96,4 +96,4 @@ def _beside(report: CopyReport) -> list[str]:
             view = f" for view {sidecar.view}" if sidecar.view else ""
             size = human_bytes(sidecar.num_bytes)
             lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
-    return lines or ["it has no entity views, stored tokens or series tables"]
+    return lines or ["it has no entity views, stored tokens or tables of facts"]

@@ -267,7 +267,7 @@ _TITLES: Final = {
     "shards": "writing shards again",
     "samples": "writing the samples table",
     "ledger": "writing the ledger",
-    "facts": "writing the series table",
+    "facts": "writing the tables of facts",
     "page": "writing the page (report.html)",
     "manifest": "publishing the manifest",
     "upload": "sending the rest to the object store",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
-against its index, and what lies between the fields; then the entity views, stored tokens and series tables
+against its index, and what lies between the fields; then the entity views, stored tokens and tables of facts
 beside it, against their manifests and against the version that they belong to.
 
 Exit code 0: all is as it was written. 1: something is damaged; each file's first damage is named with its
@@ -62,7 +62,7 @@ def _lines(report: VerifyReport) -> list[str]:
     for number, word in (
         (report.num_views, "entity view"),
         (report.num_tokenizations, "tokenization"),
-        (report.num_series_tables, "series table"),
+        (report.num_series_tables + report.num_study_tables, "facts table"),
     ):
         checked += f", {counted(number, word)}" if number else ""
     lines = [f"note: {note}" for note in report.notes]

@@ -5,9 +5,9 @@ dataset. A killed copy is started again; what is already there and correct is ch
 Only files named by a manifest are copied, so nothing private is.
 
 Sidecars are entity views (``views/<name>/<dataset_id>/``), stored tokens
-(``tokens/<tokenizer>/<dataset_id>/``) and series tables (``facts/series/<dataset_id>/``), which no manifest
-of the dataset names. Tokens may belong to a view, whose digest then takes the place of the ``dataset_id``.
-Layouts: docs/format.md, sections 13, 16 and 17.
+(``tokens/<tokenizer>/<dataset_id>/``) and tables of facts (``facts/series/<dataset_id>/`` and
+``facts/study/<dataset_id>/``), which no manifest of the dataset names. Tokens may belong to a view, whose
+digest then takes the place of the ``dataset_id``. Layouts: docs/format.md, sections 13 and 16 to 19.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
 from shardflow.format.series import SeriesManifest
 from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.studies import StudiesManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore
 
-SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest, SeriesManifest)
+FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest], ...]] = (SeriesManifest, StudiesManifest)
+"""Tables of facts, of which a version has one each."""
+SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest, *FACTS_KINDS)
 """Views come first: tokens may belong to one."""
 _NUM_PARTS: Final = 4
 Progress = Callable[[int, int], None]
@@ -48,7 +51,7 @@ class Sidecar:
 
     kind: type[SidecarManifest]
     name: str
-    """Of the view, digest of the tokenizer, or ``series``."""
+    """Of the view, digest of the tokenizer, or ``series`` or ``study``."""
     path: str
     """Its folder, which is named after the owner."""
     version: int | None
@@ -121,10 +124,10 @@ def find_sidecars(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedSidecar:
-    """An entity view, stored tokens or a series table that was copied."""
+    """An entity view, stored tokens or a table of facts that was copied."""
 
     name: str
-    """Of the view, digest of the tokenizer, or ``series``."""
+    """Of the view, digest of the tokenizer, or ``series`` or ``study``."""
     version: int
     """Of the dataset that it belongs to."""
     view: str | None
@@ -149,7 +152,7 @@ class CopyReport:
     tokens: tuple[CopiedSidecar, ...]
     """Stored tokens that are in the target now."""
     facts: tuple[CopiedSidecar, ...]
-    """Series tables that are in the target now, one of each version that has one."""
+    """Tables of facts of series and studies that are in the target now."""
     notes: tuple[str, ...]
     """Sidecars of the source that were not copied, and why."""
 
@@ -169,7 +172,7 @@ def copy_dataset(
         source: Where the dataset is stored; foreign shards are copied from their own locations.
         target: Where to copy it; may hold a part of it.
         newest_only: Copy the newest version alone; by default all.
-        with_sidecars: Copy the entity views, stored tokens and series tables of these versions too.
+        with_sidecars: Copy the entity views, stored tokens and tables of facts of these versions too.
         num_threads: Files copied at once; each holds 4 MiB, and up to 16 MiB more for an object store.
         progress: Called with the bytes done and the bytes of all files.
 
@@ -228,7 +231,7 @@ def copy_dataset(
         num_copied_bytes=sum(new_sizes),
         views=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is EntityManifest),
         tokens=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TokensManifest),
-        facts=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is SeriesManifest),
+        facts=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind in FACTS_KINDS),
         notes=tuple(notes),
     )
 
@@ -320,7 +323,7 @@ def _sidecars_to_copy(
         found = find_sidecars(source, manifests)
     except NoListingError:
         return [], [
-            "entity views, stored tokens and series tables were not looked for: SRC cannot list its files"
+            "entity views, stored tokens and tables of facts were not looked for: SRC cannot list its files"
         ]
     wanted = []
     for sidecar in found:

@@ -1,4 +1,4 @@
-"""Facts of a dataset's series from their ``study.json``, and the job that writes the series table.
+"""Facts of a dataset's series from their ``study.json``, and the job that writes the tables of facts.
 
 A role is what an image is for: the view of a radiograph, the side and view of a mammogram, the weighting of
 an MR series, the contrast of a CT. The rules (docs/fields.md lists them) read technical attributes alone,
@@ -37,6 +37,18 @@ from shardflow.format.series import (
     load_series,
     merge_series,
     series_folder,
+)
+from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.studies import (
+    STUDIES_NAME,
+    StudiesManifest,
+    StudyFacts,
+    StudyTable,
+    encode_study_facts,
+    facts_of_study,
+    load_studies,
+    merge_study_facts,
+    studies_folder,
 )
 from shardflow.format.table import Table
 from shardflow.storage import LocalStore, write_atomic
@@ -231,16 +243,30 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
     )
 
 
-def encode_shard_series(studies: Iterable[bytes]) -> bytes:
-    """Encode the series of a shard's samples.
+def write_shard_facts(parts: Path, sha256: str, studies: Iterable[bytes]) -> None:
+    """Write the facts of a shard's series and studies as parts of tables.
 
     Args:
+        parts: Folder of parts, see `part_paths`.
+        sha256: Digest of the shard.
         studies: ``study.json`` of each sample, in the order of the shard.
 
     Raises:
         KeyError, TypeError, ValueError: One is no study of format 1.
+        StorageError: A file cannot be written.
     """
-    return encode_series(series_of_study(json.loads(study)) for study in studies)
+    found = [json.loads(study) for study in studies]
+    _write_parts(parts, sha256, _encoded([(series_of_study(one), facts_of_study(one)) for one in found]))
+
+
+def _encoded(facts: Sequence[tuple[list[SeriesFacts], StudyFacts]]) -> tuple[bytes, bytes]:
+    """Encode the series and the studies of the samples of a shard."""
+    return encode_series(series for series, _ in facts), encode_study_facts(study for _, study in facts)
+
+
+def _write_parts(parts: Path, sha256: str, tables: Iterable[bytes]) -> None:
+    for path, table in zip(part_paths(parts, sha256), tables, strict=True):
+        write_atomic(path, [table], replace=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +285,7 @@ class AttachedFacts:
 def attach_facts(
     dataset: Dataset, *, num_threads: int = 2, on_shard: Callable[[int, int], None] | None = None
 ) -> AttachedFacts:
-    """Write the series table of a dataset from its ``study.json`` fields; resumable, no shard is touched.
+    """Write the tables of facts of a dataset from its ``study.json``; resumable, no shard is touched.
 
     Args:
         dataset: A dataset in a folder.
@@ -297,15 +323,15 @@ def write_facts(
     num_threads: int = 2,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> AttachedFacts:
-    """Write the series table of a version, which need not be published yet.
+    """Write series table and study facts table of a version, which need not be published yet.
 
-    The series of shards that stored versions share come from their tables, the rest from ``parts``, and what
+    The facts of shards that stored versions share come from their tables, the rest from ``parts``, and what
     is in neither from the ``study.json`` fields of the shards; the bytes are the same either way.
 
     Args:
         dataset: The version; its store reads the shards.
         root: Folder of the dataset.
-        parts: Folder of tables of single shards, see `part_path`.
+        parts: Folder of tables of single shards, see `part_paths`.
         keeps_parts: Whether to store parts that were read, so that a killed job need not read them again.
         num_threads: Shards read at once.
         on_shard: Called with the number of shards done, and of all shards.
@@ -316,35 +342,39 @@ def write_facts(
     """
     dataset_id, shards = dataset.manifest.dataset_id, dataset.manifest.shards
     spans = list(_shard_spans(dataset))
-    known = _known_series(root, dataset)
+    known = _known_facts(root, dataset)
     num_kept, found = 0, []
 
-    def series_of(number: int, rows: range) -> tuple[SeriesTable, NDArray[np.int64], bool]:
+    def facts_of(number: int, rows: range) -> tuple[_Facts, NDArray[np.int64], bool]:
         row_in_shard = dataset.studies.column("row_in_shard")[rows.start : rows.stop]
         former = known.get(shards[number].sha256)
         samples = None if former is None else former.find(row_in_shard)
         if former is not None and samples is not None:
-            return former.table, samples, True
-        table, is_kept = _part(dataset, number, rows, parts, keeps_parts=keeps_parts)
-        return table, np.arange(len(rows)), is_kept
+            return former.facts, samples, True
+        facts, is_kept = _part(dataset, number, rows, parts, keeps_parts=keeps_parts)
+        return facts, np.arange(len(rows)), is_kept
 
     with ThreadPoolExecutor(num_threads) as pool:
-        jobs = [pool.submit(series_of, number, rows) for number, rows in spans]
+        jobs = [pool.submit(facts_of, number, rows) for number, rows in spans]
         try:
             for place, job in enumerate(jobs):
-                table, samples, is_kept = job.result()
-                found.append((table, samples))
+                facts, samples, is_kept = job.result()
+                found.append((facts, samples))
                 num_kept += is_kept
                 if on_shard is not None:
                     on_shard(place + 1, len(spans))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    data = merge_series(found)
-    manifest = SeriesManifest.of(dataset_id, data)
-    folder = root / series_folder(dataset_id)
-    write_atomic(folder / SERIES_NAME, [data], replace=True)
-    write_atomic(folder / SeriesManifest.file_name, [manifest.encode()], replace=True)
+    data = merge_series((facts.series, samples) for facts, samples in found)
+    studies = merge_study_facts([(facts.studies, samples) for facts, samples in found], dataset)
+    tables: tuple[tuple[str, str, bytes, SidecarManifest], ...] = (
+        (studies_folder(dataset_id), STUDIES_NAME, studies, StudiesManifest.of(dataset_id, studies)),
+        (series_folder(dataset_id), SERIES_NAME, data, SeriesManifest.of(dataset_id, data)),
+    )
+    for folder, name, table, manifest in tables:
+        write_atomic(root / folder / name, [table], replace=True)
+        write_atomic(root / folder / manifest.file_name, [manifest.encode()], replace=True)
     merged = SeriesTable(Table(memoryview(data), name=SERIES_NAME))
     return AttachedFacts(
         num_samples=merged.num_samples,
@@ -355,16 +385,39 @@ def write_facts(
     )
 
 
-def part_path(parts: Path, sha256: str) -> Path:
-    """Return the path of the series of one whole shard, in a folder of parts of a table."""
-    return parts / f"{sha256}.tbl"
+def part_paths(parts: Path, sha256: str) -> tuple[Path, Path]:
+    """Return the paths of the facts of a whole shard, of series and of studies, in a folder of parts."""
+    return parts / f"{sha256}.tbl", parts / f"{sha256}.studies.tbl"
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Facts of the samples of a shard or of a version."""
+
+    series: SeriesTable
+    studies: StudyTable
+
+    @classmethod
+    def of(cls, tables: Iterable[bytes]) -> _Facts:
+        series, studies = tables
+        return cls(
+            SeriesTable(Table(memoryview(series), name=SERIES_NAME)),
+            StudyTable(Table(memoryview(studies), name=STUDIES_NAME)),
+        )
+
+    def has(self, num_samples: int) -> bool:
+        return self.series.num_samples == self.studies.num_samples == num_samples
+
+    def verify(self) -> None:
+        self.series.verify()
+        self.studies.verify()
 
 
 @dataclass(frozen=True, slots=True)
 class _FormerShard:
-    """Series of a shard in the table of a stored version."""
+    """Facts of a shard in the tables of a stored version."""
 
-    table: SeriesTable
+    facts: _Facts
     row_in_shard: NDArray[np.int64]
     """Samples of the shard that the version has, ascending."""
     first_row: int
@@ -378,8 +431,8 @@ class _FormerShard:
         return self.first_row + places if is_found else None
 
 
-def _known_series(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
-    """Return the series that the stored versions have of a version's shards, by digest; newer ones first."""
+def _known_facts(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
+    """Return the facts that the stored versions have of a version's shards, by digest; newer ones first."""
     store, wanted = LocalStore(root), {shard.sha256 for shard in dataset.manifest.shards}
     known: dict[str, _FormerShard] = {}
     for number in reversed(versions(store)):
@@ -387,15 +440,16 @@ def _known_series(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
             break
         try:
             manifest = load(store, number)
-            table, _ = load_series(store, manifest.dataset_id)
-            table.verify()
+            dataset_id = manifest.dataset_id
+            facts = _Facts(load_series(store, dataset_id)[0], load_studies(store, dataset_id)[0])
+            facts.verify()
         except (NotFoundError, FormatError):
-            continue  # a version without a table, or a damaged one, which is made again
+            continue  # a version without both tables, or a damaged one, which is made again
         former = Dataset(store, manifest)
         for place, rows in _shard_spans(former):
             row_in_shard = former.studies.column("row_in_shard")[rows.start : rows.stop].astype(np.int64)
-            if table.num_samples == former.studies.num_samples:
-                known.setdefault(manifest.shards[place].sha256, _FormerShard(table, row_in_shard, rows.start))
+            if facts.has(former.studies.num_samples):
+                known.setdefault(manifest.shards[place].sha256, _FormerShard(facts, row_in_shard, rows.start))
     return known
 
 
@@ -409,42 +463,42 @@ def _shard_spans(dataset: Dataset) -> Iterator[tuple[int, range]]:
 
 def _part(
     dataset: Dataset, shard: int, rows: range, parts: Path, *, keeps_parts: bool
-) -> tuple[SeriesTable, bool]:
-    """Return the series of a shard, and whether a part of them was stored."""
+) -> tuple[_Facts, bool]:
+    """Return the facts of a shard, and whether parts with them were stored."""
     entry = dataset.manifest.shards[shard]
-    path = part_path(parts, entry.sha256)
+    paths = part_paths(parts, entry.sha256)
     # A part is of a whole shard, so that its name says what is in it, whatever was removed meanwhile.
     is_whole = len(rows) == entry.num_samples
-    if is_whole and path.exists():
+    if is_whole and all(path.exists() for path in paths):
         try:
-            table = SeriesTable(Table(memoryview(path.read_bytes()), name=path.name))
-            table.verify()
-            if table.num_samples == len(rows):
-                return table, True
+            facts = _Facts.of(path.read_bytes() for path in paths)
+            facts.verify()
+            if facts.has(len(rows)):
+                return facts, True
         except FormatError:
             pass  # damaged: it is made again
-    data = encode_series(_series_of_row(dataset, row) for row in rows)
+    tables = _encoded([_facts_of_row(dataset, row) for row in rows])
     if is_whole and keeps_parts:
-        write_atomic(path, [data], replace=True)
-    return SeriesTable(Table(memoryview(data), name=path.name)), False
+        _write_parts(parts, entry.sha256, tables)
+    return _Facts.of(tables), False
 
 
-def _series_of_row(dataset: Dataset, row: int) -> list[SeriesFacts]:
+def _facts_of_row(dataset: Dataset, row: int) -> tuple[list[SeriesFacts], StudyFacts]:
     _, fields = dataset.sample_fields(row)
     try:
         study = None
         if any(field.name == STUDY_FIELD for field in fields):
             study = json.loads(dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD])
             if all(one.keys() >= _STORED_FACTS for one in study["series"]):
-                return series_of_study(study)
+                return series_of_study(study), facts_of_study(study)
         # Written by `ShardWriter`, which need not say what the slices themselves do.
         stored = _stored_series(fields)
         payloads = dataset.read_fields(row, [names[0] for names in stored])
         headers = [_header_facts(names, payloads[names[0]]) for names in stored]
         described = study["series"] if study is not None else [{}] * len(stored)
-        return series_of_study(
-            {"series": [{**header, **described[number]} for number, header in enumerate(headers)]}
-        )
+        series = [{**header, **described[number]} for number, header in enumerate(headers)]
+        whole = {**(study or {}), "series": series}
+        return series_of_study(whole), facts_of_study(whole)
     except (KeyError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"study.json of sample {dataset.studies.sample_key(row)} cannot be read as a study "

@@ -122,7 +122,7 @@ def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) 
     columns: dict[str, NDArray[Any]] = {"first_series": first_series}
     vocabularies: dict[str, Json] = {}
     for name in STRINGS:
-        columns[name], vocabularies[name] = _encode_names(name, [row.strings.get(name, "") for row in rows])
+        columns[name], vocabularies[name] = encode_names(name, [row.strings.get(name, "") for row in rows])
     for name in COUNTS:
         columns[name] = np.array([row.counts[name] for row in rows], _DTYPES[name])
     for name in MEASURES:
@@ -139,7 +139,7 @@ def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) 
     columns["flags"] = np.array([sum(bit[flag] for flag in set(row.flags)) for row in rows], "<u8")
     columns["first_image"] = _starts([len(row.image_roles) for row in rows])
     roles = [role for row in rows for role in row.image_roles]
-    columns["image_role"], vocabularies["image_role"] = _encode_names("image_role", roles)
+    columns["image_role"], vocabularies["image_role"] = encode_names("image_role", roles)
     meta: dict[str, Json] = {
         "kind": _KIND,
         "format_version": _FORMAT_VERSION,
@@ -155,7 +155,7 @@ def _starts(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
     return starts
 
 
-def _encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16], list[str]]:
+def encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16], list[str]]:
     """Return the codes of strings and their vocabulary, ascending, which begins with the empty string."""
     names = sorted({*values, ""})
     if len(names) > np.iinfo(np.uint16).max:

@@ -48,6 +48,7 @@ from shardflow.format.shard_checks import (
     open_table,
 )
 from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.table import Table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
 from shardflow.storage import ByteStore, open_store
@@ -66,7 +67,7 @@ class VerifyReport:
     manifest_version: int
     damages: tuple[Damage, ...]
     """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers,
-    pages, and entity views, stored tokens and series tables with their manifests."""
+    pages, and entity views, stored tokens and tables of facts with their manifests."""
     notes: tuple[str, ...]
     """What is no damage, but worth knowing, such as files that no manifest names."""
     num_files: int
@@ -79,6 +80,7 @@ class VerifyReport:
     num_tokenizations: int
     """Sets of stored tokens of the versions, or of their views, that were checked."""
     num_series_tables: int
+    num_study_tables: int
     """Series tables of the versions that were checked."""
 
     @property
@@ -166,6 +168,7 @@ def verify(
         num_views=sum(isinstance(sidecar.manifest, EntityManifest) for sidecar in sidecars),
         num_tokenizations=sum(isinstance(sidecar.manifest, TokensManifest) for sidecar in sidecars),
         num_series_tables=sum(isinstance(sidecar.manifest, SeriesManifest) for sidecar in sidecars),
+        num_study_tables=sum(isinstance(sidecar.manifest, StudiesManifest) for sidecar in sidecars),
     )
 
 
@@ -413,7 +416,7 @@ def _find_beside(
         sidecars = find_sidecars(store, manifests, guard=guard)
     except NoListingError:
         notes.append(
-            "entity views, stored tokens and series tables were not looked for: the store cannot list"
+            "entity views, stored tokens and tables of facts were not looked for: the store cannot list"
         )
         return []
     for sidecar in sidecars:
@@ -450,6 +453,9 @@ def _check_beside(
         elif isinstance(manifest, SeriesManifest):
             with _Collecting(damages):
                 _check_series(store, sidecar, manifest, samples.get(manifest.dataset_id))
+        elif isinstance(manifest, StudiesManifest):
+            with _Collecting(damages):
+                _check_studies(store, sidecar, manifest, samples.get(manifest.dataset_id))
 
 
 def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
@@ -502,6 +508,28 @@ def _check_series(
     if len(numbers):
         problem = f"another number of series than the samples table has (row {numbers[0]})"
         raise DamageError(Damage(expected.path, "column first_series", problem))
+
+
+def _check_studies(
+    store: ByteStore, sidecar: Sidecar, facts: StudiesManifest, studies: SamplesTable | None
+) -> None:
+    """Check a study facts table, and that each earlier study is one of the same person and split."""
+    (expected,) = _expected_tables(sidecar, facts)
+    table = open_table(store, expected)
+    with checking(expected.path):
+        found = StudyTable(table)
+    if found.num_samples != facts.num_samples:
+        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
+    if studies is None:
+        return
+    if found.num_samples != studies.num_samples:
+        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    known = (found.array("patient_key"), found.array("study_day"), studies.column("num_slices"))
+    numbers = np.flatnonzero(previous_rows(*known, studies.splits.values()) != found.array("previous_row"))
+    if len(numbers):
+        problem = f"another earlier study than days and persons give (row {numbers[0]})"
+        raise DamageError(Damage(expected.path, "column previous_row", problem))
 
 
 def _check_tokens(

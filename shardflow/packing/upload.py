@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, NotFoundError, StorageError
-from shardflow.format.copying import SIDECAR_KINDS, copy_object, object_stands
+from shardflow.format.copying import FACTS_KINDS, SIDECAR_KINDS, copy_object, object_stands
 from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.format.series import SeriesManifest, series_folder
 from shardflow.format.writer import naming_os_errors
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardflow.format.manifest import ShardEntry
+    from shardflow.format.series import SeriesManifest
+    from shardflow.format.studies import StudiesManifest
     from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
@@ -266,7 +267,8 @@ class Uploader:
                 if entry not in shards and entry not in uploaded:
                     self._begin(entry.path, (entry,))
         for manifest in manifests.values():
-            self._send_facts(manifest.dataset_id)
+            for kind in FACTS_KINDS:
+                self._send_facts(kind, manifest.dataset_id)
         self.wait()
         for number, manifest in sorted(manifests.items()):
             self._put_manifest(number, manifest)
@@ -297,9 +299,9 @@ class Uploader:
             if path.split("/")[2:3] and path.split("/")[2] not in current:
                 erase(self._target, path)
 
-    def _send_facts(self, dataset_id: str) -> None:
-        """Start to upload the series table of a version, and then its manifest; none for older versions."""
-        folder, kind = series_folder(dataset_id), SeriesManifest
+    def _send_facts(self, kind: type[SeriesManifest | StudiesManifest], dataset_id: str) -> None:
+        """Start to upload a table of facts of a version, and then its manifest; none for older versions."""
+        folder = f"{kind.root}/{kind.name}/{dataset_id}"
         with suppress(NotFoundError):
             facts = kind.load(self._source, kind.name, dataset_id)
             path, data = f"{folder}/{kind.file_name}", facts.encode()

@@ -1,4 +1,4 @@
-"""The series table that packing writes: what it says, and that every kind of version has the right one."""
+"""The tables of facts that packing writes: what they say, and that every kind of version has its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from shardflow.format.copying import copy_dataset
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts import attach_facts, series_of_study
 from shardflow.format.series import SERIES_NAME, SeriesManifest, encode_series, open_series, series_folder
+from shardflow.format.studies import (
+    STUDIES_NAME,
+    StudiesManifest,
+    StudyTable,
+    encode_study_facts,
+    facts_of_study,
+    merge_study_facts,
+    open_studies,
+    studies_folder,
+)
+from shardflow.format.table import Table
 from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore, open_store
@@ -56,17 +67,24 @@ def case(tmp_path: Path) -> PackCase:
     return case
 
 
-def _expected(dataset: Dataset) -> bytes:
-    """Encode the series of all samples at once, from their stored descriptions."""
+def _expected(dataset: Dataset) -> tuple[bytes, bytes]:
+    """Encode the facts of all samples at once, from their stored descriptions."""
     studies = [
         json.loads(dataset.read_fields(row, ["study.json"])["study.json"])
         for row in range(dataset.samples.num_samples)
     ]
-    return encode_series(series_of_study(study) for study in studies)
+    series = encode_series(series_of_study(study) for study in studies)
+    table = encode_study_facts(map(facts_of_study, studies))
+    one = StudyTable(Table(memoryview(table), name="all of them"))
+    return series, merge_study_facts([(one, np.arange(len(studies)))], dataset)
 
 
-def _stored(dataset: Dataset) -> bytes:
-    return bytes(dataset.store.read(f"{series_folder(dataset.dataset_id)}/{SERIES_NAME}"))
+def _stored(dataset: Dataset) -> tuple[bytes, bytes]:
+    read, own = dataset.store.read, dataset.dataset_id
+    return (
+        bytes(read(f"{series_folder(own)}/{SERIES_NAME}")),
+        bytes(read(f"{studies_folder(own)}/{STUDIES_NAME}")),
+    )
 
 
 def test_packing_writes_what_the_studies_say(case: PackCase) -> None:
@@ -75,13 +93,50 @@ def test_packing_writes_what_the_studies_say(case: PackCase) -> None:
     assert _stored(dataset) == _expected(dataset)
     assert open_series(dataset)[0].count_roles() == {"lateral": 2, "mixed": 2, "unknown": 4}
     report = verify(case.output)
-    assert (report.damages, report.notes, report.num_series_tables) == ((), (), 1)
+    assert (report.damages, report.notes, report.num_study_tables) == ((), (), 1)
     # The command finds nothing to do, and makes the same bytes from nothing.
     before = tree_digests(case.output)
     assert attach_facts(dataset).num_shards_kept == len(dataset.manifest.shards)
     shutil.rmtree(case.output / "facts")
     assert attach_facts(dataset).num_shards_kept == 0
     assert tree_digests(case.output) == before
+
+
+def test_an_earlier_study_of_the_person_is_known_through_every_version(case: PackCase) -> None:
+    def visit(label: str, day: str) -> str:
+        def change(dataset: FileDataset, _: int) -> None:
+            dataset.StudyDate, dataset.PatientSex, dataset.PatientAge = day, "F", "061Y"
+
+        folder = case.dicom / f"visit{label}"
+        made = make_study(folder, patient="V", study=label, num_slices=2, seed=len(label), change=change)
+        return case.sample_key(made.study_instance_uid)
+
+    def earlier() -> dict[str, str | None]:
+        dataset = case.open()
+        keys = [dataset.samples.sample_key(row) for row in range(dataset.samples.num_samples)]
+        rows = open_studies(dataset)[0].array("previous_row").tolist()
+        assert verify(case.output).damages == ()
+        assert _stored(dataset) == _expected(dataset)
+        found = {key: None if row < 0 else keys[row] for key, row in zip(keys, rows, strict=True)}
+        return {key: found[key] for key in visits if key in found}
+
+    visits = [visit("A", "20200101"), visit("BB", "20210101")]
+    case.pack("page.enabled=false")
+    first, third = visits
+    assert earlier() == {first: None, third: first}
+    table, _ = open_studies(case.open())
+    row = case.open().samples.find(third)
+    days = table.array("study_day")
+    assert days[row] - days[case.open().samples.find(first)] == 366
+    assert (table.array("age_years")[row], table.column("sex").names) == (61, ("", "F"))
+    # An older study that comes later takes its place in the order of days.
+    visits.insert(1, visit("CCC", "20200601"))
+    case.pack("page.enabled=false", mode="append")
+    assert earlier() == {first: None, visits[1]: first, third: visits[1]}
+    remove(case.output, case.private, Withdrawn(sample_keys=[visits[1]]))
+    assert earlier() == {first: None, third: first}
+    compact(case.output, case.private, deletes_old=True)
+    assert earlier() == {first: None, third: first}
 
 
 def test_images_of_a_series_have_views_of_their_own_only_where_they_differ(case: PackCase) -> None:
@@ -146,7 +201,7 @@ def test_an_append_a_removal_and_a_compaction_carry_it(
     assert _stored(dataset) == _expected(dataset)
     assert {path.name for path in (case.output / "facts" / "series").iterdir()} == {dataset.dataset_id}
     report = verify(case.output)
-    assert (report.damages, report.notes, report.num_series_tables) == ((), (), 1)
+    assert (report.damages, report.notes, report.num_study_tables) == ((), (), 1)
 
 
 def test_a_version_after_one_without_a_table_has_one(case: PackCase) -> None:
@@ -185,7 +240,7 @@ def test_it_is_published_with_its_version(case: PackCase, s3: str, keeps_local: 
 def test_a_copy_brings_it_along_and_damage_is_found(case: PackCase, tmp_path: Path) -> None:
     case.pack()
     report = copy_dataset(LocalStore(case.output), LocalStore(tmp_path / "copy"))
-    assert [facts.name for facts in report.facts] == [SeriesManifest.name]
+    assert [facts.name for facts in report.facts] == [SeriesManifest.name, StudiesManifest.name]
     assert _stored(Dataset.open(tmp_path / "copy")) == _stored(case.open())
     path = tmp_path / "copy" / series_folder(case.open().dataset_id) / SERIES_NAME
     flip(path, path.stat().st_size * 4)

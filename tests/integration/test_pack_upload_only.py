@@ -18,6 +18,7 @@ from shardflow.format.copying import copy_object
 from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import FileEntry, load, versions
 from shardflow.format.series import series_folder
+from shardflow.format.studies import studies_folder
 from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
@@ -79,8 +80,10 @@ def _check_whole(case: PackCase, address: str) -> None:
     store = open_store(address)
     manifests = [load(store, number) for number in versions(store)]
     named = {entry.path for manifest in manifests for entry in manifest.files()}
-    folders = [series_folder(manifest.dataset_id) for manifest in manifests]
-    named |= {f"{folder}/{name}" for folder in folders for name in ("manifest.json", "series.tbl")}
+    for folder, table in ((series_folder, "series.tbl"), (studies_folder, "studies.tbl")):
+        named |= {
+            f"{folder(one.dataset_id)}/{name}" for one in manifests for name in ("manifest.json", table)
+        }
     assert {path for path in _objects(address) if not path.startswith("manifest-")} == named
     assert _shards_here(case) == []
     assert not (case.output / ".work").exists()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardflow.format.facts import encode_shard_series, part_path
+from shardflow.format.facts import write_shard_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.tar import END_OF_ARCHIVE
@@ -76,9 +76,9 @@ class Assembler:
             num_bytes = record["tar"]["num_bytes"]
             record["samples"], table = _index(name, num_bytes, [part for _, part in packed])
             record["index"] = _entry(write_file(output, f"shards/{name}.idx", [table]))
-            # The series table of the version is made of these parts, wherever the shards are by then.
-            part = encode_shard_series(_studies(output / f"shards/{name}.tar", [part for _, part in packed]))
-            write_plainly(part_path(self.workspace.records, record["tar"]["sha256"]), part, mode=0o644)
+            # The tables of facts are made of these parts, wherever the shards are by then.
+            studies = _studies(output / f"shards/{name}.tar", [part for _, part in packed])
+            write_shard_facts(self.workspace.records, record["tar"]["sha256"], studies)
         record["outcomes"] = {part.sample_key: asdict(part.outcome) for part in parts}
         text = json.dumps(record, separators=(",", ":")).encode("ascii")
         write_plainly(self.workspace.records / f"{name}.json", text, mode=0o644)

@@ -1,4 +1,4 @@
-"""Files of one version of a dataset: ledgers, samples table, page, series table, and last the manifest.
+"""Files of one version of a dataset: ledgers, samples table, page, tables of facts, and last the manifest.
 
 Version 1 keeps plain names; later ones carry their number. There is no version before its manifest: whoever
 opens the folder finds the previous one, however much of the next one is already written. The page is made
@@ -28,6 +28,7 @@ from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit,
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
 from shardflow.format.series import series_folder
+from shardflow.format.studies import studies_folder
 from shardflow.format.writer import write_file
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
@@ -324,7 +325,7 @@ def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
 def write_version(
     workspace: Workspace, new: NewVersion, progress: Progress, uploader: Uploader | None = None
 ) -> Manifest:
-    """Write samples table, ledger, page, series table and manifest.
+    """Write samples table, ledger, page, tables of facts and manifest.
 
     Args:
         workspace: The folders.
@@ -414,7 +415,7 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
         if path.relative_to(output).as_posix() not in named:
             path.unlink()
     kept = {manifest.dataset_id for manifest in manifests}
-    for folder in output.glob(series_folder("*")):
+    for folder in (*output.glob(series_folder("*")), *output.glob(studies_folder("*"))):
         if folder.name not in kept:
             shutil.rmtree(folder)
 

@@ -369,7 +369,7 @@ def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]
     for page in workspace.output.glob("report*.html"):
         if manifest.page is None or page.name != manifest.page.path:
             page.unlink()
-    # Token counts and entity views belong to single versions; `remove_strangers` knows series tables.
+    # Token counts and entity views belong to single versions; `remove_strangers` knows tables of facts.
     kept = {manifest.dataset_id, *view_digests(LocalStore(workspace.output), [manifest])}
     for folder in [*workspace.output.glob("tokens/*/*"), *workspace.output.glob("views/*/*")]:
         if folder.is_dir() and folder.name not in kept:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shardflow.format.codecs import decode_array
 from shardflow.format.series import ANSWERS, COUNTS, MEASURES, STRINGS, open_series
+from shardflow.format.studies import open_studies
 from shardflow.format.table import encode_table
 from shardflow.format.tar import encode_member
 from tests.factories import make_dataset, make_sample
@@ -47,17 +48,28 @@ def test_the_dumps_are_the_bytes_of_the_code() -> None:
     assert _dump("table") == encode_table({"n": np.array([3, 1, 2], "<u2")}, {"kind": "example"})
 
 
-def test_section_17_lists_every_column_of_the_series_table(tmp_path: Path) -> None:
-    table, _ = open_series(make_case_dataset(tmp_path / "a"))
-    section = PAGE[PAGE.index("## 17.") :]
-    listed = {
+def _listed(number: int) -> dict[str, str]:
+    """Return the columns that a section lists, and their dtypes."""
+    section = PAGE[PAGE.index(f"## {number}.") :].split("\n## ")[0]
+    return {
         name: dtype
         for names, dtype in re.findall(r"^\| (`.+?`) \| `(.?.?.?)` \|", section, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", names)
     }
+
+
+def test_section_17_lists_every_column_of_the_series_table(tmp_path: Path) -> None:
+    table, _ = open_series(make_case_dataset(tmp_path / "a"))
     facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
     stored = ("first_series", *facts, "first_image", "image_role")
-    assert listed == {name: table.array(name).dtype.str for name in stored}
+    assert _listed(17) == {name: table.array(name).dtype.str for name in stored}
+
+
+def test_section_19_lists_every_column_of_the_study_facts_table(tmp_path: Path) -> None:
+    table, _ = open_studies(make_case_dataset(tmp_path / "a"))
+    stored = {name: table.array(name).dtype.str for name in table.column_names}
+    assert stored.pop("patient_key").startswith("|S")
+    assert _listed(19) == {**stored, "patient_key": "|Sn"}
 
 
 @pytest.fixture
