@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.cli.common import (
     add_json,
     add_subset,
+    add_unit,
     human_bytes,
     named_fields,
     open_dataset,
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
     from shardflow.training.headroom import Headroom, HeadroomRound
 
 DESCRIPTION: Final = """\
-Handles the same samples (primary series and report) in several ways, in turns:
+Handles the same samples in several ways, in turns:
 
   cat      the bytes alone from the store, in order, nothing checked: the limit of the storage
   disk     the same from this machine's disk, where the kernel forgets the bytes on request
   decode   slices from memory, in threads, nothing else: the limit of the codec
   batches  the loader: read, check, decode, order, deliver; also with fewer threads
 
-With --fields FILE the loader delivers those fields, and cat and decode handle what they read.
+The loader delivers the default fields (all images, the first volume, the report), or with --fields FILE those
+of a file; cat and decode handle what they read.
 
 One round before the measured ones fills the page cache, so cat of a folder measures memory where the samples
 fit there. Medians are shown with the lowest and highest round, and then what limits and what would help.
@@ -97,11 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--split", metavar="NAME", help="split to read (the largest)")
     add_subset(parser)
-    add(
-        "--fields",
-        metavar="FILE",
-        help="batches of the fields of this TOML file; default stands for those of a loader",
-    )
+    add("--fields", metavar="FILE", help="batches of the fields of this TOML file (those of a loader)")
+    add_unit(parser)
     add("--threads", metavar="N", type=positive_number, help="threads (all processors)")
     add("--repeats", metavar="R", type=positive_number, default=5, help="measured rounds (5)")
     add("--mib", metavar="N", type=positive_number, help="stored bytes to handle in a round, in MiB (256)")
@@ -163,7 +162,9 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
         num_threads=arguments.threads or os.cpu_count() or 1,
         num_repeats=arguments.repeats,
         max_bytes=(arguments.mib or _MIB) << 20,
-        fields=None if arguments.fields is None else named_fields(arguments.fields),
+        fields=named_fields(arguments.fields or "default"),
+        unit=arguments.unit or "study",
+        where=arguments.where,
     )
     busy = os.getloadavg()[0]
     with step_progress("measuring") as progress:
@@ -173,7 +174,7 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    for name in ("split", "subset", "fields", "threads", "mib", "need"):
+    for name in ("split", "subset", "fields", "unit", "where", "threads", "mib", "need"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{name} must be left out with --with-model, got it; the configuration says what is read, "
@@ -377,8 +378,8 @@ def _about_decoding(facts: Mapping[str, Any]) -> Iterator[str]:
         f"Decode-bound: {facts['threads']} threads decode {_samples_per_s(facts, 'decode'):,.0f} samples/s; "
         f"the {facts['tier']} store gives bytes for {_samples_per_s(facts, 'cat'):,.0f}. Faster storage "
         "changes nothing. More or faster processors do; so do small versions of the slices (pack with "
-        "[variants]) where the model sees less than full size, and fewer slices of a study "
-        "(ImageView.num_slices)."
+        "[variants]) where the model sees less than full size, and fewer slices of a series "
+        "(num_slices of a field)."
     )
     slow = sorted(set(facts["codecs"]) - {_FASTEST_CODEC, "image"})
     if slow:

@@ -1,19 +1,19 @@
 """Measurements of ``shardflow bench``: the loader on a dataset, between the limits of storage and codec.
 
-All contestants handle the same samples, those of the first micro-batches in the loader's own order: the
-primary series and the report of each, or what given fields read. They take turns in rounds, so that a machine
-that slows down slows all.
+All contestants handle the same samples, those of the first micro-batches in the loader's own order, and of
+each what its fields read. They take turns in rounds, so that a machine that slows down slows all.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,19 +21,22 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, ConfigError
+from shardflow.errors import ChecksumError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import BoundField, DrawKey, Field, SlotRequest
+from shardflow.fields.field import DrawKey, Field, SlotRequest
+from shardflow.fields.pixels import PixelField
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.raw import is_image_field, readable_fields
+from shardflow.fields.raw import is_image_field
 from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset, array_header, decode_array
-from shardflow.loading import FieldsView, Loader, LoaderConfig, NativeView
-from shardflow.loading.binding import bind_fields
-from shardflow.loading.selection import select
+from shardflow.loading import Loader, LoaderConfig
+from shardflow.loading.binding import bind_fields, bind_transform
+from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters
+from shardflow.telemetry.process import ProcessProbe
 
 LIMITS: Final = ("cat", "decode")
 """Contestants that no loader can be faster than."""
@@ -45,6 +48,8 @@ _STAGES: Final = ("index", "read", "check", "decode", "transform")
 _TEXTS_PER_MICRO_BATCH: Final = 64
 _MOST_TEXTS: Final = 16_384
 _SEED: Final = 0
+_TIMED_SAMPLES: Final = 16
+_TIMED_S: Final = 2.0
 _IMAGE: Final = "image"
 _DAMAGED: Final = "DATASET must be whole to be measured, got a damaged sample; run: shardflow verify DATASET."
 
@@ -55,12 +60,16 @@ class BenchOptions:
 
     split: str
     subset: tuple[str, ...] = ()
+    unit: str = "study"
+    """What a sample is."""
+    where: str | None = None
+    """Of series and images: which of them are samples."""
     num_threads: int
     num_repeats: int
     max_bytes: int
     """Stop taking samples above this many stored bytes; the first one always counts."""
-    fields: Mapping[str, Field] | Literal["default"] | None = None
-    """What the loader delivers; None for the primary series and the report."""
+    fields: Mapping[str, Field] | Literal["default"] = "default"
+    """What the loader delivers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +81,7 @@ class Measured:
     stored_bytes: int
     decoded_bytes: int
     codecs: tuple[str, ...]
-    """Of the slices, sorted; ``image`` for fields of foreign shards that OpenCV reads."""
+    """Of the slices, sorted; ``image`` for members that OpenCV reads."""
     micro_batch_size: int
     seconds: dict[str, list[float]]
     scaling: dict[int, list[float]]
@@ -87,7 +96,7 @@ def measure(
     """Run all contestants once unmeasured, and then in turns.
 
     Raises:
-        ConfigError: The dataset has no such split or samples, or no slices in them, or fields do not fit it.
+        ConfigError: The dataset has no such split or samples, or fields do not fit it.
         ChecksumError: A byte of the dataset is wrong.
     """
     bench = _Bench(dataset, options)
@@ -122,20 +131,9 @@ class _Bench:
     def __init__(self, dataset: Dataset, options: BenchOptions) -> None:
         self._dataset = dataset
         self._options = options
-        self._selection = select(dataset, options.split, options.subset)
-        self._bound: Sequence[BoundField] = ()
-        if options.fields is not None:
-            self._selection, bound = bind_fields(self._selection, options.fields, StageCounters())
-            self._bound = bound.bound
-        self._names = readable_fields(dataset.shard_index(0).field_names) if dataset.is_foreign else ()
-        has_texts_alone = not dataset.is_foreign and not dataset.samples.column("num_slices").any()
-        self._view: FieldsView | NativeView | None = None
-        if self._bound:
-            has_texts_alone = all(field.delivered_images(0) is None for field in self._bound)
-        elif dataset.is_foreign:
-            self._view = FieldsView(fields=self._names)
-        elif not has_texts_alone:
-            self._view = NativeView(dtype="int16")
+        selection = select(dataset, options.split, options.subset, unit=options.unit, where=options.where)
+        self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
+        has_texts_alone = not any(isinstance(one, PixelField) for one in self._fields.specs.values())
         self.spec = BatchSpec(
             micro_batch_size=_TEXTS_PER_MICRO_BATCH if has_texts_alone else 1,
             micro_batches_per_step=1,
@@ -148,14 +146,12 @@ class _Bench:
         self._take_samples()
         decoded = [_decode(payload).nbytes for payload in self.slices]
         self.decoded_bytes, self._largest = sum(decoded), max(decoded, default=0)
-        # A sample may lack a field that no table knows of; without fields it is damage.
-        self._may_lack = {BadSampleReason.FIELD_MISSING.value} if self._bound else set()
+        # A sample may lack a member that no table knows of; without such fields it is damage.
+        self._may_lack = set() if options.fields == "default" else {BadSampleReason.FIELD_MISSING.value}
         self.stage_seconds = dict.fromkeys(_STAGES, 0.0)
         self._is_remote = "://" in dataset.store.url
         self._buffer = np.empty(_REMOTE_READ_BYTES if self._is_remote else _READ_BYTES, np.uint8)
         self._stretches = list(_joined(sorted(self.fields)))
-        if not (decoded or self._bound or dataset.is_foreign or has_texts_alone):
-            raise ConfigError(f"--split must hold slices, got none in {options.split!r}.")
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         runs: dict[str, Callable[[], None]] = {"cat": self._cat}
@@ -177,21 +173,22 @@ class _Bench:
             seed=_SEED,
             world="single",
             fields=self._options.fields,
-            config=LoaderConfig(view=self._view, text=self._options.fields is None, num_threads=num_threads),
+            unit=self._options.unit,
+            where=self._options.where,
+            config=LoaderConfig(num_threads=num_threads),
         )
 
     def _take_samples(self) -> None:
         """Take the samples that the loader gives first, and hold the payloads of their slices."""
         reader = FieldReader(self._selection, read_bytes=_READ_BYTES, counters=StageCounters())
-        plan, samples, thread = self._loader(1).plan, self._dataset.samples, ThreadState()
+        plan, thread = self._loader(1).plan, ThreadState()
         num_bytes = 0
         for step in range(plan.num_steps):
+            rows = plan.micro_batch(step, 0).rows
             places: list[tuple[Shard, NDArray[np.int64]]] = []
-            for row in plan.micro_batch(step, 0).rows.tolist():
-                if row >= 0:
-                    shard = reader.open_shard(int(samples.gather("shard", row)), thread)
-                    row_in_shard = int(samples.gather("row_in_shard", row))
-                    places.append((shard, self._fields_of(shard, row_in_shard, row)))
+            for row in rows[rows >= 0].tolist():
+                shard = reader.open_shard(self._number("shard", row), thread)
+                places.append((shard, self._needed(shard, row)))
             num_bytes += sum(int(shard.index.field_num_bytes[fields].sum()) for shard, fields in places)
             if self.num_samples and (num_bytes > self._options.max_bytes or self.num_samples >= _MOST_TEXTS):
                 return
@@ -209,27 +206,28 @@ class _Bench:
                     if codec:
                         self.slices.append((codec, payload.copy()))
 
-    def _fields_of(self, shard: Shard, row_in_shard: int, row: int) -> NDArray[np.int64]:
-        if self._bound:
-            request = SlotRequest(
-                slot=0,
-                draw=DrawKey(_SEED, 0, row, (), row),
-                row_in_shard=row_in_shard,
-                key="",
-                text_bytes=0,
-                study_row=row,
-                table_row=row,
-            )
-            needed = (number for field in self._bound for number in field.needed(shard, request))
-            try:
-                return np.array(sorted({*needed}), np.int64)
-            except BadSample:
-                return np.zeros(0, np.int64)  # the loader masks it too
-        if self._dataset.is_foreign:
-            found = (shard.find(row_in_shard, name) for name in self._names)
-            return np.array([number for number in found if number is not None], np.int64)
-        report, fields = shard.report(row_in_shard), shard.slices(row_in_shard)
-        return fields if report is None else np.append(fields, report)
+    def _number(self, name: str, row: int) -> int:
+        """Return a column of the samples table for a row."""
+        return int(self._selection.column(name, np.array([row]))[0])
+
+    def _needed(self, shard: Shard, row: int) -> NDArray[np.int64]:
+        """Return the numbers of the stored fields that a sample needs."""
+        at = np.array([row])
+        request = SlotRequest(
+            slot=0,
+            draw=DrawKey(_SEED, 0, row, (), row),
+            row_in_shard=self._number("row_in_shard", row),
+            key="",
+            text_bytes=0,
+            entity=self._selection.entity(row),
+            study_row=int(self._selection.study_rows(at)[0]),
+            table_row=row,
+        )
+        needed = (number for field in self._fields.bound for number in field.needed(shard, request))
+        try:
+            return np.array(sorted({*needed}), np.int64)
+        except BadSample:
+            return np.zeros(0, np.int64)  # the loader masks it too
 
     def drop_from_memory(self) -> bool:
         """Ask the kernel to forget the samples' bytes; return whether the next read comes from the disk.
@@ -333,7 +331,9 @@ def describe_dataset(
         "dataset_id": dataset.dataset_id,
         "split": options.split,
         "subset": list(options.subset),
-        "fields": _field_names(options.fields),
+        "unit": options.unit,
+        "where": options.where,
+        "fields": "default" if options.fields == "default" else list(options.fields),
         "tier": scheme if separator else "local",
         "threads": options.num_threads,
         "processors": os.cpu_count(),
@@ -359,13 +359,59 @@ def describe_dataset(
     }
 
 
-def _field_names(fields: Mapping[str, Field] | str | None) -> list[str] | str | None:
-    return list(fields) if isinstance(fields, Mapping) else fields
-
-
 def _rate(amount: float, seconds: float) -> float:
     return round(amount / max(seconds, 1e-9), 2)
 
 
 def _spread(rounds: Sequence[float]) -> float:
     return round((max(rounds) - min(rounds)) / statistics.median(rounds), 4)
+
+
+def time_transform(selection: Selection, fields: FieldSet, transform: str) -> dict[str, Any]:
+    """Measure a transform on the first samples of an epoch, one after another in one thread.
+
+    Returns:
+        ``name``; ``samples``, how many different ones; ``ms_per_sample``, the median; and ``gil_share`` from
+        0 to 1, the share of its time for which it kept other threads from running Python.
+
+    Raises:
+        ConfigError: The transform cannot be used.
+        SampleError: It fails on a sample.
+    """
+    bound = bind_transform(selection, fields, transform, None, None)
+    spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
+    samples: list[tuple[dict[str, Any], str, DrawKey, int, int]] = []
+    with Loader(selection, batch=spec, seed=0, world="single", fields=fields.specs) as loader:
+        for batch in islice(loader, _TIMED_SAMPLES):
+            row, component = int(batch.arrays["row"][0]), max(0, batch.components[0])
+            draw = DrawKey(0, 0, row, (), row)
+            sample = copy.deepcopy(fields.sample(batch.arrays, 0, 1))
+            samples.append((sample, batch.sample_keys[0] or "", draw, component, row))
+    for (
+        sample,
+        key,
+        draw,
+        component,
+        row,
+    ) in samples:  # the first call of a library costs what no later one does
+        bound.run(copy.deepcopy(sample), key, draw, component, row)
+    seconds: list[float] = []
+    began = time.perf_counter()
+    probe = ProcessProbe()
+    try:
+        for sample, key, draw, component, row in cycle(samples):
+            own = copy.deepcopy(sample)  # a transform may change what it gets
+            start = time.perf_counter()
+            bound.run(own, key, draw, component, row)
+            seconds.append(time.perf_counter() - start)
+            if time.perf_counter() - began > _TIMED_S and len(seconds) >= len(samples):
+                break
+        gil_share = probe.take().gil_wait_share
+    finally:
+        probe.close()
+    return {
+        "name": transform,
+        "samples": len(samples),
+        "ms_per_sample": statistics.median(seconds) * 1e3,
+        "gil_share": gil_share,
+    }

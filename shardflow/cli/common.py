@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,6 +26,9 @@ from shardflow.logs import LINE_EVERY_S, time_left
 if TYPE_CHECKING:
     from shardflow.fields.field import Field
     from shardflow.format import Dataset
+
+# Repeated here so that --help needs no NumPy; a test compares them with those of the format.
+UNITS: Final = ("study", "series", "image", "entity")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -155,6 +158,22 @@ def add_subset(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TERM",
         help='only samples for which this holds: "modality=CT", num_slices>=16, keys=FILE (repeatable)',
+    )
+
+
+def add_unit(parser: argparse.ArgumentParser) -> None:
+    """Add ``--unit`` and ``--where``, which say what a sample is."""
+    add = parser.add_argument
+    add(
+        "--unit",
+        choices=UNITS,
+        help="a sample is a study, a series, an image, or a finding of the entity view (study)",
+    )
+    add(
+        "--where",
+        metavar="EXPRESSION",
+        help="which series or images are samples, such as \"modality == 'CT'\" (all but localizers and "
+        "secondary captures)",
     )
 
 

@@ -11,6 +11,8 @@ from shardflow.cli.common import (
     CommandParser,
     add_json,
     add_subset,
+    add_unit,
+    counted,
     human_bytes,
     named_fields,
     natural_number,
@@ -36,7 +38,9 @@ depend on dataset, seed, epoch and batch spec only, never on the world size. A m
 
 With --fields, what the fields of a file deliver of the split, from tables alone: samples without content, and
 for each role the images that a field delivers and leaves out; then the share of all stored images that some
-field delivers, and the roles of the rest. Options of steps and ranks are left out.
+field delivers, and the roles of the rest. Options of steps and ranks are left out. --transform adds the time
+that a transform takes for a sample, and the share of it for which it holds the GIL: where that is large, more
+threads help little, and loader.execution = "workers" does.
 
 With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a
 padding micro-batch without samples), keys and weights, and of a blend components, from 0. A padding slot has
@@ -70,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fields",
         metavar="FILE",
         help="count what the fields of this TOML file deliver; default stands for those of a loader",
+    )
+    add_unit(parser)
+    add(
+        "--transform",
+        metavar="MODULE:FUNCTION",
+        help="with --fields: time this transform on some samples, and measure how long it holds the GIL",
     )
     add("--seed", type=number, metavar="N", help="run-level seed")
     add("--epoch", type=number, metavar="E", help="epoch, counted from 0")
@@ -128,6 +138,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             f"the following arguments are required: {', '.join(missing)}; or --fields FILE to count what "
             "fields deliver; see: shardflow plan --help"
         )
+    if arguments.transform is not None and arguments.fields is None:
+        raise ConfigError("--transform changes samples made of fields; add --fields FILE.")
     beside = [*given.values(), *(["--summary"] if arguments.summary else [])]
     if arguments.fields is not None and beside:
         raise ConfigError(
@@ -146,7 +158,13 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
-        alone = {**named, "--view": arguments.view, "--subset": arguments.subset or None}
+        alone = {
+            **named,
+            "--view": arguments.view,
+            "--subset": arguments.subset or None,
+            "--unit": arguments.unit,
+            "--where": arguments.where,
+        }
         for name, value in alone.items():
             if value is not None:
                 raise ConfigError(
@@ -162,7 +180,13 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
-    return select(dataset, arguments.split, arguments.subset)
+    return select(
+        dataset,
+        arguments.split,
+        arguments.subset,
+        unit=arguments.unit or "study",
+        where=arguments.where,
+    )
 
 
 def micro_batches(
@@ -519,21 +543,23 @@ def show_components(selection: Selection, epoch: int) -> None:
         show_table("components", heads, rows)
 
 
-def fields_report(selection: Selection, name: str) -> dict[str, Any]:
+def fields_report(selection: Selection, name: str, transform: str | None = None) -> dict[str, Any]:
     """Count what fields deliver of some samples, from tables alone.
 
     Args:
         selection: The samples.
         name: TOML file of fields, or ``default``.
+        transform: ``package.module:function`` to time on a few samples, which are read for it.
 
     Returns:
         ``samples``: all, and those ``left_out`` by fields with ``missing = "drop"``; ``fields``: for each its
         type, the samples without content (None if no table knows), and the images by role that it
         ``delivered`` and ``left_out``; ``images``: all that are stored, and the ``reachable`` ones, by role
-        (None if there is no series table).
+        (None if there is no series table); ``transform``: see `time_transform`, None without one.
 
     Raises:
-        ConfigError: The file is not valid, or a field does not fit the samples.
+        ConfigError: The file is not valid, or a field or the transform does not fit the samples.
+        SampleError: The transform fails on a sample.
     """
     import numpy as np
 
@@ -569,7 +595,12 @@ def fields_report(selection: Selection, name: str) -> dict[str, Any]:
             "share": sum(reach.reachable.values()) / max(1, sum(reach.stored.values())),
         }
     samples = {"all": num_samples, "left_out": num_samples - num_kept}
-    return {"samples": samples, "fields": found, "images": images}
+    timed = None
+    if transform is not None:
+        from shardflow.cli.bench_measure import time_transform
+
+        timed = time_transform(left, bound, transform)
+    return {"samples": samples, "fields": found, "images": images, "transform": timed}
 
 
 def _ranked(counts: Mapping[str, int]) -> dict[str, int]:
@@ -579,7 +610,7 @@ def _ranked(counts: Mapping[str, int]) -> dict[str, int]:
 
 def show_fields_report(selection: Selection, arguments: argparse.Namespace) -> None:
     """Show what fields deliver."""
-    report = fields_report(selection, arguments.fields)
+    report = fields_report(selection, arguments.fields, arguments.transform)
     if arguments.json:
         write_json(report)
         return
@@ -600,6 +631,11 @@ def show_fields_report(selection: Selection, arguments: argparse.Namespace) -> N
             for name, one in report["fields"].items()
         ],
     )
+    if (timed := report["transform"]) is not None:
+        taken = f"{timed['ms_per_sample']:,.3g} ms a sample (median of {counted(timed['samples'], 'sample')})"
+        show_lines(
+            ["", f"transform {timed['name']}: {taken}, holds the GIL for {timed['gil_share']:.0%} of it"]
+        )
     if images is None:
         return
     stored, reachable = (sum(images[name].values()) for name in ("stored", "reachable"))

@@ -10,6 +10,7 @@ import pytest
 
 from shardflow.cli.bench_measure import BenchOptions, _joined, measure
 from shardflow.format import Dataset, decode_array
+from shardflow.format.facts import attach_facts
 from tests.cli.conftest import Call
 from tests.factories import make_dataset, make_sample
 from tests.field_cases import make_case_dataset, pixels_of
@@ -17,17 +18,20 @@ from tests.field_cases import make_case_dataset, pixels_of
 pytestmark = pytest.mark.fast
 
 
+@pytest.fixture
+def dataset(dataset: Path) -> Path:
+    """The dataset of the commands, with its series table."""
+    attach_facts(Dataset.open(str(dataset)))
+    return dataset
+
+
 def test_json_counts_what_the_split_holds(call: Call, dataset: Path) -> None:
     (facts,) = call("bench", dataset, "--repeats", 3, "--threads", 2, "--json").lines
     opened = Dataset.open(dataset)
     fields = [opened.read_fields(row) for row in opened.splits["train"]]
-    used = {
-        (row, name): data
-        for row, each in enumerate(fields)
-        for name, data in each.items()
-        if name != "study.json"
-    }
+    used = {(row, name): data for row, each in enumerate(fields) for name, data in each.items()}
     slices = [decode_array("b2nd", data) for (_, name), data in used.items() if name.endswith("b2nd")]
+    assert (facts["fields"], facts["unit"], facts["where"]) == ("default", "study", None)
     assert (facts["split"], facts["samples"], facts["slices"]) == ("train", 13, len(slices))
     assert facts["stored_bytes"] == sum(map(len, used.values()))
     assert facts["decoded_bytes"] == sum(array.nbytes for array in slices)
@@ -62,7 +66,7 @@ def test_text_shows_medians_and_the_limit(call: Call, dataset: Path) -> None:
 
 
 def test_samples_are_taken_up_to_the_bound(tmp_path: Path) -> None:
-    opened = Dataset.open(make_dataset(tmp_path / "d", num_samples=8, slices=4))
+    opened = Dataset.open(make_dataset(tmp_path / "d", num_samples=8, slices=4, facts=True))
     whole = BenchOptions(split="train", num_threads=1, num_repeats=1, max_bytes=1 << 30)
     found = measure(opened, whole)
     assert found.num_samples == 8
@@ -72,17 +76,39 @@ def test_samples_are_taken_up_to_the_bound(tmp_path: Path) -> None:
     assert measure(opened, least).num_samples == 1
 
 
-def test_split_without_samples_or_slices_is_refused(call: Call, dataset: Path, tmp_path: Path) -> None:
+def test_a_split_without_samples_is_refused_and_one_without_slices_measured_by_its_texts(
+    call: Call, dataset: Path, tmp_path: Path
+) -> None:
     assert call("bench", dataset, "--split", "test").code == 2
     kept = iter([2, 0, 0])
     made = make_dataset(
         tmp_path / "some",
         splits={"train": 1, "val": 2},
         make=lambda number, **options: make_sample(number, **{**options, "slices": next(kept)}),
+        facts=True,
     )
-    called = call("bench", made, "--split", "val")
+    (facts,) = call("bench", made, "--split", "val", "--repeats", 1, "--json").lines
+    assert (facts["samples"], facts["slices"], facts["micro_batch_size"]) == (2, 0, 64)
+
+
+def test_without_a_series_table_the_command_is_named(call: Call, tmp_path: Path) -> None:
+    called = call("bench", make_dataset(tmp_path / "bare"), "--repeats", 1)
     assert called.code == 2
-    assert "slices" in called.err
+    assert "shardflow attach DATASET --facts" in called.err
+
+
+def test_series_and_images_are_measured(call: Call, tmp_path: Path) -> None:
+    url = make_case_dataset(tmp_path / "cases", num_samples=8).store.url
+    fields = tmp_path / "fields.toml"
+    fields.write_text('[fields.image]\ntype = "image"\nsize = [8, 8]\n')
+    some = ["--fields", fields, "--repeats", 1, "--threads", 1, "--json"]
+    (series,) = call("bench", url, *some, "--unit", "series", "--where", "kind == 'volume'").lines
+    # Two studies of CT with two volumes each, of which the field delivers the first slice.
+    assert (series["unit"], series["where"]) == ("series", "kind == 'volume'")
+    assert (series["samples"], series["slices"]) == (4, 4)
+    (images,) = call("bench", url, *some, "--unit", "image", "--where", "role == 'lateral'").lines
+    assert (images["samples"], images["slices"]) == (4, 4)
+    assert call("bench", url, *some, "--where", "kind == 'volume'").code == 2
 
 
 def test_texts_alone_are_measured_many_at_once(call: Call, tmp_path: Path) -> None:

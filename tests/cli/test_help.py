@@ -9,9 +9,10 @@ import shlex
 import pytest
 
 from pipelines.demo import __main__ as demo
+from shardflow.cli import common, plan, synth
 from shardflow.cli import main as cli
-from shardflow.cli import plan, synth
 from shardflow.cli.common import HelpFormatter
+from shardflow.format.units import UNITS
 from shardflow.sampling.budget import OVER_BUDGET
 from shardflow.sampling.spec import TAILS
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES
@@ -87,6 +88,7 @@ def test_paragraphs_are_filled_and_tables_are_kept() -> None:
 def test_choices_of_plan_are_those_of_the_sampling() -> None:
     assert plan.OVER_BUDGET == OVER_BUDGET
     assert plan.TAILS == TAILS
+    assert common.UNITS == UNITS
 
 
 def test_help_of_synth_lists_every_oddity_with_its_chance() -> None:

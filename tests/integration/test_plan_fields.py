@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -363,3 +364,44 @@ def test_every_image_of_generated_studies_is_reachable(tmp_path: Path, plan: Any
     (report,) = plan(case.output, text, "--json").lines
     assert report["images"]["share"] == 1
     assert report["images"]["reachable"] == images["stored"]
+
+
+def test_units_are_counted_too(cases: Dataset, plan: Any) -> None:
+    text = '[fields.image]\ntype = "image"\nsize = [8, 8]\n'
+    frontal = _stored(NUM_SAMPLES)["frontal"]
+    (report,) = plan(cases, text, "--unit", "image", "--where", "role == 'frontal'", "--json").lines
+    assert report["samples"] == {"all": frontal, "left_out": 0}
+    assert report["fields"]["image"]["delivered"] == {"frontal": frontal}
+    assert report["transform"] is None
+    called = plan(cases, text, "--where", "role == 'frontal'")
+    assert (called.code, "unit='series' or unit='image'" in called.err) == (2, True)
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    """Keep the GIL for some milliseconds."""
+    total = 0
+    for number in range(100_000):
+        total += number
+    return {"total": total}
+
+
+def idle(sample: dict[str, Any]) -> dict[str, Any]:
+    """Let other threads run Python."""
+    time.sleep(0.005)
+    return sample
+
+
+def test_a_transform_is_timed_and_how_long_it_keeps_the_gil(
+    cases: Dataset, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.cli.bench_measure._TIMED_S", 0.5)
+    (kept,) = plan(cases, BY_ROLE, "--transform", f"{__name__}:slow", "--json").lines
+    (let_go,) = plan(cases, BY_ROLE, "--transform", f"{__name__}:idle", "--json").lines
+    assert kept["transform"]["name"] == f"{__name__}:slow"
+    assert kept["transform"]["samples"] == let_go["transform"]["samples"] == NUM_SAMPLES
+    assert let_go["transform"]["ms_per_sample"] >= 5
+    assert kept["transform"]["gil_share"] > let_go["transform"]["gil_share"]
+    assert "holds the GIL" in plan(cases, BY_ROLE, "--transform", f"{__name__}:idle").out
+    without = plan(cases, BY_ROLE, "--transform", "no.such:function")
+    assert (without.code, len(without.err.splitlines())) == (2, 1)
+    assert main(["plan", str(cases.store.url), "--split", "train", "--transform", "a:b"]) == 2
