@@ -8,7 +8,8 @@ T]``, ``T | None``, nested dataclasses (TOML tables), and ``Annotated`` with :da
 an integer), :data:`PLACE` (a path or a URL), :class:`Bounds`, :class:`TypeKey` for a table whose key ``type``
 names its dataclass, or, for a table that may stand in two places, :class:`Inside` or :data:`SPREAD`. Of
 several types (``int | Literal["all"]``) the first one that takes a value. Relative paths are resolved against
-the folder of the file, those of ``--set`` against the current folder; ``~`` is the home folder.
+the folder of the file, those of ``--set`` against the current folder; ``~`` is the home folder. A dataclass
+may have a mapping ``moved_keys`` from keys that it had to a sentence on what to write now.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class TypeKey:
     Raises:
         ConfigError: There is none.
     """
+    name: Callable[[type[Any]], str]
+    """Returns the name of a dataclass that ``find`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,10 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     for name in fields:
         if SPREAD in _split_annotated(hints[name])[1]:
             tree = _gathered(tree, name, fields, place)
+    moved: Mapping[str, str] = getattr(cls, "moved_keys", {})
     for key in tree:
+        if key in moved:
+            raise ConfigError(f"{place.below(key).name} has moved ({place.file_name}): {moved[key]}")
         if key not in fields:
             raise _unknown_key(key, tree[key], list(fields), place)
     values: dict[str, Any] = {}
@@ -448,8 +454,14 @@ def dump_config(config: object) -> str:
 
 def _as_tree(config: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {}
+    hints = _type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if isinstance(value, dict):
+            _, marks = _split_annotated(get_args(_split_annotated(hints[field.name])[0])[1])
+            names = [mark.name for mark in marks if isinstance(mark, TypeKey)]
+            if names:
+                value = {key: {"type": names[0](type(one)), **_as_tree(one)} for key, one in value.items()}
         if value is not None:
             tree[field.name] = _as_tree(value) if dataclasses.is_dataclass(value) else value
     return tree

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from shardflow.training.checkpoint.tensors import named_optimizer_tensors, named_tensors
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import TrainConfig, num_places
 from shardflow.training.models.building import build_report_model
 from shardflow.training.text import ReportTokenizer
 
@@ -51,6 +51,7 @@ def model_of(config: TrainConfig) -> tuple[nn.Module, ReportTokenizer]:
         config.model,
         ReportTokenizer.load(config.text.tokenizer),
         image=config.image,
+        num_places=num_places(config.image_field),
         text=config.text,
         lora=config.lora,
         seed=config.run.seed,

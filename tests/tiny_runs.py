@@ -22,8 +22,17 @@ dataset = "dataset"
 [batch]
 micro_batch_size = 1
 micro_batches_per_step = 4
-[image]
+[fields.image]
+type = "slices"
+series = "series == 0"
 num_slices = 3
+size = [16, 16]
+dtype = "float32"
+missing = "pad"
+[fields.report]
+type = "text"
+missing = "pad"
+[image]
 rows = 16
 columns = 16
 [text]
@@ -77,6 +86,7 @@ def make_tiny_input(folder: Path) -> TinyInput:
         samples_per_shard=8,
         slices=(1, 5),
         splits={"train": NUM_TRAIN, "val": NUM_VAL},
+        facts=True,
     )
     train_tokenizer(Dataset.open(tiny.dataset), "train", 320, tiny.tokenizer)
     (folder / "train.toml").write_text(_TEMPLATE, encoding="utf-8")

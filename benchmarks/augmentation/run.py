@@ -110,7 +110,7 @@ def changes(draw: Draw) -> dict[str, Change]:
             return pipeline(
                 tensors,
                 torch.ones(tensors.shape[:2], dtype=torch.bool),
-                ImageParameters(display_range_B2=torch.tensor([window]), affine_B23=there),
+                ImageParameters(display_range=torch.tensor([window]), affine_B23=there),
             )
 
     return {"numpy": with_numpy, "opencv": with_opencv, "torch, turned alone": with_torch}

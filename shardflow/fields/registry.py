@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,11 +133,21 @@ def field_type(name: str) -> type[Field]:
     return loaded
 
 
+def type_name(kind: type[Field]) -> str:
+    """Return the name that `field_type` finds a type by: a built-in one, or ``package.module:Class``."""
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    return kind.type_name if _TYPES.get(kind.type_name) == place else place
+
+
+FieldTables: TypeAlias = dict[str, Annotated[Field, TypeKey(field_type, type_name)]]
+"""Fields by name in TOML: a table each, with its ``type`` and the settings of the type."""
+
+
 @dataclass(frozen=True, slots=True)
 class FieldsFile:
-    """TOML file of fields: a table ``[fields.NAME]`` each, with its ``type`` and the settings of the type."""
+    """TOML file of fields."""
 
-    fields: dict[str, Annotated[Field, TypeKey(field_type)]]
+    fields: FieldTables
 
 
 def read_fields(path: str | Path) -> dict[str, Field]:
@@ -382,12 +392,7 @@ class FieldSet:
         return lines
 
     def _describe(self, field: BoundField) -> dict[str, Any]:
-        kind = type(self.specs[field.name])
-        entry = field.describe()
-        place = f"{kind.__module__}:{kind.__qualname__}"
-        if _TYPES.get(kind.type_name) != place:
-            entry["type"] = place
-        return entry
+        return {**field.describe(), "type": type_name(type(self.specs[field.name]))}
 
 
 def _of_slot(name: str, array: NDArray[Any], slot: int, num_slots: int) -> NDArray[Any]:

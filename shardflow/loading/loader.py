@@ -344,6 +344,11 @@ class Loader:
         return self._runtime.selection
 
     @property
+    def fields(self) -> Mapping[str, Field]:
+        """What a batch holds, by name: the specs of the fields."""
+        return {} if self._fields is None else self._fields.specs
+
+    @property
     def config(self) -> LoaderConfig:
         """How the loader runs: as created, with later changes."""
         return self._runtime.config

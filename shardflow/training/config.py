@@ -8,17 +8,29 @@ its own tables; only ``run`` sees the whole `TrainConfig`.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from shardflow.config import Bounds, ByteSize, Place, check_fields
 from shardflow.errors import ConfigError
+from shardflow.fields.field import Field, check_names
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
+from shardflow.fields.pixels import PixelField
+from shardflow.fields.registry import FieldTables, type_name
+from shardflow.fields.tokens import Tokens
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address
 from shardflow.storage import CacheConfig
 
+IMAGE_FIELD: Final = "image"
+REPORT_FIELD: Final = "report"
+"""Fields that a model of reports takes."""
+_FIRST_SERIES: Final = "series == 0"
+"""The primary series of a study, see docs/format.md."""
+_NUM_SLICES: Final = 8
 Count = Annotated[int, Bounds(1)]
 CountOrZero = Annotated[int, Bounds(0)]
 _LONGEST_S = 10_000_000.0  # four months; larger values overflow some clocks of the system
@@ -52,6 +64,9 @@ class DataConfig:
     """File of sample keys, one a line: only these are trained on."""
     eval_split: str = ""
     """Split whose loss is measured; empty measures none. Of a blend: that of all its datasets."""
+    transform: tuple[str, ...] = ()
+    """Functions ``"package.module:function"`` that each sample passes, see docs/fields.md; none in
+    evaluations."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,7 +76,8 @@ class DataConfig:
                 "the configuration's folder."
             )
         if self.is_blend:
-            given = [name for name in changed_settings(self) if name not in {"dataset", "eval_split"}]
+            of_run = {"dataset", "eval_split", "transform"}
+            given = [name for name in changed_settings(self) if name not in of_run]
             if given:
                 raise ConfigError(
                     f"data.{given[0]} is set although data.dataset is a blend file; remove it, and set it "
@@ -79,88 +95,38 @@ class DataConfig:
         return self.subset if self.keys is None else (*self.subset, f"keys={self.keys}")
 
 
-_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,4})(?:\*([1-9]\d{0,3}))?", re.ASCII)
+def _in_field(setting: str) -> str:
+    return f'write {setting} in [fields.image], with type = "slices".'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageConfig:
-    """The view of a study that the model sees: K slices of its primary series, resized."""
+    """The images that the model takes; the device makes them of those that the field ``image`` delivers."""
 
-    num_slices: Count = 8
     rows: Count = 64
     columns: Count = 64
-    resolution: Literal["full", "small"] = "full"
-    """``small`` reads the small versions that packing made (``variants.small_px``), and no byte of the large
-    slices; a dataset without them is refused."""
-    slice_choice: Literal["even", "random"] = "even"
-    """``random`` draws other slices each epoch, keyed by (seed, epoch, sample)."""
-    dtype: Literal["uint8", "int16", "uint16", "float32"] = "float32"
-    """How pixels travel to the device. ``float32`` is right for every series. ``int16`` is half the bytes and
-    right for series that are stored as int16 or uint8, such as CT; ``uint16`` for radiographs of 16 bits,
-    ``uint8`` for pictures of 8 bits. Others are cut and rounded, with a warning."""
-    transfer_rows: CountOrZero = 0
-    """Rows that images have on their way to the device, which brings them to ``rows``; 0: the same."""
-    transfer_columns: CountOrZero = 0
-    padding: Literal["cap", "longest"] = "cap"
-    """Places of a micro-batch's slices: always ``num_slices``, or as many as its longest study needs, at most
-    ``num_slices``."""
-    fit: Literal["stretch", "letterbox"] = "stretch"
-    """Slices of another shape are stretched, or keep their shape in a frame that is dark outside them."""
-    windows: tuple[str, ...] = ()
-    """Names of windows, such as ``["lung", "bone"]``: each CT sample of each epoch gets one of them, keyed by
-    (seed, epoch, sample). None: the window stored with the study."""
-    augment_pool: Share = 0.0
-    """Share of the samples that get one of the augmented variants that packing made of them
-    (``variants.augment``), keyed by (seed, epoch, sample); none in evaluations."""
-    sizes: tuple[str, ...] = ()
-    """Sizes that a sample may get in place of ``num_slices`` and the rows and columns that travel, such as
-    ``["32x64x64", "8x224x224*2"]``: slices x rows x columns, and how likely it is. Which one is drawn anew
-    each epoch, keyed by (seed, epoch, sample); the device brings all to ``rows`` x ``columns``."""
-    max_tiles: CountOrZero = 0
-    """Cut each slice into up to so many tiles of ``rows`` x ``columns`` and an overview, each a slice to the
-    model; 0: a slice is one image."""
-    standardise: tuple[str, ...] = ()
+    standardize: tuple[str, ...] = ()
     """Modalities, such as ``["MR"]``, whose images get their own mean 0 and deviation 1 in place of a
     window."""
     compile: bool = False
     """Compile the device's image operators with ``torch.compile``."""
-    transform: str = ""
-    """``package.module:function`` that changes each sample in place, see docs/loading.md; none in
-    evaluations."""
+
+    moved_keys: ClassVar[Mapping[str, str]] = {
+        **{
+            name: _in_field(name)
+            for name in ("num_slices", "resolution", "dtype", "padding", "fit", "windows", "augment_pool")
+        },
+        "slice_choice": _in_field("sampling"),
+        "transfer_rows": _in_field("size = [ROWS, COLUMNS]"),
+        "transfer_columns": _in_field("size = [ROWS, COLUMNS]"),
+        "sizes": _in_field("sizes = [[SLICES, ROWS, COLUMNS, WEIGHT], ...]"),
+        "max_tiles": _in_field("tiles, with the size of a tile as size"),
+        "transform": "write data.transform; its result is used, see docs/fields.md.",
+        "standardise": "write image.standardize.",
+    }
 
     def __post_init__(self) -> None:
         check_fields(self)
-        bad = [size for size in self.sizes if not _SIZE.fullmatch(size)]
-        if bad:
-            raise ConfigError(
-                f"image.sizes must be like '8x224x224' or '8x224x224*2' (slices x rows x columns), got "
-                f"{bad[0]!r}."
-            )
-        if self.sizes and self.max_tiles:
-            raise ConfigError("image.sizes and image.max_tiles are both set; leave out one.")
-        if self.augment_pool and (self.sizes or self.max_tiles or self.resolution != "full"):
-            raise ConfigError(
-                "image.augment_pool works neither with image.sizes and image.max_tiles nor with "
-                "image.resolution 'small'; leave out one of them."
-            )
-        framing = {"padding", "fit", "transfer_rows", "transfer_columns"} & set(changed_settings(self))
-        if framing and (self.sizes or self.max_tiles):
-            raise ConfigError(
-                f"image.{min(framing)} is set, but image.sizes and image.max_tiles decide it; leave it out."
-            )
-
-    @property
-    def size_table(self) -> tuple[tuple[int, int, int, int], ...]:
-        """``sizes`` as numbers: slices, rows, columns and weight of each."""
-        found = [_SIZE.fullmatch(size) for size in self.sizes]
-        numbers = [tuple(int(part or 1) for part in match.groups()) for match in found if match]
-        return tuple((slices, rows, columns, weight) for slices, rows, columns, weight in numbers)
-
-    @property
-    def num_places(self) -> int:
-        """Places for slices, or their tiles, that a sample has at most."""
-        most = max([self.num_slices, *(size[0] for size in self.size_table)])
-        return most * (self.max_tiles + 1 if self.max_tiles > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,11 +137,15 @@ class TextConfig:
     """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one."""
     max_tokens: Annotated[int, Bounds(2)] = 256
     """Longer reports are cut; counts the begin and end tokens."""
-    tokens: Literal["online", "stored"] = "online"
-    """Tokenized while training, or taken from what ``shardflow tokenize`` stored with this tokenizer:
-    the same tokens."""
     prompt: str = "Describe the findings."
     """The user's words after the slices, in the chat template of a LLaVA-style model; never predicted."""
+
+    moved_keys: ClassVar[Mapping[str, str]] = {
+        "tokens": (
+            'for stored tokens write [fields.report] with type = "tokens", flat = true and the digest that '
+            "shardflow tokenize printed as tokenizer."
+        )
+    }
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -203,7 +173,7 @@ class BatchConfig:
     over_budget: Literal["alone", "skip", "truncate"] = "alone"
     """A sample longer than ``max_tokens``: a micro-batch of its own, left out, or counted as cut."""
     image_tokens_per_slice: CountOrZero = 0
-    """Counted towards ``max_tokens`` for each slice that the view takes."""
+    """Counted towards ``max_tokens`` for each slice, image or tile that the field ``image`` delivers."""
     quadratic_tokens: CountOrZero = 0
     """Length at which attention costs as much as all the rest; ranks are balanced by it. 0 leaves it out."""
     lanes: CountOrZero | None = None
@@ -244,7 +214,7 @@ class ModelConfig:
     """Beginnings of parameter names that are not trained, such as ``"model.model.vision_tower"``."""
     language: Literal["gpt2", "llama"] = "gpt2"
     patch_size: Count = 8
-    """Pixels on the side of a vision patch; must divide rows and columns of the view."""
+    """Pixels on the side of a vision patch; must divide rows and columns of its images."""
     vision_width: Count = 128
     vision_layers: Count = 4
     vision_heads: Count = 4
@@ -512,6 +482,76 @@ class RunConfig:
             )
 
 
+def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:
+    """Refuse fields from which no report can be learned; none at all stand for those of the job.
+
+    Args:
+        fields: The tables ``[fields.NAME]``.
+        needs_text: Whether the words of reports are asked for, beside their tokens.
+
+    Raises:
+        ConfigError: ``image`` or ``report`` is missing or of a wrong type, or the model cannot take it.
+    """
+    if not fields:
+        return
+    for name, kinds, types in (
+        (IMAGE_FIELD, PixelField, ("slices", "image")),
+        (REPORT_FIELD, (Text, Tokens), ("text", "tokens")),
+    ):
+        one = fields.get(name)
+        if one is None:
+            raise ConfigError(
+                f"[fields] has no field {name!r}, which the model takes; add [fields.{name}] with type = "
+                f'"{types[0]}" or "{types[1]}".'
+            )
+        if not isinstance(one, kinds):
+            raise ConfigError(
+                f'fields.{name} must be of type "{types[0]}" or "{types[1]}" for the model, got '
+                f'"{type_name(type(one))}"; give the other field another name.'
+            )
+    images = fields[IMAGE_FIELD]
+    assert isinstance(images, PixelField)  # noqa: S101 - checked above
+    if images.channels == 3:
+        raise ConfigError("fields.image.channels must be 1, as the model takes gray images; leave it out.")
+    num_places(images)
+    if images.size is None and (images.fit == "letterbox" or not isinstance(images, Slices)):
+        raise ConfigError(
+            "fields.image.size must be set with type 'image' or fit 'letterbox', so that all images of a "
+            "micro-batch are of one size; set it to [image.rows, image.columns]."
+        )
+    if needs_text and text_field(fields) is None:
+        raise ConfigError(
+            "augment.mirror exchanges no sides of a report that names one, and fields.report delivers "
+            'tokens; add [fields.words] with type = "text", or set augment.mirror to 0.'
+        )
+
+
+def text_field(fields: Mapping[str, Field]) -> str | None:
+    """Return the name of a field that delivers the text of reports; None where there is none."""
+    for name, one in fields.items():
+        if isinstance(one, Text) and one.member is None:
+            return name
+    return None
+
+
+def num_places(images: PixelField) -> int:
+    """Return the most images, slices or tiles that a field delivers of a sample.
+
+    Raises:
+        ConfigError: It has no bound, but a model has a position for each.
+    """
+    if isinstance(images, Slices):
+        name, most = "num_slices", max((size[0] for size in images.sizes), default=images.num_slices)
+    else:
+        name, most = "num_images", getattr(images, "num_images", None)
+    if not isinstance(most, int):
+        raise ConfigError(
+            f"fields.image.{name} must be a number, as the model has a position for each; set it."
+        )
+    tiles = images.tiles or 1
+    return most * (tiles + 1 if tiles > 1 else 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """All settings of ``shardflow train``."""
@@ -520,6 +560,9 @@ class TrainConfig:
     batch: BatchConfig
     text: TextConfig
     run: RunConfig
+    fields: FieldTables = field(default_factory=dict)
+    """What a batch holds, by name: ``image`` and ``report``, which the model takes, and any others. Left
+    out: 8 slices of the primary series of each study in the size of the model's images, and the report."""
     image: ImageConfig = field(default_factory=ImageConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -534,10 +577,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._keep_folders_apart()
-        if self.image.augment_pool and self.augment.is_active:
+        check_names(self.fields)
+        check_report_fields(self.fields, needs_text=self.augment.mirror > 0)
+        images = self.image_field
+        if isinstance(images, Slices) and images.augment_pool and self.augment.is_active:
             raise ConfigError(
-                "image.augment_pool and [augment] are both set, so a sample would be augmented twice, beyond "
-                "what its modality allows; leave out one."
+                "fields.image.augment_pool and [augment] are both set, so a sample would be augmented twice, "
+                "beyond what its modality allows; leave out one."
             )
         for name in ("rows", "columns"):
             size, patch = getattr(self.image, name), self.model.patch_size
@@ -550,9 +596,10 @@ class TrainConfig:
             raise ConfigError(
                 "batch.packed works with the reference model only, but model.path is set; leave out one."
             )
-        if self.model.path is not None and (self.image.sizes or self.image.max_tiles):
+        sizes = isinstance(images, Slices) and images.sizes
+        if self.model.path is not None and (sizes or images.tiles):
             raise ConfigError(
-                "image.sizes and image.max_tiles do not work with model.path, whose model takes one number "
+                "sizes and tiles of fields.image do not work with model.path, whose model takes one number "
                 "of slices; leave them out."
             )
         if self.loader.wait_timeout_s >= self.timeouts.steady_s:
@@ -572,6 +619,21 @@ class TrainConfig:
                 "run.evaluate_every_steps needs data.eval_split, which is not set; name a split, or remove "
                 "evaluate_every_steps."
             )
+
+    @property
+    def image_field(self) -> PixelField:
+        """The field of the images that the model takes, which is gray."""
+        found = self.fields.get(IMAGE_FIELD)
+        if isinstance(found, PixelField):
+            return found if found.channels else replace(found, channels=1)
+        return Slices(
+            series=_FIRST_SERIES,
+            num_slices=_NUM_SLICES,
+            size=(self.image.rows, self.image.columns),
+            dtype="float32",
+            channels=1,
+            missing="pad",
+        )
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

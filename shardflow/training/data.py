@@ -1,6 +1,6 @@
 """Data of a run: a dataset with its splits, or a blend, at the versions it began with.
 
-Translates settings into the batch spec, the loader's view of a study, and the device's transforms.
+Translates settings into the batch spec, the fields of a batch, and the device's transforms.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ import numpy as np
 import torch
 
 from shardflow.errors import ConfigError
-from shardflow.fields.views import View
+from shardflow.fields.field import Field
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
+from shardflow.fields.pixels import PixelField
+from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.manifest import versions
-from shardflow.loading import (
-    ImageView,
-    Selection,
-    SizedView,
-    SliceSize,
-    TileView,
-    open_blend,
-    open_view,
-    select,
-)
+from shardflow.loading import Selection, open_blend, open_view, select
 from shardflow.loading.blend_file import evaluation_blend
-from shardflow.sampling import BatchSpec, CostRule, ImageBucket, TileRule, TokenBudget, choose_lanes
+from shardflow.sampling import BatchSpec, CostRule, TileRule, TokenBudget, choose_lanes
 from shardflow.sampling.blend import components_from_json
 from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import (
+    IMAGE_FIELD,
+    REPORT_FIELD,
     AugmentConfig,
     BatchConfig,
     DataConfig,
     ImageConfig,
     TextConfig,
+    num_places,
+    text_field,
 )
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import Transfer, open_transfer
@@ -150,7 +149,7 @@ def _open_blend(
 
 def batch_spec(
     batch: BatchConfig,
-    image: ImageConfig,
+    images: PixelField,
     text: TextConfig,
     selection: Selection,
     *,
@@ -160,14 +159,14 @@ def batch_spec(
 
     Args:
         batch: The table ``[batch]``.
-        image: Decides what images cost.
+        images: The field that decides what images cost.
         text: Decides what text costs.
         selection: The samples; where lanes are to be chosen they follow from them, never from the world.
         tail: Instead of the tail of the settings.
     """
     spec = BatchSpec(
         micro_batch_size=batch.micro_batch_size or 0,
-        budget=_budget(batch, image, text),
+        budget=_budget(batch, images, text),
         micro_batches_per_step=batch.micro_batches_per_step,
         tail=tail or batch.tail,
         lanes=batch.lanes or (0 if batch.max_tokens is None else 1),
@@ -178,7 +177,7 @@ def batch_spec(
     return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
 
 
-def _budget(batch: BatchConfig, image: ImageConfig, text: TextConfig) -> TokenBudget | None:
+def _budget(batch: BatchConfig, images: PixelField, text: TextConfig) -> TokenBudget | None:
     if batch.max_tokens is None:
         return None
     return TokenBudget(
@@ -190,70 +189,65 @@ def _budget(batch: BatchConfig, image: ImageConfig, text: TextConfig) -> TokenBu
             # Begin and end of the text, and in a packed sequence the start of the sample.
             tokens_per_sample=2 + batch.packed,
             max_text_tokens=text.max_tokens,
-            **_image_cost(image, batch.image_tokens_per_slice),
+            **_image_cost(images, batch.image_tokens_per_slice),
             quadratic_tokens=batch.quadratic_tokens,
             tokenizer=tokenizer_digest(text.tokenizer) if batch.text_tokens == "counted" else "",
         ),
     )
 
 
-def _image_cost(image: ImageConfig, tokens: int) -> dict[str, Any]:
-    """Return the token cost of a sample's images, as the view delivers them."""
+def _image_cost(images: PixelField, tokens: int) -> dict[str, Any]:
+    """Return the token cost of the images of a sample that the field delivers."""
     if not tokens:
         return {}
-    if image.sizes:
-        return {
-            "buckets": tuple(
-                ImageBucket(weight=weight, max_slices=num_slices, tokens_per_slice=tokens)
-                for num_slices, _, _, weight in image.size_table
-            )
-        }
-    tiles = (
-        TileRule(rows=image.rows, columns=image.columns, max_tiles=image.max_tiles)
-        if image.max_tiles
-        else None
-    )
-    return {"image_tokens_per_slice": tokens, "max_slices": image.num_slices, "tiles": tiles}
+    if isinstance(images, Slices) and images.sizes:
+        return {"buckets": images.buckets([tokens] * len(images.sizes))}
+    tiles = None
+    if images.tiles and images.size is not None:
+        tiles = TileRule(rows=images.size[0], columns=images.size[1], max_tiles=images.tiles)
+    most = num_places(replace(images, tiles=None))
+    return {"image_tokens_per_slice": tokens, "max_slices": most, "tiles": tiles}
 
 
-def image_view(settings: ImageConfig, *, is_evaluation: bool = False) -> View:
-    """Return the loader's view of each study.
+def run_fields(
+    fields: Mapping[str, Field],
+    images: PixelField,
+    tokenizer: Path,
+    selection: Selection,
+    *,
+    is_evaluation: bool = False,
+) -> dict[str, Field]:
+    """Return what the batches of a run hold, by name.
 
     Args:
-        settings: The table ``[image]``.
-        is_evaluation: Nothing is chosen at random, so that two evaluations measure the same.
+        fields: The tables ``[fields.NAME]``; without any, the images and the text of the reports.
+        images: The field of the model's images.
+        tokenizer: Folder whose tokens a field of stored tokens must deliver.
+        selection: The samples.
+        is_evaluation: Nothing is drawn at random, so that two evaluations measure the same.
+
+    Raises:
+        ConfigError: The stored tokens are those of another tokenizer.
     """
-    shared: dict[str, Any] = {
-        "resolution": settings.resolution,
-        "slice_choice": "even" if is_evaluation else settings.slice_choice,
-        "dtype": settings.dtype,
-        "windows": settings.windows[:1] if is_evaluation else settings.windows,
-    }
-    if settings.sizes:
-        # Keyed by the epoch, and every evaluation is an epoch 0.
-        sizes = tuple(
-            SliceSize(num_slices=num_slices, rows=rows, columns=columns, weight=weight)
-            for num_slices, rows, columns, weight in settings.size_table
+    found: dict[str, Field] = dict(fields)
+    if fields:
+        found[IMAGE_FIELD] = images
+    else:
+        if "entity" in selection.units:  # the series of a finding is any of its study's
+            images = replace(images, series=None)
+        has_images = any(
+            dataset.samples.column("num_slices")[selection.population_of(place)].any()
+            for place, dataset in enumerate(selection.datasets)
         )
-        return SizedView(sizes=sizes, **shared)
-    if settings.max_tiles:
-        return TileView(
-            rows=settings.rows,
-            columns=settings.columns,
-            max_tiles=settings.max_tiles,
-            num_slices=settings.num_slices,
-            **shared,
+        found = {IMAGE_FIELD: images} if has_images else {}
+        found[REPORT_FIELD] = Text(missing="pad")
+    report = found[REPORT_FIELD]
+    if isinstance(report, Tokens) and report.tokenizer != (digest := tokenizer_digest(tokenizer)):
+        raise ConfigError(
+            f"fields.report.tokenizer must be the digest of text.tokenizer ({digest}), got another one; set "
+            "it, after shardflow tokenize has stored its tokens."
         )
-    rows, columns = _transfer_size(settings)
-    return ImageView(
-        num_slices=settings.num_slices,
-        rows=rows,
-        columns=columns,
-        padding=settings.padding,
-        fit=settings.fit,
-        augment_pool=0.0 if is_evaluation else settings.augment_pool,
-        **shared,
-    )
+    return {name: one.for_evaluation() if is_evaluation else one for name, one in found.items()}
 
 
 def open_inputs(
@@ -261,6 +255,8 @@ def open_inputs(
     device: torch.device,
     counters: StageCounters,
     *,
+    fields: Mapping[str, Field],
+    images: PixelField,
     image: ImageConfig,
     text: TextConfig,
     augment: AugmentConfig,
@@ -274,6 +270,8 @@ def open_inputs(
         tokenizer: Frames the reports.
         device: Device of the tensors.
         counters: Get the stages of the transfer.
+        fields: What a batch holds.
+        images: The field of the model's images.
         image: The table ``[image]``.
         text: The table ``[text]``.
         augment: The table ``[augment]``.
@@ -285,14 +283,16 @@ def open_inputs(
         tokenizer,
         max_tokens=text.max_tokens,
         transfer=open_transfer(device, ring_bytes=pinned_bytes, counters=counters),
-        images=_image_maker(image, augment, seed=seed),
+        images=_image_maker(images, image, augment, seed=seed),
         packed=packed,
         size=(image.rows, image.columns),
+        words=text_field(fields),
         counters=counters,
     )
 
 
 def sample_inputs(
+    images: PixelField,
     image: ImageConfig,
     augment: AugmentConfig,
     device: torch.device,
@@ -305,6 +305,7 @@ def sample_inputs(
     """Return a synthetic micro-batch in the run's shapes.
 
     Args:
+        images: The field of the model's images.
         image: The table ``[image]``.
         augment: The table ``[augment]``; whether the device prepares images.
         device: Device of its tensors.
@@ -314,10 +315,10 @@ def sample_inputs(
         is_full: Whether it is as large as the settings allow, with every slice; else padding of weight 0, as
             for the warm-up.
     """
-    is_windowed = _prepares_images(image, augment)
+    is_windowed = _prepares_images(images, image, augment)
     label = 0 if is_full else IGNORED_LABEL
-    num_slices = image.num_places if is_full and (image.sizes or image.max_tiles) else image.num_slices
-    rows, columns = (image.rows, image.columns) if is_windowed else _transfer_size(image)
+    num_slices = num_places(images)
+    rows, columns = image.rows, image.columns
     slice_mask = np.full((num_samples, num_slices), is_full)
     token_ids = np.zeros((num_samples, num_tokens), np.int64)
     token_mask = np.ones((num_samples, num_tokens), bool)
@@ -351,30 +352,25 @@ def sample_inputs(
     )
 
 
-def _transfer_size(settings: ImageConfig) -> tuple[int, int]:
-    """Return rows and columns of images during their transfer to the device."""
-    return settings.transfer_rows or settings.rows, settings.transfer_columns or settings.columns
-
-
-def _prepares_images(image: ImageConfig, augment: AugmentConfig) -> bool:
+def _prepares_images(images: PixelField, image: ImageConfig, augment: AugmentConfig) -> bool:
     """Return whether images need more on the device than the model's own window."""
-    return bool(
-        augment.is_active
-        or image.standardise
-        or image.fit == "letterbox"
-        or _transfer_size(image) != (image.rows, image.columns)
-    )
+    size = (image.rows, image.columns)
+    # Slices of several sizes become one array of the model's size before anything else.
+    is_resized = not (isinstance(images, Slices) and images.sizes) and images.size != size
+    return bool(augment.is_active or image.standardize or images.fit == "letterbox" or is_resized)
 
 
-def _image_maker(image: ImageConfig, augment: AugmentConfig, *, seed: int) -> ImageMaker | None:
-    if not _prepares_images(image, augment):
+def _image_maker(
+    images: PixelField, image: ImageConfig, augment: AugmentConfig, *, seed: int
+) -> ImageMaker | None:
+    if not _prepares_images(images, image, augment):
         return None
     size = (image.rows, image.columns)
     pipeline: Any = ImagePipeline(*size)
     return ImageMaker(
         pipeline=torch.compile(pipeline, fullgraph=True) if image.compile else pipeline,
         size=size,
-        standardized=image.standardise,
+        standardized=image.standardize,
         augment=augment,
         seed=seed,
     )

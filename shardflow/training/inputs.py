@@ -1,7 +1,8 @@
 """Model inputs from the loader's batches, and the feed that brings them to the device.
 
-Owns the labels (report tokens only) and the transforms of each image. Images cross to the device as stored
-(int16 is half of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
+Takes two fields of a batch, ``image`` and ``report``; others may be beside them. Owns the labels (report tokens
+only) and the transforms of each image. Images cross to the device in the dtype of their field (int16 is half
+of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
 
 On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
 last backward, the next step's first micro-batch is copied. The loader's position counts what was delivered,
@@ -11,6 +12,7 @@ never what was only sent ahead, so a checkpoint between the two has the right st
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import AugmentConfig
+from shardflow.training.config import IMAGE_FIELD, REPORT_FIELD, AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,
@@ -52,11 +54,12 @@ class MicroInputs:
 
     images_BKHW: torch.Tensor
     """int16, uint8, uint16 or float32 in the unit the series was stored in; float32 as the vision model takes
-    it where ``display_range_B2`` is None."""
+    it where ``display_range`` is None."""
     slice_mask_BK: torch.Tensor
     """bool, false for padded slices."""
-    display_range_B2: torch.Tensor | None
-    """float32, the intensities that become -1 and 1; None where images are windowed already."""
+    display_range: torch.Tensor | None
+    """``(B, 2)`` or ``(B, K, 2)`` float32, the intensities that become -1 and 1; None where images are
+    windowed already."""
     token_ids_BT: torch.Tensor
     """int64; of a packed micro-batch ``(1, T)``, the text of all slots."""
     token_mask_BT: torch.Tensor
@@ -78,7 +81,7 @@ class MicroInputs:
         rows = (
             self.images_BKHW,
             self.slice_mask_BK,
-            self.display_range_B2,
+            self.display_range,
             self.token_ids_BT,
             self.token_mask_BT,
         )
@@ -89,7 +92,7 @@ class MicroInputs:
         cls,
         tensors: Mapping[str, torch.Tensor],
         images_BKHW: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         *,
         num_tokens: float,
         num_samples: float,
@@ -101,7 +104,7 @@ class MicroInputs:
         return cls(
             images_BKHW=images_BKHW,
             slice_mask_BK=tensors["slice_mask"].bool(),
-            display_range_B2=display_range_B2,
+            display_range=display_range,
             token_ids_BT=token_ids,
             token_mask_BT=torch.ones_like(token_ids, dtype=torch.bool) if token_mask is None else token_mask,
             labels_BT=tensors["labels"],
@@ -171,17 +174,19 @@ class ImageMaker:
             tensors["image"],
             slice_mask_BK,
             ImageParameters(
-                display_range_B2=tensors["display_range"],
+                display_range=tensors["display_range"],
                 is_standardized_B=None if standardized is None else standardized.bool(),
                 intensity_B3=tensors.get("intensity"),
                 affine_B23=tensors.get("affine"),
-                content_box_B4=tensors.get("content_box"),
+                content_box_BK4=tensors.get("content_box"),
             ),
         )
 
 
 class InputMaker:
     """Maker of the model's tensors from batches, in two halves: one on the host, one on the device.
+
+    Of a batch without the field ``image`` the model sees no slice.
 
     Args:
         tokenizer: Turns reports into token ids.
@@ -190,6 +195,7 @@ class InputMaker:
         images: What becomes of images there; None leaves it to the model to window them.
         packed: Put all slots into one sequence.
         size: Rows and columns that the model takes; samples of many sizes are brought to it.
+        words: Field of the text of reports, which may be beside their tokens; None where there is none.
         counters: Gets the stage ``tokenize``.
     """
 
@@ -201,7 +207,8 @@ class InputMaker:
         transfer: Transfer,
         images: ImageMaker | None = None,
         packed: bool = False,
-        size: tuple[int, int] | None = None,
+        size: tuple[int, int] = (1, 1),
+        words: str | None = REPORT_FIELD,
         counters: StageCounters | None = None,
     ) -> None:
         self.transfer = transfer
@@ -211,6 +218,7 @@ class InputMaker:
         self._images = images
         self._packed = packed
         self._size = size
+        self._words = words
 
     def for_evaluation(self) -> InputMaker:
         """Return the same without augmentation."""
@@ -232,19 +240,16 @@ class InputMaker:
                 the CPU the result shares it and keeps it alive.
         """
         began_s = time.perf_counter()
-        source = batch.arrays
-        weights = np.asarray(source["weight"], np.float32)
-        slots = range(len(weights))
-        reports = [batch.text(slot) for slot in slots] if "text_offsets" in source else []
-        if "token_offsets" in source:
-            stored = [batch.tokens(slot).tolist() for slot in slots]
-            rows = self._tokenizer.rows(stored, self._max_tokens)
-        else:
+        weights = np.asarray(batch.arrays["weight"], np.float32)
+        reports: list[str] = [""] * len(weights) if self._words is None else batch[self._words]
+        if self._words == REPORT_FIELD:
             rows = self._tokenizer.encode(reports, self._max_tokens)
+        else:
+            rows = self._tokenizer.rows(_stored_tokens(batch), self._max_tokens)
         labels = np.full(rows.token_ids.shape, IGNORED_LABEL, np.int64)
         labels[:, :-1] = np.where(rows.token_mask[:, 1:], rows.token_ids[:, 1:], IGNORED_LABEL)
         tokens_per_slot = (labels != IGNORED_LABEL).sum(axis=1)
-        arrays, places = _image_arrays(source)
+        arrays, places = _image_arrays(batch, self._size)
         longest = 0
         if self._packed:
             row = pack_row(arrays["slice_mask"], rows.token_ids, rows.token_mask, labels, weights)
@@ -272,7 +277,7 @@ class InputMaker:
         """Run the device's half, on the current stream."""
         tensors = self.transfer.receive(sent.parcel)
         slice_mask = tensors["slice_mask"].bool()
-        if sent.places is not None and self._size is not None:
+        if sent.places is not None:
             tensors["image"] = gather_slices(tensors.pop("pixels"), sent.places, self._size)
         images, display_range = tensors["image"], tensors.get("display_range")
         if self._images is not None:
@@ -287,14 +292,46 @@ class InputMaker:
         )
 
 
-def _image_arrays(source: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
-    """Return the arrays of images that travel, and the places of slices in a flat array, if they are flat."""
-    names = ("image", "slice_mask", "display_range", "content_box")
-    if "image" in source:
-        return {name: source[name] for name in names if name in source}, None
-    places = places_of(source["pixel_start"], source["image_shape"])
-    arrays = {"pixels": source["pixels"], "display_range": source["display_range"]}
-    return {**arrays, "slice_mask": slice_mask_of(places)}, places
+def _stored_tokens(batch: Batch) -> list[list[int]]:
+    """Return the stored token ids of each slot's report."""
+    ids, mask = batch[REPORT_FIELD], batch[f"{REPORT_FIELD}_mask"]
+    if f"{REPORT_FIELD}_offsets" in batch:
+        offsets = batch[f"{REPORT_FIELD}_offsets"].tolist()
+        return [ids[start:stop].tolist() for start, stop in itertools.pairwise(offsets)]
+    return [row[is_token].tolist() for row, is_token in zip(ids, mask.astype(bool), strict=True)]
+
+
+def _image_arrays(batch: Batch, size: tuple[int, int]) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
+    """Return the arrays of images that travel, and the places of slices in a flat array, if they are flat.
+
+    Args:
+        batch: Its field ``image`` is one array, or a list of stacks of slices; it may lack the field.
+        size: Rows and columns of images that are not there.
+    """
+    name = IMAGE_FIELD
+    if name not in batch:
+        num_slots = batch.num_slots
+        return {
+            "image": np.zeros((num_slots, 1, *size), np.float32),
+            "slice_mask": np.zeros((num_slots, 1), np.uint8),
+            "display_range": np.zeros((num_slots, 2), np.float32),
+        }, None
+    pixels, ranges = batch[name], batch[f"{name}_range"]
+    if isinstance(pixels, list):
+        flat, places = places_of(pixels)
+        arrays = {"pixels": flat, "display_range": ranges, "slice_mask": slice_mask_of(places)}
+        return arrays, places
+    num_slots, rows, columns = len(pixels), *pixels.shape[-2:]
+    mask = batch[f"{name}_mask"].reshape(num_slots, -1)
+    arrays = {
+        # A channel of its own becomes the axis of slices, or goes.
+        "image": pixels.reshape(num_slots, mask.shape[1], rows, columns),
+        "slice_mask": mask,
+        "display_range": ranges,
+    }
+    if f"{name}_box" in batch:
+        arrays["content_box"] = batch[f"{name}_box"].reshape(*mask.shape, 4)
+    return arrays, None
 
 
 def make_inputs(

@@ -24,7 +24,7 @@ import numpy as np
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, TrainingError
 from shardflow.telemetry.process import available_bytes
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import TrainConfig, num_places
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
     if not points:
         last = (errors.strip().splitlines() or ["nothing"])[-1]
         raise TrainingError(
-            f"not one sample could be trained to measure memory: {last} Lower the sizes of [image], [text] "
+            f"not one sample could be trained to measure memory: {last} Lower the sizes of [fields.image], [image], [text] "
             "or [model]."
         )
     return room_bytes, device, points
@@ -183,6 +183,7 @@ def main(path: str) -> int:
         config.model,
         ReportTokenizer.load(config.text.tokenizer),
         image=config.image,
+        num_places=num_places(config.image_field),
         text=config.text,
         lora=config.lora,
         seed=config.run.seed,
@@ -194,6 +195,7 @@ def main(path: str) -> int:
     room_bytes = peak.room_bytes()
     for size in _SIZES:
         inputs = sample_inputs(
+            config.image_field,
             config.image,
             config.augment,
             device,

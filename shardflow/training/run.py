@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import time
@@ -25,7 +26,8 @@ import torch
 
 from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
-from shardflow.loading import Loader, LoaderConfig, Selection, StoredTokens, World
+from shardflow.fields.registry import type_name
+from shardflow.loading import Loader, LoaderConfig, Selection, World
 from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
@@ -33,8 +35,8 @@ from shardflow.storage import write_atomic
 from shardflow.training.checkpoint.files import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import AugmentConfig, ImageConfig, RunConfig, TrainConfig
-from shardflow.training.data import batch_spec, image_view, open_data, open_inputs, sample_inputs
+from shardflow.training.config import AugmentConfig, RunConfig, TrainConfig, num_places
+from shardflow.training.data import batch_spec, open_data, open_inputs, run_fields, sample_inputs
 from shardflow.training.distributed import (
     Ranks,
     StopRequest,
@@ -54,7 +56,6 @@ from shardflow.training.metrics import MetricsWriter, StepMetrics
 from shardflow.training.models.building import build_report_model, folder_digest
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.text import ReportTokenizer
-from shardflow.training.tokenizing import tokenizer_digest
 from shardflow.training.tuning import Tuning, given_settings
 
 _LOGGER = logging.getLogger(__name__)
@@ -120,6 +121,10 @@ def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str,
     for table in ("model", "image", "augment"):
         for name, value in asdict(getattr(config, table)).items():
             bindings[f"{table}.{name}"] = list(value) if isinstance(value, tuple) else value
+    # The loader compares the other fields, which no tensor depends on.
+    images = config.image_field
+    for name, value in {"type": type_name(type(images)), **asdict(images)}.items():
+        bindings[f"fields.image.{name}"] = json.loads(json.dumps(value))
     # Recomputing activations changes memory, not results; compiling changes time.
     del bindings["model.activation_checkpointing"]
     del bindings["image.compile"]
@@ -158,14 +163,11 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
 
 def _chosen_later() -> dict[str, Any]:
     """Return the defaults of settings that are newer than the first checkpoints."""
-    image, augment = asdict(ImageConfig()), asdict(AugmentConfig())
-    younger = [
-        name for name in image if name not in {"num_slices", "rows", "columns", "slice_choice", "dtype"}
-    ]
-    defaults = {f"image.{name}": image[name] for name in younger}
+    augment = asdict(AugmentConfig())
+    defaults: dict[str, Any] = {"image.standardize": []}
     defaults |= {f"augment.{name}": value for name, value in augment.items()}
     defaults["batch.packed"] = False
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return defaults
 
 
 class RunLock:
@@ -235,12 +237,13 @@ def prepare_run(
     if checkpoint is not None:
         check_bindings(checkpoint, bindings)
     data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
-    data.check_modalities("image.standardise", config.image.standardise)
+    data.check_modalities("image.standardize", config.image.standardize)
     loader = stack.enter_context(_open_loader(config, ranks, data.training))
     model, tokenizer = build_report_model(
         config.model,
         tokenizer,
         image=config.image,
+        num_places=num_places(config.image_field),
         text=config.text,
         lora=config.lora,
         seed=config.run.seed,
@@ -279,12 +282,15 @@ def prepare_run(
     lock = encode_lock(loader.lock())
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded, lock=lock)
     stack.callback(saver.close)
-    padding = sample_inputs(config.image, config.augment, ranks.device, packed=config.batch.packed)
+    images = config.image_field
+    padding = sample_inputs(images, config.image, config.augment, ranks.device, packed=config.batch.packed)
     warm_up(wrapped, padding, autocast=autocast)
     inputs = open_inputs(
         tokenizer,
         ranks.device,
         loader.counters,
+        fields=loader.fields,
+        images=images,
         image=config.image,
         text=config.text,
         augment=config.augment,
@@ -350,27 +356,23 @@ def prepare_run(
 
 
 def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tail: Any = None) -> Loader:
-    settings = config.loader
-    stored = None
-    if config.text.tokens == "stored":
-        digest = tokenizer_digest(config.text.tokenizer)
-        stored = StoredTokens(tokenizer=digest, max_tokens=config.text.max_tokens)
+    settings, images = config.loader, config.image_field
+    is_evaluation = tail is not None
     return Loader(
         selection,
-        batch=batch_spec(config.batch, config.image, config.text, selection, tail=tail),
+        batch=batch_spec(config.batch, images, config.text, selection, tail=tail),
         seed=config.run.seed,
+        fields=run_fields(
+            config.fields, images, config.text.tokenizer, selection, is_evaluation=is_evaluation
+        ),
+        transform=None if is_evaluation else list(config.data.transform) or None,
         world=World(
             rank=ranks.rank,
             world_size=ranks.world_size,
             ranks_per_node=World.from_environment().ranks_per_node,
         ),
         config=LoaderConfig(
-            view=image_view(config.image, is_evaluation=tail is not None),
-            # Turning an image asks whether its report names a side.
-            text=stored is None or config.augment.is_active,
-            tokens=stored,
             execution=settings.execution,
-            transform="" if tail else config.image.transform,
             num_threads=settings.num_threads,
             prefetch_bytes=settings.prefetch_bytes,
             max_node_bytes=settings.max_node_bytes,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.fields.pixels import PixelField
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
 from shardflow.monitoring.tuner_numbers import (
@@ -243,7 +244,7 @@ class Tuning(LoopHook):
         loader = self._loader
         machine = MachineFacts(num_cpus=num_processors(), available_bytes=available_bytes())
         data = DataFacts(
-            has_images=loader.config.view is not None,
+            has_images=any(isinstance(one, PixelField) for one in loader.fields.values()),
             is_remote=any("://" in dataset.store.url for dataset in loader.selection.datasets),
         )
         found = default_settings(machine, loader.world.ranks_per_node, data)

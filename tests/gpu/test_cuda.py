@@ -175,11 +175,11 @@ def test_images_are_those_of_a_cpu_and_compile(device: torch.device) -> None:
 
     def parameters(where: torch.device) -> ImageParameters:
         return ImageParameters(
-            display_range_B2=torch.tensor([[-160.0, 240.0], [0.0, 1000.0]], device=where),
+            display_range=torch.tensor([[-160.0, 240.0], [0.0, 1000.0]], device=where),
             is_standardized_B=torch.tensor([False, True], device=where),
             affine_B23=torch.from_numpy(affine).to(where),
             intensity_B3=torch.from_numpy(intensity).to(where),
-            content_box_B4=torch.tensor([[0, 0, 96, 80], [8, 0, 80, 80]], device=where),
+            content_box_BK4=torch.tensor([[0, 0, 96, 80], [8, 0, 80, 80]], device=where),
         )
 
     expected = pipeline(images, mask, parameters(torch.device("cpu")))

@@ -31,8 +31,9 @@ _EPSILON = 1e-6
 class ImageParameters:
     """Transform parameters of each sample of a micro-batch."""
 
-    display_range_B2: torch.Tensor
-    """float32, the intensities that become 0 and 1; an empty range is taken as one unit wide."""
+    display_range: torch.Tensor
+    """``(B, 2)``, or ``(B, K, 2)`` where images of a sample differ, float32: the intensities that become 0
+    and 1; an empty range is taken as one unit wide."""
     is_standardized_B: torch.Tensor | None = None
     """bool: these samples get their own mean 0 and deviation 1 in place of a window (MR, which has no unit).
     None: no sample."""
@@ -42,8 +43,8 @@ class ImageParameters:
     affine_B23: torch.Tensor | None = None
     """float32, source position of each place of the result, both from -1 to 1 over the image, x before y;
     positions outside give the window's lowest value. None leaves images where they are."""
-    content_box_B4: torch.Tensor | None = None
-    """int64, first row, first column, rows and columns that hold the image in its frame; the rest is as dark
+    content_box_BK4: torch.Tensor | None = None
+    """int64, first row, first column, rows and columns that hold each image in its frame; the rest is as dark
     as the window goes. None: all of it does."""
 
 
@@ -74,10 +75,10 @@ class ImagePipeline(nn.Module):
             parameters: A row a sample.
         """
         is_there = slice_mask_BK[:, :, None, None]
-        values = windowed_share(images_BKHW, parameters.display_range_B2, torch.float32)
+        values = windowed_share(images_BKHW, parameters.display_range, torch.float32)
         values = torch.where(is_there, values, torch.zeros_like(values))
-        if parameters.content_box_B4 is not None:
-            values = _darken_frame(values, parameters.content_box_B4)
+        if parameters.content_box_BK4 is not None:
+            values = _darken_frame(values, parameters.content_box_BK4)
         values = resized(values, self.size)
         if parameters.intensity_B3 is not None:
             gain, offset, gamma = parameters.intensity_B3.to(values.dtype)[:, :, None, None, None].unbind(1)
@@ -97,7 +98,7 @@ class ImagePipeline(nn.Module):
 
 
 def window_images(
-    images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
+    images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Map each sample's display range to [-1, 1] and clip what is outside.
 
@@ -106,22 +107,23 @@ def window_images(
     Args:
         images_BKHW: ``(B, K, H, W)`` int16, uint8, uint16 or float32.
         slice_mask_BK: ``(B, K)`` bool.
-        display_range_B2: ``(B, 2)`` float32, low and high; an empty range is taken as one unit wide.
+        display_range: ``(B, 2)`` or ``(B, K, 2)`` float32, low and high; an empty range is taken as one unit
+            wide.
         dtype: Floating type of the result.
     """
-    scaled = windowed_share(images_BKHW, display_range_B2, dtype) * 2 - 1
+    scaled = windowed_share(images_BKHW, display_range, dtype) * 2 - 1
     return torch.where(slice_mask_BK[:, :, None, None], scaled, torch.zeros_like(scaled))
 
 
 def windowed_share(
-    images_BKHW: torch.Tensor, display_range_B2: torch.Tensor, dtype: torch.dtype
+    images_BKHW: torch.Tensor, display_range: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return each intensity as a share of its sample's display range, clipped to 0 and 1."""
-    low_B111 = display_range_B2[:, 0].to(dtype)[:, None, None, None]
-    high_B111 = display_range_B2[:, 1].to(dtype)[:, None, None, None]
-    width_B111 = high_B111 - low_B111
-    width_B111 = torch.where(width_B111 > 0, width_B111, torch.ones_like(width_B111))
-    return ((images_BKHW.to(dtype) - low_B111) / width_B111).clamp(0, 1)
+    """Return each intensity as a share of its display range, ``(B, 2)`` or ``(B, K, 2)``, clipped to 0 and 1."""
+    ranges = display_range if display_range.ndim == 3 else display_range[:, None]
+    low, high = (ranges[:, :, end].to(dtype)[:, :, None, None] for end in (0, 1))
+    width = high - low
+    width = torch.where(width > 0, width, torch.ones_like(width))
+    return ((images_BKHW.to(dtype) - low) / width).clamp(0, 1)
 
 
 def resized(values_BKHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -145,13 +147,13 @@ def _area_weights(num_old: int, num_new: int, like: torch.Tensor) -> torch.Tenso
     return (overlap.clamp(min=0) / ratio).to(like.dtype)
 
 
-def _darken_frame(values_BKHW: torch.Tensor, box_B4: torch.Tensor) -> torch.Tensor:
+def _darken_frame(values_BKHW: torch.Tensor, box_BK4: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(values_BKHW.shape[2], device=values_BKHW.device)
     columns = torch.arange(values_BKHW.shape[3], device=values_BKHW.device)
-    top, left, height, width = box_B4[:, :, None].unbind(1)
+    top, left, height, width = box_BK4[..., None].unbind(2)
     in_rows = (rows >= top) & (rows < top + height)
     in_columns = (columns >= left) & (columns < left + width)
-    inside = (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
+    inside = in_rows[..., :, None] & in_columns[..., None, :]
     return torch.where(inside, values_BKHW, torch.zeros_like(values_BKHW))
 
 
@@ -192,10 +194,20 @@ Place: TypeAlias = tuple[int, int, int, int]
 """Where a sample's slices are in a flat array: first pixel, slices, rows, columns."""
 
 
-def places_of(pixel_start: NDArray[Any], image_shape: NDArray[Any]) -> list[Place]:
-    """Return where each slot's slices are, from a batch's arrays; on the host, without asking a device."""
-    rows = np.column_stack([pixel_start, image_shape]).tolist()
-    return [(start, num_slices, rows, columns) for start, num_slices, rows, columns in rows]
+def places_of(stacks: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[Place]]:
+    """Put the slices of all slots one after another.
+
+    Args:
+        stacks: The slices of each slot, ``(K, 1, rows, columns)``; K is 0 where there is none.
+
+    Returns:
+        The pixels, flat, and where each slot's slices are.
+    """
+    stops = np.cumsum([stack.size for stack in stacks]).tolist()
+    starts = [0, *stops[:-1]]
+    shapes = [(len(stack), *stack.shape[-2:]) for stack in stacks]
+    places = [(start, *shape) for start, shape in zip(starts, shapes, strict=True)]
+    return np.concatenate([stack.reshape(-1) for stack in stacks]), places
 
 
 def slice_mask_of(places: Sequence[Place]) -> NDArray[np.bool_]:

@@ -87,6 +87,7 @@ def build_report_model(
     tokenizer: ReportTokenizer,
     *,
     image: ImageConfig,
+    num_places: int,
     text: TextConfig,
     lora: LoraConfig,
     seed: int,
@@ -96,7 +97,8 @@ def build_report_model(
     Args:
         settings: The table ``[model]``.
         tokenizer: That of ``text.tokenizer``.
-        image: Number and size of slices.
+        image: Size of images.
+        num_places: Most slices, images or tiles of a sample.
         text: Longest text, and the prompt.
         lora: Adapters, where its rank is above 0.
         seed: Run-level seed, of all weights that are not read.
@@ -113,16 +115,19 @@ def build_report_model(
         model: nn.Module = build_model(
             settings,
             image,
+            num_places=num_places,
             vocab_size=tokenizer.vocab_size,
             max_tokens=text.max_tokens,
             seed=seed,
         )
         language: Any = model.language
     else:
-        model, tokenizer = build_pretrained(settings, image, text, tokenizer, seed=seed)
+        model, tokenizer = build_pretrained(
+            settings, image, text, tokenizer, num_places=num_places, seed=seed
+        )
         inner: Any = model.model
         language = getattr(inner, "decoder", None) or inner.model.language_model
-        _freeze_idle(model, image)
+        _freeze_idle(model, image, num_places)
         if settings.activation_checkpointing:
             inner.activation_checkpointing_enable()
     _freeze(model, settings.frozen)
@@ -161,15 +166,15 @@ def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
 
 
-def _freeze_idle(model: nn.Module, image: ImageConfig) -> None:
+def _freeze_idle(model: nn.Module, image: ImageConfig, num_places: int) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
     A parameter without a gradient makes the exchange of gradients wait forever.
     """
     with torch.enable_grad():
         logits = model(
-            torch.zeros((1, image.num_slices, image.rows, image.columns)),
-            torch.ones((1, image.num_slices), dtype=torch.bool),
+            torch.zeros((1, num_places, image.rows, image.columns)),
+            torch.ones((1, num_places), dtype=torch.bool),
             torch.tensor([[0.0, 1.0]]),
             torch.zeros((1, 2), dtype=torch.int64),
             torch.ones((1, 2), dtype=torch.bool),

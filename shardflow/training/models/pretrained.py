@@ -109,15 +109,15 @@ class PixelNormalization:
         self,
         images_BKHW: torch.Tensor,
         slice_mask_BK: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Return ``(B * K, C, H, W)`` of ``dtype``; images without a display range are windowed already."""
         exact = torch.promote_types(dtype, torch.float32)
-        if display_range_B2 is None:
+        if display_range is None:
             windowed = images_BKHW.to(exact)
         else:
-            windowed = window_images(images_BKHW, slice_mask_BK, display_range_B2, exact)
+            windowed = window_images(images_BKHW, slice_mask_BK, display_range, exact)
         gray = (windowed.flatten(0, 1)[:, None] + 1) / 2
         mean, std = (torch.tensor(v, dtype=exact, device=gray.device) for v in (self.mean, self.std))
         return ((gray - mean[:, None, None]) / std[:, None, None]).to(dtype)
@@ -144,7 +144,7 @@ class LlavaReports(nn.Module):
         self,
         images_BKHW: torch.Tensor,
         slice_mask_BK: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         token_ids_BT: torch.Tensor,
         token_mask_BT: torch.Tensor,
     ) -> torch.Tensor:
@@ -160,7 +160,7 @@ class LlavaReports(nn.Module):
         output = self.model(
             input_ids=torch.cat([before_BN, token_ids_BT], dim=1),
             pixel_values=self._normalization.pixels(
-                images_BKHW, slice_mask_BK, display_range_B2, _floating_type(self.model)
+                images_BKHW, slice_mask_BK, display_range, _floating_type(self.model)
             ),
             attention_mask=mask_BS,
             # A padded slice takes no position, so what follows it keeps the position that it has without it.
@@ -189,15 +189,13 @@ class EncoderDecoderReports(nn.Module):
         self,
         images_BKHW: torch.Tensor,
         slice_mask_BK: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         token_ids_BT: torch.Tensor,
         token_mask_BT: torch.Tensor,
     ) -> torch.Tensor:
         """Predict the next token at every position of the rows; arguments as of the reference model."""
         model: Any = self.model
-        pixels = self._normalization.pixels(
-            images_BKHW, slice_mask_BK, display_range_B2, _floating_type(model)
-        )
+        pixels = self._normalization.pixels(images_BKHW, slice_mask_BK, display_range, _floating_type(model))
         patches_NPD = model.encoder(pixel_values=pixels).last_hidden_state
         if hasattr(model, "enc_to_dec_proj"):
             patches_NPD = model.enc_to_dec_proj(patches_NPD)
@@ -222,22 +220,24 @@ def build_pretrained(
     text: TextConfig,
     tokenizer: ReportTokenizer,
     *,
+    num_places: int,
     seed: int,
 ) -> tuple[nn.Module, ReportTokenizer]:
     """Build a model of transformers from ``model.path``.
 
     Args:
         settings: The table ``[model]``, with a path.
-        image: View of a study; slices must have the size that the encoder wants.
+        image: Size of images; that which the encoder wants.
         text: Prompt and longest row.
         tokenizer: That of ``text.tokenizer``.
+        num_places: Most slices or images of a sample.
         seed: Run-level seed, for weights that are not stored.
 
     Returns:
         The model on the CPU in float32 and training mode, and the tokenizer that frames reports for it.
 
     Raises:
-        ConfigError: the folder holds no such model, or view, tokenizer or lengths do not fit it.
+        ConfigError: the folder holds no such model, or images, tokenizer or lengths do not fit it.
     """
     path = settings.path
     if path is None:
@@ -261,7 +261,7 @@ def build_pretrained(
     frame = chat_frame(
         tokenizer,
         text.prompt,
-        num_slices=image.num_slices,
+        num_slices=num_places,
         tokens_per_slice=_tokens_per_slice(inner, image, len(normalization.mean)),
         image_token_id=int(config.image_token_id),
     )
@@ -353,7 +353,7 @@ def _check_length(words: Any, num_positions: int) -> None:
     if limit is not None and num_positions > limit:
         raise ConfigError(
             f"slices, prompt and text.max_tokens must fit the {limit} positions of model.path, got "
-            f"{num_positions}; lower image.num_slices or text.max_tokens."
+            f"{num_positions}; lower fields.image.num_slices or text.max_tokens."
         )
 
 

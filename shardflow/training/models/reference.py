@@ -60,7 +60,7 @@ class ReportModel(nn.Module):
         self,
         images_BKHW: torch.Tensor,
         slice_mask_BK: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         token_ids_BT: torch.Tensor,
         token_mask_BT: torch.Tensor,
         packing: Packing | None = None,
@@ -70,7 +70,8 @@ class ReportModel(nn.Module):
         Args:
             images_BKHW: ``(B, K, H, W)`` int16 or float32 in stored units.
             slice_mask_BK: ``(B, K)`` bool.
-            display_range_B2: ``(B, 2)`` float32; None for images that are as the vision model takes them.
+            display_range: ``(B, 2)`` or ``(B, K, 2)`` float32; None for images that are as the vision model
+                takes them.
             token_ids_BT: ``(B, T)`` int64, each row opened by the begin token; ``(1, T)`` where packed.
             token_mask_BT: ``(B, T)`` bool.
             packing: Layout of the samples in one sequence; None where each has a row.
@@ -79,8 +80,8 @@ class ReportModel(nn.Module):
             Logits ``(B, T, V)``; those of padded positions mean nothing. Where packed ``(1, T, V)``.
         """
         if packing is not None:
-            return self._packed_logits(images_BKHW, display_range_B2, token_ids_BT, packing)
-        prefix_BKD = self._slice_embeddings(images_BKHW, slice_mask_BK, display_range_B2)
+            return self._packed_logits(images_BKHW, display_range, token_ids_BT, packing)
+        prefix_BKD = self._slice_embeddings(images_BKHW, slice_mask_BK, display_range)
         batch_size, num_tokens = token_ids_BT.shape
         start_B1D = self.start_embedding.expand(batch_size, 1, -1)
         text_BTD = self._language_call("get_input_embeddings")(token_ids_BT)
@@ -98,24 +99,26 @@ class ReportModel(nn.Module):
         return logits
 
     def _slice_embeddings(
-        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor | None
+        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range: torch.Tensor | None
     ) -> torch.Tensor:
-        pixels = self._pixels(images_BKHW, slice_mask_BK, display_range_B2)
+        pixels = self._pixels(images_BKHW, slice_mask_BK, display_range)
         embeddings_BKD = self._embed_slices(pixels.flatten(0, 1)).view(*slice_mask_BK.shape, -1)
         return torch.where(slice_mask_BK[:, :, None], embeddings_BKD, torch.zeros_like(embeddings_BKD))
 
     def _packed_logits(
         self,
         images_BKHW: torch.Tensor,
-        display_range_B2: torch.Tensor | None,
+        display_range: torch.Tensor | None,
         token_ids_1T: torch.Tensor,
         packing: Packing,
     ) -> torch.Tensor:
         """Predict for one sequence of all samples; only present slices go through the vision model."""
         num_places = images_BKHW.shape[1]
         chosen_N1HW = images_BKHW.flatten(0, 1).index_select(0, packing.slice_index_N)[:, None]
-        ranges = display_range_B2
-        if ranges is not None:
+        ranges = display_range
+        if ranges is not None and ranges.ndim == 3:
+            ranges = ranges.flatten(0, 1).index_select(0, packing.slice_index_N)
+        elif ranges is not None:
             ranges = ranges.index_select(0, packing.slice_index_N // num_places)
         present_N1 = torch.ones_like(packing.slice_index_N, dtype=torch.bool)[:, None]
         slices_ND = self._embed_slices(self._pixels(chosen_N1HW, present_N1, ranges)[:, 0])
@@ -147,14 +150,14 @@ class ReportModel(nn.Module):
         return {"attention_mask": packing.attention_mask(dtype, additive=kind != "sdpa")}
 
     def _pixels(
-        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range_B2: torch.Tensor | None
+        self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, display_range: torch.Tensor | None
     ) -> torch.Tensor:
         dtype = self.projection.weight.dtype
-        if display_range_B2 is None:
+        if display_range is None:
             return images_BKHW.to(dtype)
         # Windowed in float32 at least: intensities go up to thousands.
         exact = torch.promote_types(dtype, torch.float32)
-        return window_images(images_BKHW, slice_mask_BK, display_range_B2, exact).to(dtype)
+        return window_images(images_BKHW, slice_mask_BK, display_range, exact).to(dtype)
 
     def _embed_slices(self, pixels_NHW: torch.Tensor) -> torch.Tensor:
         features = self.vision(pixel_values=pixels_NHW[:, None]).last_hidden_state[:, 0]
@@ -166,13 +169,20 @@ class ReportModel(nn.Module):
 
 
 def build_model(
-    settings: ModelConfig, image: ImageConfig, *, vocab_size: int, max_tokens: int, seed: int
+    settings: ModelConfig,
+    image: ImageConfig,
+    *,
+    num_places: int,
+    vocab_size: int,
+    max_tokens: int,
+    seed: int,
 ) -> ReportModel:
     """Build the model from settings, with weights that follow from the seed alone.
 
     Args:
         settings: Sizes of both parts.
-        image: View of a study: number and size of slices.
+        image: Size of images.
+        num_places: Most slices, images or tiles of a sample.
         vocab_size: Token ids of the tokenizer.
         max_tokens: Longest text row.
         seed: Run-level seed.
@@ -183,12 +193,12 @@ def build_model(
     Raises:
         ConfigError: The table of positions alone does not fit into memory.
     """
-    num_positions = 1 + image.num_places + max_tokens
+    num_positions = 1 + num_places + max_tokens
     if settings.language == "gpt2":
         check_fits(
             num_positions * settings.language_width * torch.float32.itemsize,
             f"a model of {num_positions} positions",
-            "lower image.num_slices or text.max_tokens",
+            "lower fields.image.num_slices or text.max_tokens",
         )
     torch.manual_seed(derive(seed, "model-weights"))
     vision = AutoModel.from_config(

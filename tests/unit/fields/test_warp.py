@@ -50,7 +50,7 @@ def test_places_are_those_of_the_device(draw: Draw) -> None:
     on_device = pipeline(
         torch.from_numpy(pixels.astype(np.float32))[None, None],
         torch.ones((1, 1), dtype=torch.bool),
-        ImageParameters(display_range_B2=torch.tensor([[0.0, 65535.0]]), affine_B23=torch.from_numpy(affine)),
+        ImageParameters(display_range=torch.tensor([[0.0, 65535.0]]), affine_B23=torch.from_numpy(affine)),
     )[0, 0].numpy()
     here = Warp(draw, 48, 64).image(pixels) / 65535
     # Places are rounded to 1/128 of a pixel; at the rim that is a step from fill to image.

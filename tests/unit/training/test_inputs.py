@@ -60,8 +60,8 @@ def test_images_stay_integers_on_their_way(tiny: TinyInput, tokenizer: ReportTok
     inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
     assert inputs.images_BKHW.dtype == torch.int16
     assert inputs.images_BKHW.shape == (4, 3, 16, 16)
-    assert inputs.display_range_B2 is not None
-    assert inputs.display_range_B2.dtype == torch.float32
+    assert inputs.display_range is not None
+    assert inputs.display_range.dtype == torch.float32
 
 
 def test_on_a_cpu_images_are_not_copied_and_their_memory_stays(

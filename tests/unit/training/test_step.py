@@ -60,7 +60,7 @@ def micro_inputs(number: int, weights: tuple[float, ...] = (1.0, 1.0), num_token
     return MicroInputs(
         images_BKHW=torch.zeros(0),
         slice_mask_BK=torch.zeros(0),
-        display_range_B2=torch.zeros(0),
+        display_range=torch.zeros(0),
         token_ids_BT=torch.randint(0, VOCAB_SIZE, size, generator=generator),
         token_mask_BT=torch.ones(size, dtype=torch.bool),
         labels_BT=labels,

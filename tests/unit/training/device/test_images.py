@@ -26,9 +26,7 @@ def run(source: torch.Tensor, draws: list[Draw] | None = None, **more: torch.Ten
     if draws is not None:
         affine, intensity = stack_draws(draws, rows=SIZE[0], columns=SIZE[1])
         more |= {"affine_B23": torch.from_numpy(affine), "intensity_B3": torch.from_numpy(intensity)}
-    result: torch.Tensor = ImagePipeline(*SIZE)(
-        source, MASK, ImageParameters(display_range_B2=RANGES, **more)
-    )
+    result: torch.Tensor = ImagePipeline(*SIZE)(source, MASK, ImageParameters(display_range=RANGES, **more))
     return result
 
 
@@ -49,7 +47,7 @@ def test_unsigned_values_above_the_signed_range_stay_what_they_are() -> None:
     result = ImagePipeline(*SIZE)(
         source,
         torch.ones(1, 1, dtype=torch.bool),
-        ImageParameters(display_range_B2=torch.tensor([[0.0, 60000.0]])),
+        ImageParameters(display_range=torch.tensor([[0.0, 60000.0]])),
     )
     assert torch.equal(result, torch.ones_like(result))
 
@@ -126,7 +124,7 @@ def test_a_standardised_sample_has_mean_0_and_deviation_1_over_its_own_slices() 
 
 
 def test_outside_its_box_an_image_is_dark() -> None:
-    result = run(images(), content_box_B4=torch.tensor([[0, 2, 12, 5], [0, 0, 12, 10]]))
+    result = run(images(), content_box_BK4=torch.tensor([[0, 2, 12, 5], [0, 0, 12, 10]]))
     assert torch.equal(result[0, :, :, :2], torch.full((3, 12, 2), -1.0))
     assert torch.equal(result[0, :, :, 7:], torch.full((3, 12, 3), -1.0))
     assert torch.equal(result[0, :, :, 2:7], plain()[0, :, :, 2:7])
@@ -142,11 +140,11 @@ def test_all_of_it_is_one_graph() -> None:
         [Draw(rotate_deg=20, zoom=1.1), Draw(gain=1.2)], rows=SIZE[0], columns=SIZE[1]
     )
     parameters = ImageParameters(
-        display_range_B2=RANGES,
+        display_range=RANGES,
         is_standardized_B=torch.tensor([True, False]),
         intensity_B3=torch.from_numpy(intensity),
         affine_B23=torch.from_numpy(affine),
-        content_box_B4=torch.tensor([[1, 1, 30, 15], [0, 0, 36, 20]]),
+        content_box_BK4=torch.tensor([[1, 1, 30, 15], [0, 0, 36, 20]]),
     )
     source = images((36, 20))
     assert torch.allclose(compiled(source, MASK, parameters), pipeline(source, MASK, parameters), atol=1e-6)
