@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 import shardflow as sf
-from examples.small_model import CONFIG, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
+from examples.small_model import FIELDS, MICRO_BATCHES_PER_STEP, SPEC, SummedLoss, to_tensors
 from shardflow.training.frameworks import register_loader
 
 __all__ = ["train"]
@@ -47,7 +47,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     convert = to_tensors(tokenizer, accelerator.device)
     world = sf.World(rank=accelerator.process_index, world_size=accelerator.num_processes)
     progress, saved = Progress(), run / "checkpoint"
-    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
+    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, fields=FIELDS) as loader:
         register_loader(accelerator, loader)
         accelerator.register_for_checkpointing(progress)
         if saved.exists():

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import shardflow as sf
-from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
+from examples.small_model import FIELDS, SPEC, SummedLoss, to_tensors
 from shardflow.training.hf import LoaderTrainer
 
 __all__ = ["train"]
@@ -33,7 +33,7 @@ class ReportTrainer(LoaderTrainer):
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     """Train to ``num_steps``, from where the run stands; ends with a checkpoint."""
     world, convert = sf.World.from_environment(), to_tensors(tokenizer, torch.device("cpu"))
-    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
+    with sf.Loader(sf.open(dataset), split="train", batch=SPEC, seed=1, world=world, fields=FIELDS) as loader:
         arguments = TrainingArguments(
             output_dir=str(run),
             max_steps=num_steps,

@@ -14,7 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 import shardflow as sf
-from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
+from examples.small_model import FIELDS, SPEC, SummedLoss, to_tensors
 from shardflow.training.lightning import ShardDataModule
 
 __all__ = ["train"]
@@ -49,7 +49,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     world_size = sf.World.from_environment().world_size
     convert = to_tensors(tokenizer, torch.device("cpu"))
 
-    data = ShardDataModule(dataset, batch=SPEC, config=CONFIG, seed=1, eval_split="val", convert=convert)
+    data = ShardDataModule(dataset, batch=SPEC, fields=FIELDS, seed=1, eval_split="val", convert=convert)
     trainer = Trainer(
         default_root_dir=run,
         accelerator="cpu",

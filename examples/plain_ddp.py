@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import shardflow as sf
-from examples.small_model import CONFIG, SPEC, SummedLoss, to_tensors
+from examples.small_model import FIELDS, SPEC, SummedLoss, to_tensors
 
 
 def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
@@ -23,7 +23,7 @@ def train(dataset: Path, tokenizer: Path, run: Path, num_steps: int) -> None:
     model, convert = SummedLoss(tokenizer), to_tensors(tokenizer, torch.device("cpu"))
     ddp, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
     data = sf.open(dataset)
-    with sf.Loader(data, split="train", batch=SPEC, seed=1, world=world, config=CONFIG) as loader:
+    with sf.Loader(data, split="train", batch=SPEC, seed=1, world=world, fields=FIELDS) as loader:
         if saved.exists():
             state = torch.load(saved, weights_only=True)
             for name, part in (("model", model), ("optimizer", optimizer), ("loader", loader)):

@@ -15,12 +15,15 @@ from shardflow.training.models.reference import build_model
 from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 
-__all__ = ["CONFIG", "MICRO_BATCHES_PER_STEP", "SPEC", "SummedLoss", "to_tensors"]
+__all__ = ["FIELDS", "MICRO_BATCHES_PER_STEP", "SPEC", "SummedLoss", "to_tensors"]
 
 SLICES, SIDE, MAX_TOKENS = 4, 32, 64
 MICRO_BATCHES_PER_STEP = 4  # over all ranks: two ranks accumulate two each, four ranks one each
 SPEC = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=MICRO_BATCHES_PER_STEP, tail="drop")
-CONFIG = sf.LoaderConfig(view=sf.ImageView(num_slices=SLICES, rows=SIDE, columns=SIDE))
+FIELDS = {
+    "image": sf.Slices(num_slices=SLICES, size=(SIDE, SIDE), channels=1, missing="pad"),
+    "report": sf.Text(missing="pad"),
+}
 
 
 class SummedLoss(nn.Module):
@@ -37,7 +40,8 @@ class SummedLoss(nn.Module):
                 language_layers=1,
                 dropout=0.0,
             ),
-            ImageConfig(num_slices=SLICES, rows=SIDE, columns=SIDE),
+            ImageConfig(rows=SIDE, columns=SIDE),
+            num_places=SLICES,
             vocab_size=ReportTokenizer.load(tokenizer).vocab_size,
             max_tokens=MAX_TOKENS,
             seed=1,
@@ -55,12 +59,12 @@ def to_tensors(tokenizer: Path, device: torch.device) -> Callable[[sf.Batch], di
 
     def convert(batch: sf.Batch) -> dict[str, torch.Tensor]:
         inputs = make_inputs(batch, words, max_tokens=MAX_TOKENS, device=device)
-        if inputs.display_range_B2 is None:
+        if inputs.display_range is None:
             raise ValueError("images must come in stored units, got windowed ones; use no image pipeline.")
         return {
             "images_BKHW": inputs.images_BKHW,
             "slice_mask_BK": inputs.slice_mask_BK,
-            "display_range_B2": inputs.display_range_B2,
+            "display_range": inputs.display_range,
             "token_ids_BT": inputs.token_ids_BT,
             "token_mask_BT": inputs.token_mask_BT,
             "labels": inputs.labels_BT,

@@ -262,12 +262,9 @@ def _bind_dataclass(cls: type[Any], tree: Any, place: _Place) -> Any:
     for name in fields:
         if SPREAD in _split_annotated(hints[name])[1]:
             tree = _gathered(tree, name, fields, place)
-    moved: Mapping[str, str] = getattr(cls, "moved_keys", {})
     for key in tree:
-        if key in moved:
-            raise ConfigError(f"{place.below(key).name} has moved ({place.file_name}): {moved[key]}")
         if key not in fields:
-            raise _unknown_key(key, tree[key], list(fields), place)
+            raise _unknown_key(key, tree[key], cls, list(fields), place)
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in tree:
@@ -318,7 +315,10 @@ def _comes_from_override(value: Any) -> bool:
     return isinstance(value, _Override)
 
 
-def _unknown_key(key: str, value: Any, known: list[str], place: _Place) -> ConfigError:
+def _unknown_key(key: str, value: Any, cls: type[Any], known: list[str], place: _Place) -> ConfigError:
+    moved: Mapping[str, str] = getattr(cls, "moved_keys", {})
+    if key in moved:
+        return ConfigError(f"{place.below(key).name} has moved ({place.file_name}): {moved[key]}")
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     remedy = f"the nearest known key is {nearest[0]!r}" if nearest else "no key is known here"
     table = f"table [{place.name}]" if place.keys else "top level"

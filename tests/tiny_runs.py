@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardflow.config import dump_config, load_config
+from shardflow.fields.field import Field
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset
 from shardflow.training.config import TrainConfig
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 
-__all__ = ["NUM_TRAIN", "NUM_VAL", "TinyInput", "make_tiny_input", "tiny_config", "write_config"]
+__all__ = [
+    "NUM_TRAIN",
+    "NUM_VAL",
+    "TinyInput",
+    "make_tiny_input",
+    "tiny_config",
+    "tiny_fields",
+    "write_config",
+]
 
 NUM_TRAIN, NUM_VAL = 26, 11
 
@@ -96,6 +108,17 @@ def make_tiny_input(folder: Path) -> TinyInput:
 def tiny_config(tiny: TinyInput, output: Path, *overrides: str) -> TrainConfig:
     """Settings of a run: 6 steps an epoch of 4 micro-batches of 1 sample, a checkpoint every 2 steps."""
     return load_config(TrainConfig, tiny.folder / "train.toml", [f"run.output={output}", *overrides])
+
+
+def tiny_fields(**image: Any) -> dict[str, Field]:
+    """Fields of the settings, for a loader of its own; with other settings of the images."""
+    settings: dict[str, Any] = {
+        "series": "series == 0",
+        "num_slices": 3,
+        "size": (16, 16),
+        "dtype": "float32",
+    }
+    return {"image": Slices(missing="pad", **settings | image), "report": Text(missing="pad")}
 
 
 def write_config(tiny: TinyInput, path: Path, output: Path, settings: Mapping[str, object]) -> Path:

@@ -41,8 +41,15 @@ _MOST_S: Final = 8.0
 _TEMPLATE: Final = """
 [batch]
 micro_batches_per_step = 2
-[image]
+[fields.image]
+type = "slices"
 num_slices = 3
+size = [16, 16]
+missing = "pad"
+[fields.report]
+type = "text"
+missing = "pad"
+[image]
 rows = 16
 columns = 16
 [text]

@@ -151,7 +151,7 @@ def _codec(draft: _Draft) -> None:
 
 def _transform(draft: _Draft) -> None:
     draft.slow["sample_s"] = draft.loading_s
-    draft.settings.append(f"image.transform={TRANSFORM}")
+    draft.settings.append(f"data.transform={TRANSFORM}")
 
 
 def _queue(draft: _Draft) -> None:
@@ -160,7 +160,7 @@ def _queue(draft: _Draft) -> None:
     compute_s = num_micro_batches * draft.step_s / _MICRO_BATCHES
     draft.slow["every"] = num_micro_batches * draft.micro_batch_size
     draft.slow["sample_s"] = draft.drawn.uniform(0.7, 0.9) * compute_s * draft.num_threads
-    draft.settings.append(f"image.transform={TRANSFORM}")
+    draft.settings.append(f"data.transform={TRANSFORM}")
     draft.settings.append(f"loader.prefetch_bytes={draft.drawn.choice((1, 4096))}")
 
 

@@ -183,11 +183,21 @@ micro_batch_size = {micro_batch_size}
 micro_batches_per_step = {micro_batches_per_step}
 tail = "{tail}"
 
-[image]
+[fields.image]
+type = "slices"
+series = "series == 0"
 num_slices = 4
+size = [64, 64]
+dtype = "float32"
+missing = "pad"
+
+[fields.report]
+type = "text"
+missing = "pad"
+
+[image]
 rows = 64
 columns = 64
-slice_choice = "even"
 
 [text]
 tokenizer = "tokenizer"

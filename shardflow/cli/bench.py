@@ -81,8 +81,8 @@ _REMEDIES: Final = {
     "read": "more of them, or a cache on the node's disk, where the store is behind a network",
     "cache_origin": "a store that is nearer, or more cache.read_ahead_bytes",
     "decode": "more of them up to the processors, or small versions of the slices ([variants] of pack)",
-    "transform": "more of them up to the processors, or less work in image.transform",
-    "user_transform": "less work in image.transform, or more of them up to the processors",
+    "transform": "more of them up to the processors, or less work in data.transform",
+    "user_transform": "less work in data.transform, or more of them up to the processors",
 }
 _OTHER_REMEDY: Final = "more of them, up to the processors"
 

@@ -482,8 +482,21 @@ class RunConfig:
             )
 
 
+def default_fields(image: ImageConfig) -> dict[str, Field]:
+    """Return the fields of a run that names none: slices of the primary series, and the report."""
+    images = Slices(
+        series=_FIRST_SERIES,
+        num_slices=_NUM_SLICES,
+        size=(image.rows, image.columns),
+        dtype="float32",
+        channels=1,
+        missing="pad",
+    )
+    return {IMAGE_FIELD: images, REPORT_FIELD: Text(missing="pad")}
+
+
 def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:
-    """Refuse fields from which no report can be learned; none at all stand for those of the job.
+    """Refuse fields from which no report can be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
@@ -492,8 +505,6 @@ def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> Non
     Raises:
         ConfigError: ``image`` or ``report`` is missing or of a wrong type, or the model cannot take it.
     """
-    if not fields:
-        return
     for name, kinds, types in (
         (IMAGE_FIELD, PixelField, ("slices", "image")),
         (REPORT_FIELD, (Text, Tokens), ("text", "tokens")),
@@ -577,6 +588,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._keep_folders_apart()
+        if not self.fields:
+            object.__setattr__(self, "fields", default_fields(self.image))
         check_names(self.fields)
         check_report_fields(self.fields, needs_text=self.augment.mirror > 0)
         images = self.image_field
@@ -623,17 +636,9 @@ class TrainConfig:
     @property
     def image_field(self) -> PixelField:
         """The field of the images that the model takes, which is gray."""
-        found = self.fields.get(IMAGE_FIELD)
-        if isinstance(found, PixelField):
-            return found if found.channels else replace(found, channels=1)
-        return Slices(
-            series=_FIRST_SERIES,
-            num_slices=_NUM_SLICES,
-            size=(self.image.rows, self.image.columns),
-            dtype="float32",
-            channels=1,
-            missing="pad",
-        )
+        found = self.fields[IMAGE_FIELD]
+        assert isinstance(found, PixelField)  # noqa: S101 - checked when the settings were read
+        return replace(found, channels=1)
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

@@ -15,7 +15,6 @@ import torch
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field
-from shardflow.fields.members import Text
 from shardflow.fields.pictures import Slices
 from shardflow.fields.pixels import PixelField
 from shardflow.fields.tokens import Tokens
@@ -36,6 +35,7 @@ from shardflow.training.config import (
     DataConfig,
     ImageConfig,
     TextConfig,
+    default_fields,
     num_places,
     text_field,
 )
@@ -211,7 +211,7 @@ def _image_cost(images: PixelField, tokens: int) -> dict[str, Any]:
 
 def run_fields(
     fields: Mapping[str, Field],
-    images: PixelField,
+    image: ImageConfig,
     tokenizer: Path,
     selection: Selection,
     *,
@@ -220,8 +220,9 @@ def run_fields(
     """Return what the batches of a run hold, by name.
 
     Args:
-        fields: The tables ``[fields.NAME]``; without any, the images and the text of the reports.
-        images: The field of the model's images.
+        fields: The tables ``[fields.NAME]``; those of a run that names none follow the samples: of a finding
+            the series that shows it is delivered, and of texts alone no image.
+        image: The table ``[image]``.
         tokenizer: Folder whose tokens a field of stored tokens must deliver.
         selection: The samples.
         is_evaluation: Nothing is drawn at random, so that two evaluations measure the same.
@@ -230,17 +231,17 @@ def run_fields(
         ConfigError: The stored tokens are those of another tokenizer.
     """
     found: dict[str, Field] = dict(fields)
-    if fields:
-        found[IMAGE_FIELD] = images
-    else:
+    images: Any = found[IMAGE_FIELD]
+    found[IMAGE_FIELD] = replace(images, channels=1)
+    if fields == default_fields(image):
         if "entity" in selection.units:  # the series of a finding is any of its study's
-            images = replace(images, series=None)
+            found[IMAGE_FIELD] = replace(images, series=None)
         has_images = any(
             dataset.samples.column("num_slices")[selection.population_of(place)].any()
             for place, dataset in enumerate(selection.datasets)
         )
-        found = {IMAGE_FIELD: images} if has_images else {}
-        found[REPORT_FIELD] = Text(missing="pad")
+        if not has_images:
+            del found[IMAGE_FIELD]
     report = found[REPORT_FIELD]
     if isinstance(report, Tokens) and report.tokenizer != (digest := tokenizer_digest(tokenizer)):
         raise ConfigError(

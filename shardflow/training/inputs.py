@@ -1,8 +1,8 @@
 """Model inputs from the loader's batches, and the feed that brings them to the device.
 
-Takes two fields of a batch, ``image`` and ``report``; others may be beside them. Owns the labels (report tokens
-only) and the transforms of each image. Images cross to the device in the dtype of their field (int16 is half
-of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
+Takes two fields of a batch, ``image`` and ``report``; others may be beside them. Owns the labels (report
+tokens only) and the transforms of each image. Images cross to the device in the dtype of their field (int16
+is half of float32) and are resized, windowed and rotated there, see ``shardflow.training.device``.
 
 On a device the feed is one micro-batch ahead across the end of a step: while the device still computes the
 last backward, the next step's first micro-batch is copied. The loader's position counts what was delivered,
@@ -321,7 +321,7 @@ def _image_arrays(batch: Batch, size: tuple[int, int]) -> tuple[dict[str, NDArra
         flat, places = places_of(pixels)
         arrays = {"pixels": flat, "display_range": ranges, "slice_mask": slice_mask_of(places)}
         return arrays, places
-    num_slots, rows, columns = len(pixels), *pixels.shape[-2:]
+    num_slots, (rows, columns) = len(pixels), pixels.shape[-2:]
     mask = batch[f"{name}_mask"].reshape(num_slots, -1)
     arrays = {
         # A channel of its own becomes the axis of slices, or goes.

@@ -154,8 +154,8 @@ def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
     if not points:
         last = (errors.strip().splitlines() or ["nothing"])[-1]
         raise TrainingError(
-            f"not one sample could be trained to measure memory: {last} Lower the sizes of [fields.image], [image], [text] "
-            "or [model]."
+            f"not one sample could be trained to measure memory: {last} Lower the sizes of [fields.image], "
+            "[image], [text] or [model]."
         )
     return room_bytes, device, points
 

@@ -363,7 +363,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
         batch=batch_spec(config.batch, images, config.text, selection, tail=tail),
         seed=config.run.seed,
         fields=run_fields(
-            config.fields, images, config.text.tokenizer, selection, is_evaluation=is_evaluation
+            config.fields, config.image, config.text.tokenizer, selection, is_evaluation=is_evaluation
         ),
         transform=None if is_evaluation else list(config.data.transform) or None,
         world=World(

@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from shardflow.training import headroom
@@ -48,9 +46,10 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def sleep(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
+def sleep(sample: dict[str, Any]) -> dict[str, Any]:
     """Be a slow transform."""
     time.sleep(SLOW_S)
+    return sample
 
 
 def _slow_model(*arguments: Any, **named: Any) -> tuple[nn.Module, Any]:
@@ -68,7 +67,7 @@ def test_a_slow_transform_makes_data_the_lower_ceiling(call: Call, tiny: TinyInp
     (facts,) = call(
         "bench",
         *("--with-model", tiny.folder / "train.toml", *QUICK, "--json"),
-        *("--set", "image.transform=tests.cli.test_bench_model:sleep"),
+        *("--set", "data.transform=tests.cli.test_bench_model:sleep"),
     ).lines
     results = facts["results"]
     assert facts["lower_ceiling"] == "loader"

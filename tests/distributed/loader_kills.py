@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter, next_attempt, read_ledger
+from tests.tiny_runs import tiny_fields
 
 NUM_EPOCHS = 3
 COMMIT_EVERY = 2
 SPEC = BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask")
-CONFIG = LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), num_threads=2)
+CONFIG = LoaderConfig(num_threads=2)
 Step = tuple[int, int, tuple[tuple[str | None, ...], ...]]
 
 
@@ -33,7 +34,9 @@ def read_to_the_end(dataset: Path, run: Path) -> None:
     """Go on from the newest commit to the end of the last epoch."""
     names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     done = int(names[-1].removeprefix("step-")) if names else 0
-    with Loader(Dataset.open(dataset), split="train", batch=SPEC, seed=3, config=CONFIG) as loader:
+    with Loader(
+        Dataset.open(dataset), split="train", batch=SPEC, seed=3, fields=tiny_fields(), config=CONFIG
+    ) as loader:
         if names:
             text = (run / "checkpoints" / names[-1] / "state.json").read_text(encoding="utf-8")
             loader.load_state_dict(json.loads(text))

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import Ranks, StopRequest
@@ -18,7 +18,7 @@ from shardflow.training.metrics import StepMetrics
 from shardflow.training.models.reference import ReportModel, build_model
 from shardflow.training.run import TrainSummary, train_on
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_runs import TinyInput, tiny_config
+from tests.tiny_runs import TinyInput, tiny_config, tiny_fields
 
 __all__ = ["NUM_EPOCHS", "WAIT", "WORLD_SIZES", "Result", "Stage", "exact_model", "open_loader"]
 
@@ -78,7 +78,12 @@ def exact_model(stage: Stage) -> ReportModel:
     config = stage.config("unused")
     tokenizer = ReportTokenizer.load(config.text.tokenizer)
     return build_model(
-        config.model, config.image, vocab_size=tokenizer.vocab_size, max_tokens=config.text.max_tokens, seed=7
+        config.model,
+        config.image,
+        num_places=3,
+        vocab_size=tokenizer.vocab_size,
+        max_tokens=config.text.max_tokens,
+        seed=7,
     ).double()
 
 
@@ -89,5 +94,5 @@ def open_loader(stage: Stage, ranks: Ranks, split: str, tail: Any) -> Loader:
         batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail=tail),
         seed=11,
         world=World(rank=ranks.rank, world_size=ranks.world_size),
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
+        fields=tiny_fields(),
     )

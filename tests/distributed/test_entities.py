@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.format.facts import attach_facts
 from shardflow.reports.entity_views import build_view
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
@@ -19,7 +20,7 @@ from tests.tiny_runs import make_tiny_input
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = ('image.slice_choice="random"',)
+SETTINGS = ('fields.image.sampling="random"',)
 
 BLEND = (
     '[[component]]\ndataset = "studies"\n[[component]]\ndataset = "studies"\nview = "entity"\nrepeat = 0.5\n'
@@ -29,6 +30,7 @@ BLEND = (
 def test_studies_and_entities_on_two_ranks(tmp_path: Path) -> None:
     make_tiny_input(tmp_path)
     dataset = make_entity_dataset(tmp_path / "studies")
+    attach_facts(dataset)
     build_view(dataset, EntityRules())
     (tmp_path / "blend.toml").write_text(BLEND, encoding="utf-8")
     arguments = [str(tmp_path), str(tmp_path / "out"), *SETTINGS]

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.distributed
 
 def kill_many(folder: Path, wanted: int, timeout_s: float) -> dict[str, int]:
     dataset = folder / "dataset"
-    make_dataset(dataset, num_samples=26, samples_per_shard=8, slices=(1, 5), splits={"train": 26})
+    make_dataset(
+        dataset, num_samples=26, samples_per_shard=8, slices=(1, 5), splits={"train": 26}, facts=True
+    )
     finished = subprocess.run(
         [sys.executable, "-m", "tests.distributed.loader_kills", str(dataset), str(folder), str(wanted), "1"],
         cwd=REPOSITORY,

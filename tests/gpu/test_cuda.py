@@ -179,7 +179,7 @@ def test_images_are_those_of_a_cpu_and_compile(device: torch.device) -> None:
             is_standardized_B=torch.tensor([False, True], device=where),
             affine_B23=torch.from_numpy(affine).to(where),
             intensity_B3=torch.from_numpy(intensity).to(where),
-            content_box_BK4=torch.tensor([[0, 0, 96, 80], [8, 0, 80, 80]], device=where),
+            content_box_BK4=torch.tensor([[[0, 0, 96, 80]] * 4, [[8, 0, 80, 80]] * 4], device=where),
         )
 
     expected = pipeline(images, mask, parameters(torch.device("cpu")))

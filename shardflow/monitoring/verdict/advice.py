@@ -132,7 +132,7 @@ def _paced(share: float, factor: float) -> float:
 
 def _fewer_pixels(summary: IntervalSummary, share: float) -> list[Advice]:
     """Read small versions of slices, where large ones are read to be made small."""
-    if summary.word("image.resolution") != "full":
+    if summary.word("fields.image.resolution") != "full":
         return []
     rows = summary.number("image.rows") or 0
     remark = (
@@ -140,7 +140,7 @@ def _fewer_pixels(summary: IntervalSummary, share: float) -> list[Advice]:
         "pixels"
     )
     why = "Read small versions of the slices"
-    return [_change(why, "image.resolution", "full", "small", faster(share, 4.0), remark)]
+    return [_change(why, "fields.image.resolution", "full", "small", faster(share, 4.0), remark)]
 
 
 def for_transform(summary: IntervalSummary) -> list[Advice]:
@@ -155,14 +155,15 @@ def for_transform(summary: IntervalSummary) -> list[Advice]:
         remark = "; in threads, only one at a time holds the interpreter"
         found.append(_change(why, "loader.execution", execution, "workers", gain, remark))
     found += _more_working_threads(summary, share)
-    if own >= user and summary.number("image.transfer_rows") == 0:
+    rows, sent = summary.number("image.rows"), summary.numbers("fields.image.size")
+    if own >= user and sent and sent[0] == rows:
         found.append(
             Advice(
-                text="Let the device resize: set image.transfer_rows and image.transfer_columns (now 0, the "
-                "size of the model) to the size of the stored slices.",
-                setting="image.transfer_rows",
-                old="0",
-                new="rows as stored",
+                text="Let the device resize: set fields.image.size (now that of the model) to the size of "
+                "the stored slices.",
+                setting="fields.image.size",
+                old=str(sent),
+                new="as stored",
                 gain=faster(share),
             )
         )
@@ -184,14 +185,15 @@ def for_transfer(summary: IntervalSummary) -> list[Advice]:
     """Advise on slow copies to the device."""
     share = summary.parts["transfer"]
     found = []
-    if summary.word("image.dtype") == "float32":
+    if summary.word("fields.image.dtype") == "float32":
         remark = " (CT) or uint8, a half or a quarter of the bytes"
         why = "Send pixels as they are stored"
-        found.append(_change(why, "image.dtype", "float32", "int16", faster(share, 2.0), remark))
-    rows, sent = summary.number("image.rows"), summary.number("image.transfer_rows")
-    if rows and sent and sent > rows:
-        gain = faster(share, (sent / rows) ** 2)
-        found.append(_change("Send smaller images", "image.transfer_rows", sent, rows, gain))
+        found.append(_change(why, "fields.image.dtype", "float32", "int16", faster(share, 2.0), remark))
+    size = [summary.number("image.rows") or 0, summary.number("image.columns") or 0]
+    sent = summary.numbers("fields.image.size")
+    if sent and all(size) and sent > size:
+        gain = faster(share, math.prod(sent) / math.prod(size))
+        found.append(_change("Send smaller images", "fields.image.size", str(sent), str(size), gain))
     if old := summary.number("loader.pinned_bytes"):
         why = "Give copies more pinned memory"
         found.append(_change(why, "loader.pinned_bytes", old, 2 * old, faster(share, 1.5)))
@@ -200,10 +202,10 @@ def for_transfer(summary: IntervalSummary) -> list[Advice]:
 
 def for_tokens(summary: IntervalSummary) -> list[Advice]:
     """Advise on a loop that tokenizes reports itself."""
-    if summary.word("text.tokens") != "online":
+    if summary.word("fields.report.type") != "text":
         return []
     why, gain = "Store the tokens once with shardflow tokenize", faster(summary.parts["tokenize"], 10.0)
-    return [_change(why, "text.tokens", "online", "stored", gain)]
+    return [_change(why, "fields.report.type", "text", "tokens", gain)]
 
 
 def for_exchange(summary: IntervalSummary) -> list[Advice]:

@@ -122,6 +122,11 @@ class IntervalSummary:
         value = self.settings.get(setting)
         return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
+    def numbers(self, setting: str) -> list[int]:
+        """Return a setting that is a list of whole numbers; an empty list where the run does not have it."""
+        value = self.settings.get(setting)
+        return list(value) if isinstance(value, list) and all(type(one) is int for one in value) else []
+
     def word(self, setting: str) -> str | None:
         """Return a setting that is a text; None where the run does not have it."""
         value = self.settings.get(setting)

@@ -118,7 +118,7 @@ def window_images(
 def windowed_share(
     images_BKHW: torch.Tensor, display_range: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return each intensity as a share of its display range, ``(B, 2)`` or ``(B, K, 2)``, clipped to 0 and 1."""
+    """Return intensities as a share of their display range, clipped to 0 and 1."""
     ranges = display_range if display_range.ndim == 3 else display_range[:, None]
     low, high = (ranges[:, :, end].to(dtype)[:, :, None, None] for end in (0, 1))
     width = high - low

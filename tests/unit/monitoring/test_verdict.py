@@ -20,11 +20,12 @@ pytestmark = pytest.mark.fast
 _BUSY: dict[str, float] = {"idle": 0.0}
 Arguments = dict[str, Any]
 _CONFIG = {
-    "image.resolution": "full",
+    "fields.image.resolution": "full",
     "image.rows": 224,
-    "image.transfer_rows": 0,
-    "image.dtype": "float32",
-    "text.tokens": "online",
+    "image.columns": 224,
+    "fields.image.size": [224, 224],
+    "fields.image.dtype": "float32",
+    "fields.report.type": "text",
     "batch.micro_batches_per_step": 8,
     "parallel.accumulation": "whole",
     "run.checkpoint_every_steps": 10,
@@ -184,27 +185,27 @@ def test_advice_for_storage_depends_on_the_tier() -> None:
         (
             {"wait": 0.5, "stages": _BUSY | {"transform": 1.8}},
             {},
-            "image.transfer_rows",
-            ("0", "rows as stored"),
+            "fields.image.size",
+            ("[224, 224]", "as stored"),
         ),
-        ({"wait": 0.5, "stages": _BUSY | {"decode": 1.8}}, {}, "image.resolution", ("full", "small")),
+        ({"wait": 0.5, "stages": _BUSY | {"decode": 1.8}}, {}, "fields.image.resolution", ("full", "small")),
         (
             {"wait": 0.5, "for_loader": 0.0, "stages": {"copy": 0.5}},
             {},
-            "image.dtype",
+            "fields.image.dtype",
             ("float32", "int16"),
         ),
         (
             {"wait": 0.5, "for_loader": 0.0, "stages": {"copy": 0.5}},
-            {"image.transfer_rows": 512},
-            "image.transfer_rows",
-            ("512", "224"),
+            {"fields.image.size": [512, 448]},
+            "fields.image.size",
+            ("[512, 448]", "[224, 224]"),
         ),
         (
             {"wait": 0.5, "for_loader": 0.0, "stages": {"tokenize": 0.5}},
             {},
-            "text.tokens",
-            ("online", "stored"),
+            "fields.report.type",
+            ("text", "tokens"),
         ),
         (
             {"wait": (0.0, 0.0), "exchange": 0.5},

@@ -35,7 +35,7 @@ def config_of(tiny: TinyInput, *overrides: str) -> TrainConfig:
 
 
 def spec_of(config: TrainConfig, selection: Selection, tail: Tail | None = None) -> BatchSpec:
-    return batch_spec(config.batch, config.image, config.text, selection, tail=tail)
+    return batch_spec(config.batch, config.image_field, config.text, selection, tail=tail)
 
 
 def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:

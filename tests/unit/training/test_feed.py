@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.tensors import Parcel
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
@@ -18,7 +18,7 @@ from shardflow.training.hooks import LoopHook
 from shardflow.training.inputs import DeviceFeed, InputMaker, step_inputs
 from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_runs import TinyInput
+from tests.tiny_runs import TinyInput, tiny_fields
 
 
 class Watched(Transfer):
@@ -47,7 +47,8 @@ def open_loader(tiny: TinyInput, per_step: int = 2, prefetch_bytes: int = 1 << 2
         split="train",
         batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=per_step),
         seed=1,
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=prefetch_bytes),
+        fields=tiny_fields(),
+        config=LoaderConfig(prefetch_bytes=prefetch_bytes),
     )
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
+from shardflow.loading import Batch, Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from shardflow.training.inputs import make_inputs
 from shardflow.training.sequences import IGNORED_LABEL
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_runs import NUM_VAL, TinyInput
+from tests.tiny_runs import NUM_VAL, TinyInput, tiny_fields
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def batches(tiny: TinyInput) -> list[Batch]:
         split="val",
         batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
         seed=1,
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
+        fields=tiny_fields(dtype=None),
     )
     with loader:
         return list(loader)
@@ -42,7 +42,7 @@ def test_labels_are_the_next_report_token_and_nothing_else(
             labels = inputs.labels_BT[slot]
             assert labels[: len(ids) - 1].tolist() == ids[1:]
             assert (labels[len(ids) - 1 :] == IGNORED_LABEL).all()
-            assert tokenizer.decode(ids) == batch.text(slot)
+            assert tokenizer.decode(ids) == batch["report"][slot]
 
 
 def test_padding_slots_count_nothing(tiny: TinyInput, tokenizer: ReportTokenizer) -> None:
@@ -72,11 +72,12 @@ def test_on_a_cpu_images_are_not_copied_and_their_memory_stays(
         split="train",
         batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
         seed=1,
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16), prefetch_bytes=1),
+        fields=tiny_fields(),
+        config=LoaderConfig(prefetch_bytes=1),
     )
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for batch in loader:
-        image = batch.arrays["image"]
+        image = batch["image"]
         inputs = make_inputs(batch, tokenizer, max_tokens=64, device=torch.device("cpu"))
         assert inputs.images_BKHW.data_ptr() == image.ctypes.data
         held.append((inputs.images_BKHW, inputs.images_BKHW.clone()))

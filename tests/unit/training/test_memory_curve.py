@@ -34,7 +34,7 @@ def test_memory_of_the_small_model_grows_and_a_proposal_keeps_the_samples_of_a_s
     tiny: TinyInput, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command, in a process of its own."""
-    shapes = ("image.num_slices=8", "image.rows=32", "image.columns=32")
+    shapes = ("fields.image.num_slices=8", "fields.image.size=[32,32]", "image.rows=32", "image.columns=32")
     config = tiny_config(tiny, tmp_path / "run", *shapes, "batch.micro_batches_per_step=6")
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config), encoding="utf-8")

@@ -27,7 +27,8 @@ def build(language: str = "gpt2", *, num_slices: int = 4, seed: int = 1, **setti
     }
     model = build_model(
         ModelConfig(language=language, patch_size=8, **sizes),  # type: ignore[arg-type]
-        ImageConfig(num_slices=num_slices, rows=16, columns=8),
+        ImageConfig(rows=16, columns=8),
+        num_places=num_slices,
         vocab_size=VOCAB_SIZE,
         max_tokens=MAX_TOKENS,
         seed=seed,
@@ -162,11 +163,12 @@ def test_window_survives_an_empty_range_and_garbage_in_padding() -> None:
 
 def test_more_positions_than_memory_are_an_error_of_configuration() -> None:
     with pytest.raises(
-        ConfigError, match=r"1000000000005 positions must fit .* lower image\.num_slices or text"
+        ConfigError, match=r"1000000000005 positions must fit .* lower fields\.image\.num_slices or text"
     ):
         build_model(
             ModelConfig(language="gpt2", patch_size=8),
-            ImageConfig(num_slices=4, rows=16, columns=8),
+            ImageConfig(rows=16, columns=8),
+            num_places=4,
             vocab_size=VOCAB_SIZE,
             max_tokens=10**12,
             seed=1,

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from shardflow.training.inputs import MicroInputs, make_inputs
 from shardflow.training.models.reference import ReportModel, build_model
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
-from tests.tiny_runs import TinyInput, tiny_config
+from tests.tiny_runs import TinyInput, tiny_config, tiny_fields
 
 CPU = torch.device("cpu")
 
@@ -87,6 +87,7 @@ def exact_model(tiny: TinyInput, tokenizer: ReportTokenizer, **settings: object)
     model = build_model(
         dataclasses.replace(config.model, dropout=0.0, **settings),  # type: ignore[arg-type]
         config.image,
+        num_places=3,
         vocab_size=tokenizer.vocab_size,
         max_tokens=24,
         seed=1,
@@ -100,7 +101,7 @@ def batches(tiny: TinyInput, split: str = "val") -> list[Batch]:
         split=split,
         batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask"),
         seed=1,
-        config=LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16)),
+        fields=tiny_fields(),
     )
     with loader:
         return list(loader)

@@ -83,7 +83,7 @@ def test_a_run_trains_stops_and_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_slices_change_nothing(tiny: TinyInput, folders: dict[str, Path], kind: str) -> None:
-    model, _ = build(tiny, folders[kind], "image.num_slices=3")
+    model, _ = build(tiny, folders[kind], "fields.image.num_slices=3")
     model.eval()
     padded = arguments(3, [[True, True, False], [True, False, False]], TOKENS)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_decoder_without_a_start_token_begins_as_the_tokenizer_does(
 
 
 def test_the_prompt_stands_before_the_rows(tiny: TinyInput, folders: dict[str, Path]) -> None:
-    model, _ = build(tiny, folders["llava"], "text.prompt=What is seen?", "image.num_slices=2")
+    model, _ = build(tiny, folders["llava"], "text.prompt=What is seen?", "fields.image.num_slices=2")
     before = model.get_buffer("before_N").tolist()
     plain = ReportTokenizer.load(folders["llava"])
     assert "What is seen?" in plain.decode(before)

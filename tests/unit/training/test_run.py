@@ -133,7 +133,7 @@ def test_a_cache_changes_nothing_that_is_trained(tiny: TinyInput, whole: Path, t
     run(tiny, tmp_path / "run", "run.num_epochs=2", *settings)
     assert_equal_models(tmp_path / "run", whole)
     assert (
-        len([path for path in (cache / "blocks").rglob("*") if path.is_file()]) == 2 * 6 + 1
+        len([path for path in (cache / "blocks").rglob("*") if path.is_file()]) == 2 * 6 + 2
     )  # shards, indexes, table
     plain, lines = read_metrics(whole), read_metrics(tmp_path / "run")
     assert not any(key.startswith("cache") for line in plain for key in line)
@@ -304,7 +304,7 @@ def test_missing_dataset_is_a_wrong_setting(tiny: TinyInput, tmp_path: Path) -> 
     ("setting", "message"),
     [
         ("data.manifest_version=7", r"data\.manifest_version must be one of the dataset's \(1\), got 7"),
-        ('image.standardise=["MT"]', r"image\.standardise must hold modalities of the data \(CT\), got 'MT'"),
+        ('image.standardize=["MT"]', r"image\.standardize must hold modalities of the data \(CT\), got 'MT'"),
         ("data.dataset={empty}", r"data\.dataset must be a packed dataset, got a folder without a manifest"),
         (
             "run.resume={empty}",
@@ -395,9 +395,9 @@ def test_run_stays_with_the_manifest_it_began_with(tiny: TinyInput, tmp_path: Pa
 def test_lower_precision_and_other_models_train_as_well(tiny: TinyInput, tmp_path: Path) -> None:
     for number, settings in enumerate(
         (
-            ("run.precision=bf16", "image.dtype=float32"),
+            ("run.precision=bf16", "fields.image.dtype=float32"),
             ("model.language=llama", "model.activation_checkpointing=true"),
-            ("image.slice_choice=random", "batch.tail=repeat"),
+            ("fields.image.sampling=random", "batch.tail=repeat"),
         )
     ):
         output = tmp_path / str(number)
@@ -426,8 +426,8 @@ def started(tiny: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("batch.tail=mask", StateError, "tail"),
         ("data.train_split=val", StateError, "split"),
         ("model.language_width=64", StateError, r"model\.language_width"),
-        ("image.num_slices=2", StateError, r"image\.num_slices"),
-        ("image.resolution=small", StateError, r"image\.resolution"),
+        ("fields.image.num_slices=2", StateError, r"fields\.image\.num_slices"),
+        ("fields.image.resolution=small", StateError, r"fields\.image\.resolution"),
         ("text.max_tokens=25", StateError, r"text\.max_tokens"),
         ("run.resume=never", ConfigError, "'never'"),
         ("data.train_split=tarin", ConfigError, "split of the dataset"),
@@ -447,21 +447,21 @@ def test_resume_of_another_run_is_refused_and_loses_nothing(
 
 def test_small_slices_are_asked_of_the_loader(tiny: TinyInput, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"variants\.small_px"):
-        run(tiny, tmp_path, "run.max_steps=1", "image.resolution=small")
+        run(tiny, tmp_path, "run.max_steps=1", "fields.image.resolution=small")
 
 
-def test_checkpoints_without_a_resolution_are_of_full_slices(tiny: TinyInput) -> None:
+def test_checkpoints_without_packing_are_of_padded_rows(tiny: TinyInput) -> None:
     bindings = model_bindings(tiny_config(tiny, tiny.folder / "run"), ReportTokenizer.load(tiny.tokenizer))
-    old = {name: value for name, value in bindings.items() if name != "image.resolution"}
+    old = {name: value for name, value in bindings.items() if name != "batch.packed"}
     nothing = PiecewiseTensors([])
     checkpoint = Checkpoint(name="step-00000002", state={"bindings": old}, model=nothing, optimizer=nothing)
     check_bindings(checkpoint, bindings)
-    with pytest.raises(StateError, match=r"image\.resolution"):
-        check_bindings(checkpoint, bindings | {"image.resolution": "small"})
+    with pytest.raises(StateError, match=r"batch\.packed"):
+        check_bindings(checkpoint, bindings | {"batch.packed": True})
 
 
 def test_resume_on_another_dataset_is_refused(tiny: TinyInput, started: Path, tmp_path: Path) -> None:
-    make_dataset(tmp_path / "other", num_samples=37, splits={"train": 26, "val": 11}, seed=9)
+    make_dataset(tmp_path / "other", num_samples=37, splits={"train": 26, "val": 11}, seed=9, facts=True)
     with pytest.raises(StateError, match="dataset_id"):
         run(tiny, started, "run.max_steps=4", f"data.dataset={tmp_path / 'other'}")
 

@@ -9,17 +9,17 @@ import pytest
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.format.facts import attach_facts
 from shardflow.reports.entity_views import build_view
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import train
 from shardflow.training.text import ReportTokenizer
-from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
+from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset, tokenizer_digest
 from tests.distributed.runs import committed_samples, differing_weights
 from tests.entity_datasets import make_entity_dataset
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
 SHORT = ("run.max_steps=3", "data.eval_split=val", "run.checkpoint_every_steps=2", "text.max_tokens=8")
-STORED = (*SHORT, 'text.tokens="stored"')
 
 
 @pytest.fixture
@@ -27,34 +27,34 @@ def tiny(tmp_path: Path) -> TinyInput:
     return make_tiny_input(tmp_path)
 
 
+def stored(tiny: TinyInput) -> str:
+    """Return the setting that takes stored tokens."""
+    digest = tokenizer_digest(tiny.tokenizer)
+    return f"fields.report={{type='tokens',tokenizer='{digest}',flat=true,missing='pad'}}"
+
+
 def losses(run: Path) -> list[float]:
     return [line["loss"] for event in ("step", "evaluation") for line in read_metrics(run, event)]
 
 
-@pytest.mark.parametrize("more", [(), ("augment.rotate_deg=5",), ("batch.packed=true",)])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("augment.mirror=0.5", "fields.words={type='text',missing='pad'}"), ("batch.packed=true",)],
+)
 def test_stored_tokens_give_the_same_run(tiny: TinyInput, more: tuple[str, ...]) -> None:
     tokenize_dataset(Dataset.open(tiny.dataset), TextTokenizer(tiny.tokenizer))
-    online, stored = tiny.folder / "online", tiny.folder / "stored"
+    online, kept = tiny.folder / "online", tiny.folder / "kept"
     train(tiny_config(tiny, online, *SHORT, *more))
-    train(tiny_config(tiny, stored, *STORED, *more))
-    assert committed_samples(stored) == committed_samples(online)
-    assert len(losses(stored)) == 4
-    assert losses(stored) == losses(online)
-    assert differing_weights(stored, online) == []
-
-
-def test_a_run_may_go_on_with_the_other_ones(tiny: TinyInput) -> None:
-    tokenize_dataset(Dataset.open(tiny.dataset), TextTokenizer(tiny.tokenizer))
-    whole, parts = tiny.folder / "whole", tiny.folder / "parts"
-    train(tiny_config(tiny, whole, *SHORT))
-    train(tiny_config(tiny, parts, *SHORT, "run.max_steps=2"))
-    assert train(tiny_config(tiny, parts, *STORED)).resumed_from is not None
-    assert committed_samples(parts) == committed_samples(whole)
+    train(tiny_config(tiny, kept, *SHORT, stored(tiny), *more))
+    assert committed_samples(kept) == committed_samples(online)
+    assert len(losses(kept)) == 4
+    assert losses(kept) == losses(online)
+    assert differing_weights(kept, online) == []
 
 
 def test_a_dataset_without_tokens_is_refused(tiny: TinyInput) -> None:
     with pytest.raises(ConfigError, match=r"must be tokenized with tokenizer .*run: shardflow tokenize"):
-        train(tiny_config(tiny, tiny.folder / "none", *STORED))
+        train(tiny_config(tiny, tiny.folder / "none", *SHORT, stored(tiny)))
 
 
 def test_tokens_of_an_earlier_tokenizer_are_not_taken(tiny: TinyInput) -> None:
@@ -62,7 +62,7 @@ def test_tokens_of_an_earlier_tokenizer_are_not_taken(tiny: TinyInput) -> None:
     file = tiny.tokenizer / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="must be tokenized with tokenizer"):
-        train(tiny_config(tiny, tiny.folder / "other", *STORED))
+        train(tiny_config(tiny, tiny.folder / "other", *SHORT, stored(tiny)))
 
 
 def test_rows_of_ids_are_those_of_the_texts(tiny: TinyInput) -> None:
@@ -77,6 +77,7 @@ def test_rows_of_ids_are_those_of_the_texts(tiny: TinyInput) -> None:
 
 def test_a_run_over_an_entity_view_trains_on_its_rows_and_resumes(tiny: TinyInput) -> None:
     dataset = make_entity_dataset(tiny.folder / "studies", without=())
+    attach_facts(dataset)
     build_view(dataset, EntityRules())
     entities = EntityDataset.beside(dataset)
     tokenize_dataset(entities, TextTokenizer(tiny.tokenizer))
@@ -87,14 +88,14 @@ def test_a_run_over_an_entity_view_trains_on_its_rows_and_resumes(tiny: TinyInpu
         'batch.tail="mask"',
         "run.num_epochs=1",
     )
-    online, stored, parts = (tiny.folder / name for name in ("online", "stored", "parts"))
+    online, kept, parts = (tiny.folder / name for name in ("online", "kept", "parts"))
     train(tiny_config(tiny, online, *settings))
-    train(tiny_config(tiny, stored, *settings, 'text.tokens="stored"'))
+    train(tiny_config(tiny, kept, *settings, stored(tiny)))
     train(tiny_config(tiny, parts, *settings, "run.max_steps=2"))
     assert train(tiny_config(tiny, parts, *settings)).resumed_from is not None
-    assert committed_samples(online) == committed_samples(stored) == committed_samples(parts)
+    assert committed_samples(online) == committed_samples(kept) == committed_samples(parts)
     keys = {entities.samples.sample_key(row) for row in entities.splits["train"]}
     trained = str(committed_samples(online))
     assert all(key in trained for key in keys)
-    assert losses(stored) == losses(online)
+    assert losses(kept) == losses(online)
     assert differing_weights(parts, online) == []

@@ -124,7 +124,7 @@ def test_a_standardised_sample_has_mean_0_and_deviation_1_over_its_own_slices() 
 
 
 def test_outside_its_box_an_image_is_dark() -> None:
-    result = run(images(), content_box_BK4=torch.tensor([[0, 2, 12, 5], [0, 0, 12, 10]]))
+    result = run(images(), content_box_BK4=torch.tensor([[[0, 2, 12, 5]] * 3, [[0, 0, 12, 10]] * 3]))
     assert torch.equal(result[0, :, :, :2], torch.full((3, 12, 2), -1.0))
     assert torch.equal(result[0, :, :, 7:], torch.full((3, 12, 3), -1.0))
     assert torch.equal(result[0, :, :, 2:7], plain()[0, :, :, 2:7])
@@ -144,7 +144,7 @@ def test_all_of_it_is_one_graph() -> None:
         is_standardized_B=torch.tensor([True, False]),
         intensity_B3=torch.from_numpy(intensity),
         affine_B23=torch.from_numpy(affine),
-        content_box_BK4=torch.tensor([[1, 1, 30, 15], [0, 0, 36, 20]]),
+        content_box_BK4=torch.tensor([[[1, 1, 30, 15]] * 3, [[0, 0, 36, 20]] * 3]),
     )
     source = images((36, 20))
     assert torch.allclose(compiled(source, MASK, parameters), pipeline(source, MASK, parameters), atol=1e-6)
