@@ -287,6 +287,7 @@ def open_inputs(
         images=_image_maker(images, image, augment, seed=seed),
         packed=packed,
         size=(image.rows, image.columns),
+        num_places=num_places(images),
         words=text_field(fields),
         counters=counters,
     )

@@ -195,6 +195,7 @@ class InputMaker:
         images: What becomes of images there; None leaves it to the model to window them.
         packed: Put all slots into one sequence.
         size: Rows and columns that the model takes; samples of many sizes are brought to it.
+        num_places: Empty places for slices of a batch without the field ``image``.
         words: Field of the text of reports, which may be beside their tokens; None where there is none.
         counters: Gets the stage ``tokenize``.
     """
@@ -208,6 +209,7 @@ class InputMaker:
         images: ImageMaker | None = None,
         packed: bool = False,
         size: tuple[int, int] = (1, 1),
+        num_places: int = 1,
         words: str | None = REPORT_FIELD,
         counters: StageCounters | None = None,
     ) -> None:
@@ -218,6 +220,7 @@ class InputMaker:
         self._images = images
         self._packed = packed
         self._size = size
+        self._num_places = num_places
         self._words = words
 
     def for_evaluation(self) -> InputMaker:
@@ -249,7 +252,7 @@ class InputMaker:
         labels = np.full(rows.token_ids.shape, IGNORED_LABEL, np.int64)
         labels[:, :-1] = np.where(rows.token_mask[:, 1:], rows.token_ids[:, 1:], IGNORED_LABEL)
         tokens_per_slot = (labels != IGNORED_LABEL).sum(axis=1)
-        arrays, places = _image_arrays(batch, self._size)
+        arrays, places = _image_arrays(batch, (self._num_places, *self._size))
         longest = 0
         if self._packed:
             row = pack_row(arrays["slice_mask"], rows.token_ids, rows.token_mask, labels, weights)
@@ -301,19 +304,21 @@ def _stored_tokens(batch: Batch) -> list[list[int]]:
     return [row[is_token].tolist() for row, is_token in zip(ids, mask.astype(bool), strict=True)]
 
 
-def _image_arrays(batch: Batch, size: tuple[int, int]) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
+def _image_arrays(
+    batch: Batch, empty: tuple[int, int, int]
+) -> tuple[dict[str, NDArray[Any]], list[Place] | None]:
     """Return the arrays of images that travel, and the places of slices in a flat array, if they are flat.
 
     Args:
         batch: Its field ``image`` is one array, or a list of stacks of slices; it may lack the field.
-        size: Rows and columns of images that are not there.
+        empty: Slices, rows and columns of a sample where there is no such field.
     """
     name = IMAGE_FIELD
     if name not in batch:
         num_slots = batch.num_slots
         return {
-            "image": np.zeros((num_slots, 1, *size), np.float32),
-            "slice_mask": np.zeros((num_slots, 1), np.uint8),
+            "image": np.zeros((num_slots, *empty), np.float32),
+            "slice_mask": np.zeros((num_slots, empty[0]), np.uint8),
             "display_range": np.zeros((num_slots, 2), np.float32),
         }, None
     pixels, ranges = batch[name], batch[f"{name}_range"]
