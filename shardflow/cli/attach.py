@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
     add_dataset,
@@ -17,22 +19,66 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 
+if TYPE_CHECKING:
+    from shardflow.format import Dataset
+    from shardflow.packing.tables.joining import AttachedTable
+
 DESCRIPTION = """\
-Writes the tables of facts of DATASET from study.json: one row per series with its role, modality, shape,
-dtype, unit, geometry, codec and flags (facts/series/<dataset_id>/), and one per study with age, sex, body
-part, day and the row of the person's earlier study (facts/study/<dataset_id>/). Fields of images and
-expressions need them. Packing writes both; this command is for datasets that lack one. No shard is touched,
-and a job that was stopped resumes where it was.
+Joins the columns of FILE (CSV, JSON lines, each also .gz; Parquet) to the samples of DATASET, as the table
+NAME: its columns are NAME.COLUMN in where= and in fields such as sf.Column. No shard is touched. Attaching
+again under the same name makes a new version, which the next loader reads; runs resume with theirs.
+
+Rows are found by a key. Sample keys need nothing else; UIDs, accession numbers, patient IDs and paths need
+the private folder of packing, where rows that do not fit are listed. Keys never enter the dataset, and
+neither do columns that look like identifiers, dates or free text, unless --columns names them.
+
+With --facts instead of FILE, writes the tables of facts from study.json, which fields of images and
+expressions need: one row per series (role, geometry, codec, flags) and one per study (age, sex, body part,
+day, the person's earlier study). Packing writes both. A job that was stopped resumes where it was.
 """
 EXAMPLES = """\
-example:
+examples:
+  shardflow attach my-dataset labels.csv --name chexpert --on study_instance_uid --private-dir private
+  shardflow attach my-dataset scores.parquet --name scores --on sample_key --columns risk,age_years
   shardflow attach my-dataset --facts
 """
+_KEYS = (
+    "study_instance_uid",
+    "accession_number",
+    "patient_id",
+    "series_instance_uid",
+    "sop_instance_uid",
+    "sample_key",
+    "path",
+)
+_UNITS = ("study", "series", "image")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow attach``."""
     add_dataset(parser)
+    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="table to join")
+    parser.add_argument("--name", help="name of the table: a-z, 0-9 and _")
+    parser.add_argument("--on", choices=_KEYS, help="what its rows are found by")
+    parser.add_argument("--key-column", metavar="COLUMN", help="column of the keys (the one named like --on)")
+    parser.add_argument("--unit", choices=_UNITS, help="what a row describes (what the key names)")
+    parser.add_argument(
+        "--columns", metavar="A,B", help="columns to take (all but identifiers, dates, free text)"
+    )
+    parser.add_argument(
+        "--type",
+        action="append",
+        default=[],
+        metavar="COLUMN=KIND",
+        help="kind of a column: bool, int, float, category, string or floats; may be repeated",
+    )
+    parser.add_argument(
+        "--private-dir", metavar="DIR", type=Path, help="private folder that the dataset was packed with"
+    )
+    parser.add_argument("--key", metavar="FILE", type=Path, help="its secret key (secret.key in the folder)")
+    parser.add_argument(
+        "--to", metavar="DIR", type=Path, help="folder for the table, beside a read-only dataset"
+    )
     parser.add_argument("--facts", action="store_true", help="write the tables of facts from study.json")
     add_threads(parser, "shards read at once")
     add_json(parser)
@@ -40,16 +86,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    if not arguments.facts:
-        raise ConfigError("attach needs to know what to attach; write: shardflow attach DATASET --facts")
+    if arguments.facts == (arguments.file is not None):
+        raise ConfigError(
+            "attach needs either a file or --facts; write: shardflow attach DATASET FILE --name NAME --on KEY"
+        )
+    dataset = open_dataset(arguments.dataset)
+    if arguments.facts:
+        _attach_facts(dataset, arguments)
+        return 0
+    done = _attach_file(dataset, arguments)
+    if arguments.json:
+        write_json(asdict(done))
+    else:
+        show_lines(_described(done, listed=arguments.private_dir is not None))
+    return 0
+
+
+def _attach_file(dataset: Dataset, arguments: argparse.Namespace) -> AttachedTable:
+    from shardflow.packing.tables.joining import TableSettings, attach_table
+    from shardflow.packing.tables.keys import PrivateFolder, key_kind
+    from shardflow.packing.tables.kinds import parse_kind
+
+    if not arguments.name or not arguments.on:
+        raise ConfigError(
+            "A file needs --name, the name of the table, and --on, what its rows are found by, such as "
+            "--name labels --on study_instance_uid."
+        )
+    types = {}
+    for text in arguments.type:
+        column, sign, kind = text.partition("=")
+        if not sign:
+            raise ConfigError(f"--type is COLUMN=KIND, such as age=float, got {text!r}.")
+        types[column] = parse_kind(kind)
+    settings = TableSettings(
+        name=arguments.name,
+        on=key_kind(arguments.on),
+        unit=arguments.unit,
+        key_column=arguments.key_column,
+        columns=None if arguments.columns is None else [one.strip() for one in arguments.columns.split(",")],
+        types=types,
+    )
+    folder = arguments.private_dir
+    private = None if folder is None else PrivateFolder(path=folder, key_file=arguments.key)
+    return attach_table(dataset, arguments.file, settings, private=private, to=arguments.to)
+
+
+def _described(done: AttachedTable, *, listed: bool) -> list[str]:
+    unit = {"study": "samples", "series": "series", "image": "images"}[done.unit]
+    version = (
+        f"version {done.number}" if done.is_new else f"version {done.number}, which has the same content"
+    )
+    columns = ", ".join(f"{name} ({kind})" for name, kind in done.columns.items())
+    joined = f"{counted(done.num_file_rows, 'row')} joined to {done.num_rows:,} {unit}"
+    lines = [
+        f"table {done.name}, {version}: {joined}",
+        f"columns: {columns}",
+    ]
+    counts = (
+        (done.num_without_row, f"{unit} have no row; their values are missing"),
+        (done.num_unmatched, f"rows name none of the {unit}"),
+        (done.num_ambiguous, "rows have a path that several samples have"),
+        (done.num_without_key, "rows have no key"),
+        (
+            done.num_through_float,
+            "keys were stored as floating-point numbers; export the file with text keys",
+        ),
+        (done.num_duplicates, "rows repeat an earlier one with equal values"),
+        (done.num_type_conflicts, "values do not fit the type of their column; they are missing"),
+    )
+    found = [f"{count:,} {what}" for count, what in counts if count]
+    lines += found
+    if found and listed:
+        lines.append(f"they are listed in tables/{done.name}.jsonl of the private folder")
+    if done.left_out:
+        names = ", ".join(f"{name} ({reason})" for name, reason in done.left_out.items())
+        lines.append(f"left out: {names}; --columns takes columns by name")
+    return lines
+
+
+def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
     from shardflow.format.facts import attach_facts
 
-    dataset = open_dataset(arguments.dataset)
     with step_progress("shards") as on_shard:
         done = attach_facts(dataset, num_threads=arguments.threads, on_shard=on_shard)
     if arguments.json:
         write_json(asdict(done))
-        return 0
+        return
     kept = f", {counted(done.num_shards_kept, 'shard')} known before" if done.num_shards_kept else ""
     roles = ", ".join(f"{count:,} {role}" for role, count in sorted(done.roles.items()))
     show_lines(
@@ -58,4 +180,3 @@ def run(arguments: argparse.Namespace) -> int:
             f"roles of series: {roles or 'none'}",
         ]
     )
-    return 0

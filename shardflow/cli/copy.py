@@ -90,10 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _beside(report: CopyReport) -> list[str]:
     lines = [f"note: {note}" for note in report.notes]
-    kinds = (("view", report.views), ("tokens of", report.tokens), ("facts of", report.facts))
+    kinds = (
+        ("view", report.views),
+        ("tokens of", report.tokens),
+        ("facts of", report.facts),
+        ("table", report.tables),
+    )
     for what, sidecars in kinds:
         for sidecar in sidecars:
             view = f" for view {sidecar.view}" if sidecar.view else ""
             size = human_bytes(sidecar.num_bytes)
             lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
-    return lines or ["it has no entity views, stored tokens or tables of facts"]
+    return lines or ["it has no entity views, stored tokens, tables of facts or attached tables"]

@@ -63,6 +63,7 @@ def _lines(report: VerifyReport) -> list[str]:
         (report.num_views, "entity view"),
         (report.num_tokenizations, "tokenization"),
         (report.num_series_tables + report.num_study_tables, "facts table"),
+        (report.num_tables, "attached table"),
     ):
         checked += f", {counted(number, word)}" if number else ""
     lines = [f"note: {note}" for note in report.notes]

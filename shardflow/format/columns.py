@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.dataset import Dataset
 from shardflow.format.series import open_series
-from shardflow.format.tables import ROWS_NAME, ColumnKind, TablePlace, TableUnit, open_columns_table
+from shardflow.format.tables import (
+    ROWS_NAME,
+    ColumnKind,
+    ColumnsTable,
+    TablePlace,
+    TableUnit,
+    open_columns_table,
+    write_table,
+)
 from shardflow.format.units import UnitTable
+from shardflow.storage import ByteStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,8 @@ class _TableSource(ColumnSource):
         self.unit = place.manifest.unit
 
     @cached_property
-    def _table(self) -> Any:
+    def table(self) -> ColumnsTable:
+        """The table, opened when it is first needed."""
         manifest, dataset = self._place.manifest, self._dataset
         path = f"{manifest.folder}/{ROWS_NAME}"
         if self._place.store is not None:
@@ -169,13 +179,13 @@ class _TableSource(ColumnSource):
     def infos(self) -> Mapping[str, ColumnInfo]:
         found = {}
         for one in self._place.manifest.columns:
-            names = self._table.names(one.name) if one.kind == "category" else ()
+            names = self.table.names(one.name) if one.kind == "category" else ()
             full = f"{self._name}.{one.name}"
             found[full] = ColumnInfo(full, self.unit, one.kind, names)
         return found
 
     def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
-        stored = self._table.gather(name.partition(".")[2], rows)
+        stored = self.table.gather(name.partition(".")[2], rows)
         names = stored.names if stored.kind in ("category", "string") else None
         return ColumnValues(stored.values, stored.is_missing if stored.is_missing.any() else None, names)
 
@@ -201,3 +211,57 @@ def open_columns(dataset: Dataset) -> Columns:
         _TableSource(dataset, name, place) for name, place in dataset.tables.places.items()
     ]
     return Columns(dataset, sources)
+
+
+def carry_tables(store: ByteStore, former: Dataset, new: Dataset) -> None:
+    """Write the newest tables of a version for the next one, before it is published.
+
+    Samples keep their values by their keys; new samples have none. Rows of series and images are carried
+    where the study has the same series, with as many images each.
+
+    Args:
+        store: Of the dataset.
+        former: The version that has the tables.
+        new: The next version, with its series table.
+
+    Raises:
+        FormatError: A table cannot be trusted.
+        StorageError: It cannot be read or written.
+    """
+    for name, place in former.tables.places.items():
+        manifest = place.manifest
+        source = _TableSource(former, name, place)
+        rows = _former_rows(former, new, manifest.unit)
+        columns = [source.table.gather(one.name).take(rows) for one in manifest.columns]
+        write_table(store, new.manifest.dataset_id, name, manifest.unit, columns, number=manifest.number)
+
+
+def _former_rows(former: Dataset, new: Dataset, unit: TableUnit) -> NDArray[np.int64]:
+    """Return the row that each row of a unit had in an earlier version; -1 where it had none."""
+    keys, wanted = (np.asarray(one.studies.column("sample_key")) for one in (former, new))
+    order = np.argsort(keys, kind="stable")
+    places = np.minimum(np.searchsorted(keys, wanted, sorter=order), max(len(keys) - 1, 0))
+    studies = np.where(keys[order[places]] == wanted, order[places], -1) if len(keys) else places - 1
+    if unit == "study":
+        return studies
+    before, after = open_series(former)[0], open_series(new)[0]
+    series = _matched(before.first_series(), after.first_series(), studies)
+    old, now = before.array("num_slices"), after.array("num_slices")
+    is_same = (series >= 0) & (old[series] == now if len(old) else False)
+    # One series of other images makes all of its study new: nothing says which is which.
+    owner = np.repeat(np.arange(len(studies)), np.diff(after.first_series()))
+    is_torn = np.zeros(len(studies), bool)
+    is_torn[owner[~is_same]] = True
+    series = np.where(is_torn[owner], -1, series)
+    return series if unit == "series" else _matched(image_starts(former), image_starts(new), series)
+
+
+def _matched(
+    before: NDArray[np.int64], after: NDArray[np.int64], owners: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the rows of the parts of owners that had as many parts before; -1 for those of others."""
+    num_parts = np.diff(after)
+    is_same = (owners >= 0) & (np.diff(before)[owners] == num_parts if len(before) > 1 else False)
+    first = np.where(is_same, before[owners], 0)
+    inside = np.arange(int(after[-1])) - np.repeat(after[:-1], num_parts)
+    return np.where(np.repeat(is_same, num_parts), np.repeat(first, num_parts) + inside, -1)

@@ -5,9 +5,10 @@ dataset. A killed copy is started again; what is already there and correct is ch
 Only files named by a manifest are copied, so nothing private is.
 
 Sidecars are entity views (``views/<name>/<dataset_id>/``), stored tokens
-(``tokens/<tokenizer>/<dataset_id>/``) and tables of facts (``facts/series/<dataset_id>/`` and
-``facts/study/<dataset_id>/``), which no manifest of the dataset names. Tokens may belong to a view, whose
-digest then takes the place of the ``dataset_id``. Layouts: docs/format.md, sections 13 and 16 to 19.
+(``tokens/<tokenizer>/<dataset_id>/``), tables of facts (``facts/series/<dataset_id>/`` and
+``facts/study/<dataset_id>/``) and attached tables (``tables/<name>-<number>/<dataset_id>/``), which no
+manifest of the dataset names. Tokens may belong to a view, whose digest then takes the place of the
+``dataset_id``. Layouts: docs/format.md, sections 13 and 16 to 19.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, 
 from shardflow.format.series import SeriesManifest
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.studies import StudiesManifest
+from shardflow.format.tables import TableManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore
 
 FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest], ...]] = (SeriesManifest, StudiesManifest)
 """Tables of facts, of which a version has one each."""
-SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (EntityManifest, TokensManifest, *FACTS_KINDS)
+SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (
+    EntityManifest,
+    TokensManifest,
+    *FACTS_KINDS,
+    TableManifest,
+)
 """Views come first: tokens may belong to one."""
 _NUM_PARTS: Final = 4
 Progress = Callable[[int, int], None]
@@ -51,7 +58,7 @@ class Sidecar:
 
     kind: type[SidecarManifest]
     name: str
-    """Of the view, digest of the tokenizer, or ``series`` or ``study``."""
+    """Of the view, digest of the tokenizer, ``series``, ``study``, or name and number of a table."""
     path: str
     """Its folder, which is named after the owner."""
     version: int | None
@@ -124,10 +131,10 @@ def find_sidecars(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedSidecar:
-    """An entity view, stored tokens or a table of facts that was copied."""
+    """An entity view, stored tokens, a table of facts or an attached table that was copied."""
 
     name: str
-    """Of the view, digest of the tokenizer, or ``series`` or ``study``."""
+    """Of the view, digest of the tokenizer, ``series``, ``study``, or name and number of a table."""
     version: int
     """Of the dataset that it belongs to."""
     view: str | None
@@ -153,6 +160,8 @@ class CopyReport:
     """Stored tokens that are in the target now."""
     facts: tuple[CopiedSidecar, ...]
     """Tables of facts of series and studies that are in the target now."""
+    tables: tuple[CopiedSidecar, ...]
+    """Attached tables that are in the target now."""
     notes: tuple[str, ...]
     """Sidecars of the source that were not copied, and why."""
 
@@ -172,7 +181,7 @@ def copy_dataset(
         source: Where the dataset is stored; foreign shards are copied from their own locations.
         target: Where to copy it; may hold a part of it.
         newest_only: Copy the newest version alone; by default all.
-        with_sidecars: Copy the entity views, stored tokens and tables of facts of these versions too.
+        with_sidecars: Copy the entity views, stored tokens, tables of facts and attached tables too.
         num_threads: Files copied at once; each holds 4 MiB, and up to 16 MiB more for an object store.
         progress: Called with the bytes done and the bytes of all files.
 
@@ -232,6 +241,7 @@ def copy_dataset(
         views=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is EntityManifest),
         tokens=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TokensManifest),
         facts=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind in FACTS_KINDS),
+        tables=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TableManifest),
         notes=tuple(notes),
     )
 
@@ -322,9 +332,7 @@ def _sidecars_to_copy(
     try:
         found = find_sidecars(source, manifests)
     except NoListingError:
-        return [], [
-            "entity views, stored tokens and tables of facts were not looked for: SRC cannot list its files"
-        ]
+        return [], ["what else is beside the shards was not looked for: SRC cannot list its files"]
     wanted = []
     for sidecar in found:
         if sidecar.manifest is None:

@@ -52,14 +52,16 @@ class StoredColumn:
     """Ascending; of a category or strings."""
 
     def take(self, rows: NDArray[np.int64]) -> StoredColumn:
-        """Return some rows; -1 is a row without a value."""
+        """Return some rows; -1 is a row without a value. Names that none of them has are left out."""
         is_missing = (rows < 0) | (self.is_missing[rows] if len(self.is_missing) else True)
         values = np.zeros((len(rows), *self.values.shape[1:]), self.values.dtype)
         if len(self.values):
             values[:] = self.values[rows]
-        return StoredColumn(
-            name=self.name, kind=self.kind, values=values, is_missing=is_missing, names=self.names
-        )
+        names = self.names
+        if names:
+            used, places = np.unique(values[~is_missing], return_inverse=True)
+            values[~is_missing], names = places, tuple(names[code] for code in used.tolist())
+        return StoredColumn(name=self.name, kind=self.kind, values=values, is_missing=is_missing, names=names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -440,7 +442,13 @@ def _find(store: ByteStore, dataset_id: str, name: str, digest: str) -> TablePla
 
 
 def write_table(
-    store: ByteStore, dataset_id: str, name: str, unit: TableUnit, columns: Sequence[StoredColumn]
+    store: ByteStore,
+    dataset_id: str,
+    name: str,
+    unit: TableUnit,
+    columns: Sequence[StoredColumn],
+    *,
+    number: int | None = None,
 ) -> tuple[TableManifest, bool]:
     """Write the next version of a table, unless the newest one has the same content.
 
@@ -450,6 +458,7 @@ def write_table(
         name: Of the table.
         unit: What a row is.
         columns: With a value for each row.
+        number: Of the version; by default the next one.
 
     Returns:
         The manifest of the version, and whether it is new.
@@ -468,8 +477,7 @@ def write_table(
         newest = load_table_manifest(store, name, numbers[-1], dataset_id)
         if newest.sha256 == sha256_hex(data):
             return newest, False
-    # A number names one content beside all versions of a dataset.
-    number = 1 + max(numbers, default=0)
+    number = number or 1 + max(numbers, default=0)
     manifest = describe_table(name, number, dataset_id, unit, columns, data)
     path = f"{manifest.folder}/{ROWS_NAME}"
     try:

@@ -50,6 +50,7 @@ from shardflow.format.shard_checks import (
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.table import Table
+from shardflow.format.tables import TableManifest, open_columns_table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
 from shardflow.storage import ByteStore, open_store
 
@@ -67,7 +68,7 @@ class VerifyReport:
     manifest_version: int
     damages: tuple[Damage, ...]
     """The first damage of each file: manifests, then shards with their indexes, samples tables, ledgers,
-    pages, and entity views, stored tokens and tables of facts with their manifests."""
+    pages, and entity views, stored tokens, tables of facts and attached tables with their manifests."""
     notes: tuple[str, ...]
     """What is no damage, but worth knowing, such as files that no manifest names."""
     num_files: int
@@ -80,8 +81,11 @@ class VerifyReport:
     num_tokenizations: int
     """Sets of stored tokens of the versions, or of their views, that were checked."""
     num_series_tables: int
-    num_study_tables: int
     """Series tables of the versions that were checked."""
+    num_study_tables: int
+    """Tables of facts of studies of the versions that were checked."""
+    num_tables: int
+    """Attached tables of the versions that were checked."""
 
     @property
     def is_whole(self) -> bool:
@@ -169,6 +173,7 @@ def verify(
         num_tokenizations=sum(isinstance(sidecar.manifest, TokensManifest) for sidecar in sidecars),
         num_series_tables=sum(isinstance(sidecar.manifest, SeriesManifest) for sidecar in sidecars),
         num_study_tables=sum(isinstance(sidecar.manifest, StudiesManifest) for sidecar in sidecars),
+        num_tables=sum(isinstance(sidecar.manifest, TableManifest) for sidecar in sidecars),
     )
 
 
@@ -415,9 +420,7 @@ def _find_beside(
     try:
         sidecars = find_sidecars(store, manifests, guard=guard)
     except NoListingError:
-        notes.append(
-            "entity views, stored tokens and tables of facts were not looked for: the store cannot list"
-        )
+        notes.append("what else is beside the shards was not looked for: the store cannot list")
         return []
     for sidecar in sidecars:
         if not sidecar.is_finished:
@@ -456,6 +459,9 @@ def _check_beside(
         elif isinstance(manifest, StudiesManifest):
             with _Collecting(damages):
                 _check_studies(store, sidecar, manifest, samples.get(manifest.dataset_id))
+        elif isinstance(manifest, TableManifest):
+            with _Collecting(damages):
+                _check_table(store, sidecar, manifest, samples.get(manifest.dataset_id))
 
 
 def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
@@ -530,6 +536,19 @@ def _check_studies(
     if len(numbers):
         problem = f"another earlier study than days and persons give (row {numbers[0]})"
         raise DamageError(Damage(expected.path, "column previous_row", problem))
+
+
+def _check_table(
+    store: ByteStore, sidecar: Sidecar, manifest: TableManifest, studies: SamplesTable | None
+) -> None:
+    """Check an attached table, and its number of rows where they are samples."""
+    (expected,) = _expected_tables(sidecar, manifest)
+    open_table(store, expected)
+    with checking(expected.path):
+        open_columns_table(store.map(expected.path), manifest).verify()
+    if studies is not None and manifest.unit == "study" and manifest.num_rows != studies.num_samples:
+        counts = f"{manifest.num_rows} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_rows", counts))
 
 
 def _check_tokens(

@@ -28,6 +28,8 @@ from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.tables import TableManifest, table_versions
 from shardflow.format.writer import naming_os_errors
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardflow.format.manifest import ShardEntry
-    from shardflow.format.series import SeriesManifest
-    from shardflow.format.studies import StudiesManifest
     from shardflow.packing.workspace import Workspace
     from shardflow.storage import ByteStore
 
@@ -267,8 +267,7 @@ class Uploader:
                 if entry not in shards and entry not in uploaded:
                     self._begin(entry.path, (entry,))
         for manifest in manifests.values():
-            for kind in FACTS_KINDS:
-                self._send_facts(kind, manifest.dataset_id)
+            self._send_beside(manifest.dataset_id)
         self.wait()
         for number, manifest in sorted(manifests.items()):
             self._put_manifest(number, manifest)
@@ -299,11 +298,19 @@ class Uploader:
             if path.split("/")[2:3] and path.split("/")[2] not in current:
                 erase(self._target, path)
 
-    def _send_facts(self, kind: type[SeriesManifest | StudiesManifest], dataset_id: str) -> None:
-        """Start to upload a table of facts of a version, and then its manifest; none for older versions."""
-        folder = f"{kind.root}/{kind.name}/{dataset_id}"
+    def _send_beside(self, dataset_id: str) -> None:
+        """Start to upload the facts and the attached tables of a version."""
+        for kind in FACTS_KINDS:
+            self._send_sidecar(kind, kind.name, dataset_id)
+        for name, numbers in table_versions(self._source, dataset_id).items():
+            for number in numbers:
+                self._send_sidecar(TableManifest, f"{name}-{number:06d}", dataset_id)
+
+    def _send_sidecar(self, kind: type[SidecarManifest], name: str, dataset_id: str) -> None:
+        """Start to upload the tables of a sidecar, and then its manifest, if there is one."""
+        folder = f"{kind.root}/{name}/{dataset_id}"
         with suppress(NotFoundError):
-            facts = kind.load(self._source, kind.name, dataset_id)
+            facts = kind.load(self._source, name, dataset_id)
             path, data = f"{folder}/{kind.file_name}", facts.encode()
             tables = [
                 FileEntry(path=f"{folder}/{name}", num_bytes=num_bytes or 0, sha256=sha256)

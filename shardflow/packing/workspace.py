@@ -2,8 +2,8 @@
 
 One job at a time may write into a dataset's folder and its private folder; the array tasks of one job share
 them. The dataset's folder only ever holds manifests, ``shards/``, ``samples/``, ledgers, pages, ``tokens/``,
-``views/`` and, while a job runs or after it was killed, ``.work/``. The private folder holds identifiers;
-nothing in it is ever copied into the dataset.
+``views/``, ``facts/``, ``tables/`` and, while a job runs or after it was killed, ``.work/``. The private
+folder holds identifiers; nothing in it is ever copied into the dataset.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _OWN_NAMES: Final = (
     "tokens",
     "views",
     "facts",
+    "tables",
     _WORK,
 )
 """First letters of every name that may exist in a dataset's folder."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardflow.format import Dataset
+from shardflow.format.columns import carry_tables
 from shardflow.format.facts import write_facts
 from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
@@ -29,6 +30,7 @@ from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
 from shardflow.format.series import series_folder
 from shardflow.format.studies import studies_folder
+from shardflow.format.tables import TableManifest
 from shardflow.format.writer import write_file
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
@@ -37,6 +39,7 @@ from shardflow.packing.inventory import (
     NO_STUDY,
     REPORT_KIND,
     UNDECIDED,
+    StudyTable,
     count_outcomes,
     count_reasons,
     reason_name,
@@ -181,6 +184,7 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
                 **where,
                 "sample_key": None if study == NO_STUDY else studies.keys[study],
                 "patient": None if study == NO_STUDY else studies.patients[study] or None,
+                **_accession(studies, study),
                 "reason": "UNDECIDED" if code == UNDECIDED else reason_name(code),
                 "identity": f"{identity:016x}",
             }
@@ -201,6 +205,12 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
             code, study = int(reports.reason[number]), int(reports.study[number])
             identity = int(reports.identity[number])
             yield line(reports.surrogate[number], code, study, "report", where, identity)
+
+
+def _accession(studies: StudyTable, study: int) -> dict[str, str]:
+    """Return the digest of a study's accession number, by which tables are joined later."""
+    digest = 0 if study == NO_STUDY else studies.facts[study].accession
+    return {"accession": f"{digest:016x}"} if digest else {}
 
 
 def page_path(version: int) -> str:
@@ -374,6 +384,9 @@ def write_version(
         num_threads=min(new.num_threads, _MAX_THREADS),
         on_shard=lambda _done, _all: progress.advance(),
     )
+    former = versions(store)
+    if former:
+        carry_tables(store, Dataset(store, load(store, former[-1])), Dataset(store, manifest))
     remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
     progress.phase("manifest", 0)
     commit(store, manifest)
@@ -415,7 +428,8 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
         if path.relative_to(output).as_posix() not in named:
             path.unlink()
     kept = {manifest.dataset_id for manifest in manifests}
-    for folder in (*output.glob(series_folder("*")), *output.glob(studies_folder("*"))):
+    folders = (series_folder("*"), studies_folder("*"), f"{TableManifest.root}/*/*")
+    for folder in [path for pattern in folders for path in output.glob(pattern)]:
         if folder.name not in kept:
             shutil.rmtree(folder)
 

@@ -220,7 +220,7 @@ def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
     """Yield the private ledger, without paths and patients of removed inputs."""
     for entry in base.known.entries(range(len(base.known))):
         if entry["sample_key"] in removed.studies:
-            for name in ("path", "place", "patient"):
+            for name in ("path", "place", "patient", "accession"):
                 entry.pop(name, None)
             entry["reason"] = Reason.CONSENT_WITHDRAWN.value
         yield encode_entry(entry)

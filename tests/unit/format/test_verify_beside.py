@@ -168,4 +168,4 @@ def test_a_store_that_cannot_list_says_so(folder: Path) -> None:
     with WebServer(folder) as web:
         report = verify(web.url)
     assert report.is_whole
-    assert any("stored tokens and tables of facts were not looked for" in note for note in report.notes)
+    assert any("what else is beside the shards was not looked for" in note for note in report.notes)

@@ -1,0 +1,347 @@
+"""Joining of a table of a file to the samples of a dataset.
+
+The file is read twice in batches: once for the kinds of its columns and the targets of its keys, once for the
+values. What does not fit is counted, and listed in the private folder, because it names identifiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.format.dataset import Dataset
+from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
+from shardflow.packing.tables.keys import KeyIndex, KeyKind, PrivateFolder, default_unit, open_keys, restored
+from shardflow.packing.tables.kinds import ColumnBuilder, Profile, column_name
+from shardflow.packing.tables.readers import Batch, TableReader, Values, open_table
+from shardflow.storage import LocalStore, write_atomic
+
+_MAX_LISTED: Final = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSettings:
+    """Settings of a join."""
+
+    name: str
+    """Of the table; its columns are ``NAME.COLUMN``."""
+    on: KeyKind
+    unit: str | None = None
+    """What a row of the table is: ``study``, ``series`` or ``image``; by default what the key names."""
+    key_column: str | None = None
+    """Column of the file that holds the keys; by default the one named like ``on``."""
+    columns: Sequence[str] | None = None
+    """Columns to take; by default all that look like none of identifiers, dates or free text."""
+    types: Mapping[str, ColumnKind] = field(default_factory=dict)
+    """Kinds of columns that are not to be found from their values."""
+
+    def __post_init__(self) -> None:
+        check_table_name(self.name)
+        default_unit(self.on, self.unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachedTable:
+    """Result of a join; counts alone, no identifier."""
+
+    name: str
+    number: int
+    """Of the version of the table."""
+    digest: str
+    is_new: bool
+    """Whether the content differs from the newest version."""
+    unit: TableUnit
+    num_rows: int
+    """Rows of the dataset."""
+    num_without_row: int
+    """Those without a row of the file."""
+    num_file_rows: int
+    num_unmatched: int
+    """Rows of the file that name no sample."""
+    num_ambiguous: int
+    """Rows of the file whose path several samples have."""
+    num_without_key: int
+    num_through_float: int
+    """Keys that a writer stored as floating-point numbers."""
+    num_duplicates: int
+    """Rows that repeat an earlier one with equal values."""
+    num_type_conflicts: int
+    """Values that their column cannot hold, which count as missing."""
+    columns: Mapping[str, ColumnKind]
+    left_out: Mapping[str, str]
+    """Columns of the file that were not taken, and why."""
+
+
+def attach_table(
+    dataset: Dataset,
+    file: Path,
+    settings: TableSettings,
+    *,
+    private: PrivateFolder | None = None,
+    to: Path | None = None,
+) -> AttachedTable:
+    """Join a file to the samples of a dataset, and write the table beside it.
+
+    Args:
+        dataset: A dataset in a folder; with ``to`` in any store.
+        file: CSV, JSON lines or Parquet, or what a reader of `readers` takes.
+        settings: Of the join.
+        private: Private folder of the dataset.
+        to: Folder for the table, for a dataset that is read-only; see ``sf.open(path, tables=[folder])``.
+
+    Raises:
+        ConfigError: The file, its key or a column cannot be used; the message says what to write instead.
+        ShardflowError: The dataset cannot be read.
+        StorageError: The table cannot be written.
+    """
+    if to is None and not isinstance(dataset.store, LocalStore):
+        raise ConfigError(
+            "A table is attached to a dataset in a local folder, this one is remote; write --to DIR, and "
+            "open it with sf.open(path, tables=[DIR])."
+        )
+    unit = default_unit(settings.on, settings.unit)
+    reader = open_table(file)
+    index = open_keys(dataset, settings.on, unit, private)
+    join = _Join(reader, file, settings, index)
+    try:
+        join.survey()
+        columns = join.fill()
+    finally:
+        join.list_problems(dataset, None if private is None else private.path)
+    rows = index.target_of_row
+    stored = [column.take(np.where(rows >= 0, rows, -1)) for column in columns]
+    store = LocalStore(dataset.store.url if to is None else to)
+    manifest, is_new = write_table(store, dataset.manifest.dataset_id, settings.name, unit, stored)
+    return AttachedTable(
+        name=settings.name,
+        number=manifest.number,
+        digest=manifest.digest,
+        is_new=is_new,
+        unit=unit,
+        num_rows=len(rows),
+        num_without_row=int(np.count_nonzero(~join.has_row())),
+        num_file_rows=len(join.targets),
+        num_unmatched=join.num_unmatched,
+        num_ambiguous=join.num_ambiguous,
+        num_without_key=join.num_without_key,
+        num_through_float=join.num_through_float,
+        num_duplicates=join.num_duplicates,
+        num_type_conflicts=join.num_type_conflicts,
+        columns={one.name: one.kind for one in stored},
+        left_out=join.left_out,
+    )
+
+
+class _Join:
+    def __init__(self, reader: TableReader, file: Path, settings: TableSettings, index: KeyIndex) -> None:
+        self._read, self._file, self._settings, self._index = reader, file, settings, index
+        self._profiles: dict[str, Profile] = {}
+        self._key: str | None = None
+        self._problems: list[dict[str, Any]] = []
+        self.targets = np.zeros(0, np.int64)
+        self.left_out: dict[str, str] = {}
+        self.num_unmatched = self.num_ambiguous = self.num_without_key = self.num_through_float = 0
+        self.num_duplicates = self.num_type_conflicts = 0
+
+    # ---- first pass ----------------------------------------------------------------------------------
+
+    def survey(self) -> None:
+        """Find the target of each row of the file, and the kinds of its columns."""
+        targets = []
+        first = 1
+        for batch in self._read(self._file):
+            self._check_columns(batch)
+            num = _num_rows(batch)
+            targets.append(self._find(batch.get(self._key or "", [None] * num), first))
+            for name, values in batch.items():
+                if name != self._key and self._is_wanted(name):
+                    self._profiles.setdefault(name, Profile(name)).add(values)
+            first += num
+        if self._key is None:
+            raise ConfigError(f"{self._file.name} holds no row; is it the right file?")
+        self.targets = np.concatenate([np.zeros(0, np.int64), *targets])
+        if len(self.targets) and not (self.targets >= 0).any():
+            raise ConfigError(
+                f"None of the {len(self.targets):,} rows of {self._file.name} names a sample by its "
+                f"{self._settings.on}; is it the right column (--key-column), and the right dataset?"
+            )
+
+    def _check_columns(self, batch: Batch) -> None:
+        if self._key is not None:
+            return
+        on, wanted = self._settings.on, self._settings.key_column
+        names = {name: column_name(name) for name in batch}
+        found = [name for name, short in names.items() if name == wanted or short == (wanted or on)]
+        if len(found) != 1:
+            flag = f"named {wanted!r}" if wanted else f"of {on}; name it with --key-column"
+            raise ConfigError(
+                f"{self._file.name} has {'several columns' if found else 'no column'} {flag}. It has "
+                f"{', '.join(names)}."
+            )
+        self._key = found[0]
+        for name in self._settings.columns or ():
+            if name not in names and name not in names.values():
+                raise ConfigError(f"{self._file.name} has no column {name!r}; it has {', '.join(names)}.")
+        for name in self._settings.types:
+            if name not in names and name not in names.values():
+                raise ConfigError(f"--type names no column of {self._file.name}: {name!r}.")
+
+    def _is_wanted(self, name: str) -> bool:
+        chosen = self._settings.columns
+        return chosen is None or name in chosen or column_name(name) in chosen
+
+    def _find(self, values: Values, first: int) -> NDArray[np.int64]:
+        found = [restored(value) for value in values]
+        targets = self._index.find([text for text, _ in found])
+        through_float = sum(is_float for _, is_float in found)
+        self.num_through_float += through_float
+        for place in np.flatnonzero(targets < 0).tolist():
+            text, is_float = found[place]
+            if not text and not is_float:
+                self.num_without_key += 1
+                problem = "no key"
+            elif targets[place] == -1:
+                self.num_unmatched += 1
+                problem = "a rounded key" if not text else "no sample"
+            else:
+                self.num_ambiguous += 1
+                problem = "several samples"
+            self._note(first + place, problem, key=str(values[place]))
+        return targets
+
+    # ---- columns -------------------------------------------------------------------------------------
+
+    def _builders(self) -> list[tuple[str, ColumnBuilder]]:
+        settings, builders = self._settings, []
+        names: dict[str, str] = {}
+        for source, profile in self._profiles.items():
+            short = column_name(source)
+            kind = settings.types.get(source) or settings.types.get(short)
+            refusal = profile.refusal()
+            if refusal == "DICOM UIDs" and settings.columns is not None:
+                raise ConfigError(
+                    f"The column {source!r} holds DICOM UIDs, which never enter a dataset; leave it out of "
+                    "--columns."
+                )
+            is_named = settings.columns is not None or kind is not None
+            if refusal is not None and not (is_named and profile.num_values):
+                self.left_out[short] = refusal
+                continue
+            if short in names:
+                raise ConfigError(
+                    f"The columns {names[short]!r} and {source!r} would both be {short}; rename one."
+                )
+            names[short] = source
+            builders.append((source, ColumnBuilder(profile, kind or profile.kind(), self._index.num_targets)))
+        if not builders:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+            raise ConfigError(
+                f"No column of {self._file.name} is left to attach ({reasons or 'it has only the key'}); "
+                "name columns that belong into the dataset with --columns."
+            )
+        return builders
+
+    # ---- second pass ---------------------------------------------------------------------------------
+
+    def fill(self) -> list[StoredColumn]:
+        """Return the columns by target."""
+        builders = self._builders()
+        is_first = np.zeros(len(self.targets), bool)
+        matched = np.flatnonzero(self.targets >= 0)
+        is_first[matched[np.unique(self.targets[matched], return_index=True)[1]]] = True
+        num_different, first = 0, 0
+        for batch in self._read(self._file):
+            num = _num_rows(batch)
+            rows = slice(first, first + num)
+            targets, firsts = self.targets[rows], np.flatnonzero(is_first[rows])
+            if len(targets) != num:
+                break
+            again = np.flatnonzero((targets >= 0) & ~is_first[rows])
+            is_different = np.zeros(len(again), bool)
+            for source, builder in builders:
+                values, missing, conflicts = builder.convert(batch.get(source, [None] * num))
+                builder.values[targets[firsts]] = values[firsts]
+                builder.is_missing[targets[firsts]] = missing[firsts]
+                for place in conflicts.tolist():
+                    self._note(first + place + 1, "a value of another type", column=column_name(source))
+                if len(again):
+                    is_different |= _differs(builder, targets[again], values[again], missing[again])
+            for place in again[is_different].tolist():
+                self._note(first + place + 1, "other values than an earlier row of the same key")
+            num_different += int(is_different.sum())
+            self.num_duplicates += int((~is_different).sum())
+            first += num
+        if first != len(self.targets):
+            raise ConfigError(f"{self._file.name} changed while it was read; try again.")
+        if num_different:
+            raise ConfigError(
+                f"{num_different:,} rows of {self._file.name} repeat a key with other values than its first "
+                "row, so none is right by itself; keep one row per key, or choose columns that agree with "
+                "--columns. The rows are listed in the private folder."
+            )
+        self.num_type_conflicts = sum(builder.num_conflicts for _, builder in builders)
+        columns = []
+        for source, builder in builders:
+            is_text = builder.kind in ("category", "string")
+            names = builder.names() if is_text else ()
+            columns.append(
+                StoredColumn(
+                    name=column_name(source),
+                    kind=builder.kind,
+                    values=builder.values,
+                    is_missing=builder.is_missing,
+                    names=names,
+                )
+            )
+        return columns
+
+    def has_row(self) -> NDArray[np.bool_]:
+        """Return which rows of the dataset a row of the file names."""
+        is_named = np.zeros(self._index.num_targets + 1, bool)
+        is_named[self.targets[self.targets >= 0]] = True
+        is_named[-1] = False
+        found: NDArray[np.bool_] = is_named[self._index.target_of_row]
+        return found
+
+    # ---- private list --------------------------------------------------------------------------------
+
+    def _note(self, row: int, problem: str, **more: str) -> None:
+        if len(self._problems) < _MAX_LISTED:
+            self._problems.append({"row": row, "problem": problem, **more})
+
+    def list_problems(self, dataset: Dataset, private: Path | None) -> None:
+        """Write what does not fit into the private folder, one JSON object per line."""
+        if private is None:
+            return
+        folder = private / "tables"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        missing = [] if self._settings.unit not in (None, "study") else self._without_row(dataset)
+        data = [json.dumps(line).encode() + b"\n" for line in (*self._problems, *missing)]
+        write_atomic(folder / f"{self._settings.name}.jsonl", data, replace=True, mode=0o600)
+
+    def _without_row(self, dataset: Dataset) -> list[dict[str, Any]]:
+        if len(self._index.target_of_row) != dataset.studies.num_samples or not len(self.targets):
+            return []
+        keys = dataset.studies.gather("sample_key", np.flatnonzero(~self.has_row()))
+        return [{"sample_key": key.decode(), "problem": "no row"} for key in keys[:_MAX_LISTED].tolist()]
+
+
+def _num_rows(batch: Batch) -> int:
+    return len(next(iter(batch.values()), ()))
+
+
+def _differs(
+    builder: ColumnBuilder, targets: NDArray[np.int64], values: NDArray[Any], missing: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    same = builder.values[targets] == values
+    is_same = same.all(axis=1) if same.ndim > 1 else same
+    there = builder.is_missing[targets]
+    found: NDArray[np.bool_] = np.where(missing | there, missing != there, ~is_same)
+    return found

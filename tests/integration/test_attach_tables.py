@@ -1,0 +1,287 @@
+"""Tables joined to a packed dataset: every kind of key, what is refused, and no identifier in any byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardflow.cli.main import main
+from shardflow.errors import ConfigError
+from shardflow.format import Dataset
+from shardflow.format.columns import image_starts, open_columns
+from shardflow.format.copying import copy_dataset
+from shardflow.format.series import open_series
+from shardflow.format.verification import verify
+from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
+from shardflow.packing.tables.keys import KeyKind, PrivateFolder
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
+from shardflow.storage import LocalStore
+from tests.dicom_factory import MadeStudy, make_study
+from tests.pack_case import PackCase
+
+_NUMBER = 5
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PackCase, list[MadeStudy]]:
+    """CT studies of two slices; the last two are of one patient."""
+    case = PackCase(tmp_path_factory.mktemp("tables") / "job")
+    case.folder.mkdir()
+    case.prepare()
+    studies = [make_one(case, number) for number in range(_NUMBER)]
+    case.pack()
+    return case, studies
+
+
+def make_one(case: PackCase, number: int) -> MadeStudy:
+    return make_study(
+        case.dicom / f"p{number}",
+        patient=f"CANARY{min(number, 3)}",
+        study=str(number),
+        num_slices=2,
+        seed=number,
+        change=lambda dataset, _: setattr(dataset, "AccessionNumber", f"ACC{number}"),
+    )
+
+
+@pytest.fixture
+def job(packed: tuple[PackCase, list[MadeStudy]], tmp_path: Path) -> PackCase:
+    """The packed dataset, and a copy of it that a test may change."""
+    shutil.copytree(packed[0].folder, tmp_path / "job")
+    return PackCase(tmp_path / "job")
+
+
+def write_csv(path: Path, names: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
+    path.write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)) + "\n", encoding="utf-8")
+    return path
+
+
+def attach(job: PackCase, file: Path, on: KeyKind, **settings: object) -> AttachedTable:
+    how = TableSettings(name="labels", on=on, **settings)  # type: ignore[arg-type]
+    return attach_table(Dataset.open(job.output), file, how, private=PrivateFolder(path=job.private))
+
+
+def by_study(job: PackCase, studies: Sequence[MadeStudy], column: str) -> list[object]:
+    """Values of a column in the order of the studies; None where it is missing."""
+    dataset = Dataset.open(job.output)
+    found = open_columns(dataset).column(f"labels.{column}")
+    rows = [dataset.studies.find(job.sample_key(study.study_instance_uid)) for study in studies]
+    missing = found.is_missing
+    return [None if missing is not None and missing[row] else found.values[row].item() for row in rows]
+
+
+def test_every_key_names_its_rows(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
+    studies, file = packed[1], job.folder / "labels.csv"
+    cases: Mapping[KeyKind, list[tuple[str, object]]] = {
+        "study_instance_uid": [(study.study_instance_uid, n) for n, study in enumerate(studies)],
+        "accession_number": [(f"ACC{n}", n) for n in range(_NUMBER)],
+        "sample_key": [(job.sample_key(study.study_instance_uid), n) for n, study in enumerate(studies)],
+        "path": [
+            (str(next(path for path in (job.dicom / f"p{n}").rglob("*") if path.is_file())), n)
+            for n in range(_NUMBER)
+        ],
+    }
+    for on, rows in cases.items():
+        if on == "path":  # the private ledger holds where the files were when they were packed
+            rows = [(f"p{n}/{Path(str(path)).name}", n) for path, n in rows]
+        done = attach(job, write_csv(file, [on, "value"], rows), on)
+        assert by_study(job, studies, "value") == list(range(_NUMBER)), on
+        assert (done.num_unmatched, done.num_without_row) == (0, 0), on
+    attach(job, write_csv(file, ["patient_id", "value"], [(f"CANARY{n}", n) for n in range(4)]), "patient_id")
+    assert by_study(job, studies, "value") == [0, 1, 2, 3, 3]
+
+
+def test_series_and_images_have_rows(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
+    import pydicom
+
+    instances = {}
+    for number in range(_NUMBER):
+        for path in sorted((job.dicom / f"p{number}").rglob("*")):
+            if path.is_file():
+                header = pydicom.dcmread(path, stop_before_pixels=True)
+                instances[header.SOPInstanceUID] = (
+                    number,
+                    int(header.InstanceNumber),
+                    header.SeriesInstanceUID,
+                )
+    file = job.folder / "labels.csv"
+    write_csv(file, ["SOPInstanceUID", "value"], [(uid, n * 10 + i) for uid, (n, i, _) in instances.items()])
+    assert attach(job, file, "sop_instance_uid").unit == "image"
+    dataset = Dataset.open(job.output)
+    values = open_columns(dataset).stored("labels.value").values
+    starts, first = image_starts(dataset), open_series(dataset)[0].first_series()
+    for number, study in enumerate(packed[1]):
+        row = dataset.studies.find(job.sample_key(study.study_instance_uid))
+        stored = json.loads(dataset.read_fields(row, ["study.json"])["study.json"])["series"][0]
+        start = starts[first[row]]
+        assert values[start : start + 2].tolist() == [number * 10 + i for i in stored["instance_numbers"]]
+    series = {uid: number for number, _, uid in instances.values()}
+    write_csv(file, ["SeriesInstanceUID", "value"], list(series.items()))
+    assert attach(job, file, "series_instance_uid").unit == "series"
+    assert sorted(open_columns(Dataset.open(job.output)).stored("labels.value").values) == list(
+        range(_NUMBER)
+    )
+    assert attach(job, file, "series_instance_uid", unit="study").unit == "study"
+    assert by_study(job, packed[1], "value") == list(range(_NUMBER))
+
+
+def test_no_identifier_enters(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
+    studies = packed[1]
+    file = write_csv(
+        job.folder / "labels.csv",
+        ["StudyInstanceUID", "SeriesUID", "PatientName", "Remark", "StudyDate", "Code", "Finding", "Edema"],
+        [
+            (
+                study.study_instance_uid,
+                f"1.2.840.99999.1.{n}.4711",
+                f"CANARYNAME{n}",
+                f"CANARYTEXT seen on the left side {n}",
+                f"2019-03-{n + 10}",
+                f"CANARYCODE{n}",
+                ("clear", "opacity")[n % 2],
+                "1.0" if n % 2 else "",
+            )
+            for n, study in enumerate(studies)
+        ]
+        + [
+            (
+                "1.2.3.4.5.6.7.8.9.10.11",
+                "1.2.840.99999.1.9.4711",
+                "CANARYNAME9",
+                "",
+                "",
+                "",
+                "CANARYCLASS",
+                "0",
+            )
+        ],
+    )
+    done = attach(job, file, "study_instance_uid")
+    assert dict(done.columns) == {"finding": "category", "edema": "int"}
+    assert {*done.left_out} == {"series_uid", "patient_name", "remark", "study_date", "code"}
+    assert (done.num_unmatched, done.num_without_row) == (1, 0)
+    listed = (job.private / "tables" / "labels.jsonl").read_text(encoding="utf-8")
+    assert "1.2.3.4.5.6.7.8.9.10.11" in listed
+    canaries = [
+        b"CANARY",
+        b"1.2.840.99999",
+        b"2019-03",
+        *(one.study_instance_uid.encode() for one in studies),
+    ]
+    for path in (path for path in job.output.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        for canary in canaries:
+            assert canary not in data, path.relative_to(job.output)
+    with pytest.raises(ConfigError, match="DICOM UIDs, which never enter"):
+        attach(job, file, "study_instance_uid", columns=["SeriesUID"])
+    named = attach(job, file, "study_instance_uid", columns=["code", "Finding"])
+    assert dict(named.columns) == {"code": "category", "finding": "category"}
+
+
+def test_doubled_keys_and_rounded_keys(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
+    uid = packed[1][0].study_instance_uid
+    file = write_csv(job.folder / "a.csv", ["study_instance_uid", "value"], [(uid, 1), (uid, 2), (uid, 1)])
+    with pytest.raises(ConfigError, match=r"1 rows of a\.csv repeat a key with other values"):
+        attach(job, file, "study_instance_uid")
+    assert '"row": 2' in (job.private / "tables" / "labels.jsonl").read_text()
+    write_csv(file, ["study_instance_uid", "value"], [(uid, 1), (uid, "1.0"), ("1.2e+05", 3), ("17.0", 4)])
+    done = attach(job, file, "study_instance_uid")
+    assert (done.num_duplicates, done.num_through_float, done.num_unmatched) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "settings", "message"),
+    [
+        (["uid", "x"], [("1.2", 1)], {}, "no column of study_instance_uid; name it with --key-column"),
+        (["StudyInstanceUID", "x"], [("1.2", 1)], {}, "None of the 1 rows"),
+        (["StudyInstanceUID", "x", "x"], [("1.2", 1, 1)], {}, "names a column twice"),
+        (["StudyInstanceUID", "x"], [("{uid}", 1, 2)], {}, "has 3 values instead of 2"),
+        (["StudyInstanceUID", "A b", "a_b"], [("{uid}", 1, 2)], {}, "would both be a_b"),
+        (["StudyInstanceUID", "x"], [("{uid}", 1)], {"columns": ["y"]}, "has no column 'y'"),
+        (["StudyInstanceUID", "x"], [("{uid}", 1)], {"unit": "image"}, "got --unit image"),
+        (["StudyInstanceUID", "x"], [("{uid}", n) for n in [*range(19), "?"]], {}, "type conflict"),
+        (["StudyInstanceUID", "note"], [("{uid}", "")], {}, "note: no value"),
+    ],
+)
+def test_slips_get_a_sentence(
+    names: list[str],
+    rows: list[tuple[object, ...]],
+    settings: dict[str, object],
+    message: str,
+    job: PackCase,
+    packed: tuple[PackCase, list[MadeStudy]],
+) -> None:
+    uid = packed[1][0].study_instance_uid
+    rows = [tuple(uid if value == "{uid}" else value for value in row) for row in rows]
+    with pytest.raises(ConfigError, match=message):
+        attach(job, write_csv(job.folder / "a.csv", names, rows), "study_instance_uid", **settings)
+
+
+def test_the_command_joins(
+    job: PackCase, packed: tuple[PackCase, list[MadeStudy]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    uid = packed[1][0].study_instance_uid
+    file = write_csv(job.folder / "a.csv", ["study_instance_uid", "value"], [(uid, 1.5), ("9.9", 2)])
+    arguments = ["attach", str(job.output), str(file), "--name", "labels", "--on", "study_instance_uid"]
+    assert main([*arguments, "--private-dir", str(job.private)]) == 0
+    shown = capsys.readouterr().out
+    assert "value (float)" in shown
+    assert "1 rows name none of the samples" in shown
+    assert uid not in shown
+    assert main(arguments) != 0
+    assert "needs the private folder" in capsys.readouterr().err
+
+
+def test_versions_carry_tables_over(
+    job: PackCase, packed: tuple[PackCase, list[MadeStudy]], tmp_path: Path
+) -> None:
+    studies = list(packed[1])
+    names = ["study_instance_uid", "value", "kind"]
+    rows = [(study.study_instance_uid, n, f"k{n % 3}") for n, study in enumerate(studies)]
+    attach(job, write_csv(job.folder / "a.csv", names, rows), "study_instance_uid")
+    first = dict(Dataset.open(job.output).tables)
+    studies.append(make_one(job, _NUMBER))
+    job.pack(mode="append")
+    assert by_study(job, studies, "value") == [*range(_NUMBER), None]
+    remove(job.output, job.private, Withdrawn(studies=[studies[2].study_instance_uid]))
+    kept = [study for study in studies if study is not studies[2]]
+    assert by_study(job, kept, "value") == [0, 1, 3, 4, None]
+    assert open_columns(Dataset.open(job.output))["labels.kind"].names == ("k0", "k1")
+    compact(job.output, job.private, deletes_old=True)
+    assert by_study(job, kept, "value") == [0, 1, 3, 4, None]
+    assert len(list(job.output.glob("tables/*/*"))) == 1
+    assert first != dict(Dataset.open(job.output).tables)
+    report = verify(str(job.output))
+    assert not report.damages
+    assert report.num_tables == 1
+    copied = copy_dataset(LocalStore(job.output), LocalStore(tmp_path / "copy"))
+    assert [one.name for one in copied.tables] == ["labels-000001"]
+    assert dict(Dataset.open(tmp_path / "copy").tables) == dict(Dataset.open(job.output).tables)
+    (table,) = (tmp_path / "copy").glob("tables/*/*/rows.tbl")
+    data = bytearray(table.read_bytes())
+    data[-100] ^= 1
+    table.chmod(0o644)
+    table.write_bytes(data)
+    assert verify(str(tmp_path / "copy")).damages
+
+
+def test_values_are_those_of_their_rows_in_parquet(job: PackCase) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    keys = [key.decode() for key in Dataset.open(job.output).studies.column("sample_key").tolist()]
+    vectors = np.arange(3.0 * len(keys), dtype="f4").reshape(-1, 3)
+    table = pa.table({"sample_key": keys[::-1], "vector": list(vectors), "share": [0.5, None, 1.0, 2.0, 3.0]})
+    parquet.write_table(table, job.folder / "a.parquet")
+    done = attach(job, job.folder / "a.parquet", "sample_key")
+    assert dict(done.columns) == {"vector": "floats", "share": "float"}
+    columns = open_columns(Dataset.open(job.output))
+    np.testing.assert_array_equal(columns.column("labels.vector").values, vectors[::-1])
+    missing = columns.column("labels.share").is_missing
+    assert missing is not None
+    assert missing.tolist() == [False, False, False, True, False]
