@@ -88,6 +88,7 @@ def make_entity_dataset(
     samples_per_shard: int = 4,
     num_slices: int = 6,
     without: Sequence[int] = (3,),
+    facts: bool = False,
 ) -> Dataset:
     """Write a dataset of studies with entities.
 
@@ -97,6 +98,7 @@ def make_entity_dataset(
         samples_per_shard: The last shard of a split may hold fewer.
         num_slices: Of each of the two series.
         without: Numbers of studies that have no alignment.
+        facts: Whether to write the series table, which fields of images need.
     """
 
     def made(number: int, **settings: Any) -> factories.MadeSample:
@@ -110,5 +112,6 @@ def make_entity_dataset(
             samples_per_shard=samples_per_shard,
             slices=num_slices,
             make=made,
+            facts=facts,
         )
     )

@@ -29,9 +29,10 @@ from benchmarks.stream.content import PHANTOM
 from shardflow.cli.main import main as shardflow
 from shardflow.config import load_config
 from shardflow.fields.augmentation import Draw, Warp
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset
 from shardflow.format.keys import parse_slice_field, parse_variant_field
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader, LoaderConfig
 from shardflow.packing import PackConfig, pack
 from shardflow.sampling import BatchSpec
 from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
@@ -118,18 +119,19 @@ def changes(draw: Draw) -> dict[str, Change]:
 
 def load_ms(dataset: Dataset, pool: float, change: Change | None, num_slices: int) -> float:
     """Return the processor time of an image, over an epoch."""
-    view = ImageView(num_slices=num_slices, rows=SIZE, columns=SIZE, augment_pool=pool)
-    config = LoaderConfig(view=view, text=False, num_threads=1)
+    fields = {"image": Slices(num_slices=num_slices, size=(SIZE, SIZE), augment_pool=pool)}
+    config = LoaderConfig(num_threads=1)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
-    with Loader(dataset, split="train", batch=spec, seed=3, config=config) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=3, fields=fields, config=config) as loader:
         list(loader)  # opens files and warms memory
         begin, num_images = time.process_time(), 0
         for _ in range(3):
             for batch in loader:
-                num_images += len(batch.image(0))
+                images = batch["image"][0, batch["image_mask"][0].astype(bool), 0]
+                num_images += len(images)
                 if change is not None:
-                    low, high = batch.arrays["display_range"][0].tolist()
-                    change(batch.image(0), (low, high))
+                    low, high = batch["image_range"][0].tolist()
+                    change(images, (low, high))
         return (time.process_time() - begin) / num_images * 1000
 
 

@@ -161,7 +161,12 @@ def make_input(folder: Path) -> None:
     """Generate the data: the tests' studies, more of them."""
     make_tiny_input(folder / "tiny")
     make_dataset(
-        folder / "data", num_samples=800, samples_per_shard=100, slices=(1, 5), splits={"train": 800}
+        folder / "data",
+        num_samples=800,
+        samples_per_shard=100,
+        slices=(1, 5),
+        splits={"train": 800},
+        facts=True,
     )
     train_tokenizer(Dataset.open(folder / "data"), "train", 320, folder / "tokenizer")
 

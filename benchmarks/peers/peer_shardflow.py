@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks.peers.task import GLOBAL_BATCH, NUM_SAMPLES, SEED, SHARDS, Task
+from shardflow.fields.members import Text
 from shardflow.format import Dataset
 from shardflow.loading import Batch, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
@@ -43,6 +44,7 @@ class ShardflowStream:
             batch=spec,
             seed=SEED,
             world=World(rank=rank, world_size=task.world_size),
+            fields={"report": Text()},
             config=LoaderConfig(num_threads=1),
         )
         schedule = RankSchedule(spec.micro_batches_per_step, task.world_size)

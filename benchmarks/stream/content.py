@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset, encode_array, tokens
+from shardflow.format.facts import attach_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex, shard_name, slice_field
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
@@ -154,6 +155,7 @@ def make_content(
             yield Sample(key, fields, facts)
 
     write_dataset(folder / "ours", samples(), samples_per_shard=STUDIES_PER_SHARD)
+    attach_facts(Dataset.open(folder / "ours"))
     return kind
 
 

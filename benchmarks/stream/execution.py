@@ -67,8 +67,9 @@ def _loop(kind: str, step_s: float) -> Callable[[], None]:
 
 def measure(folder: Path, execution: str, loop: str, step_ms: float) -> dict[str, float]:
     """Run two epochs and time the second."""
+    from shardflow.fields.pictures import Slices
     from shardflow.format import Dataset
-    from shardflow.loading import ImageView, Loader, LoaderConfig
+    from shardflow.loading import Loader, LoaderConfig
     from shardflow.sampling import BatchSpec
 
     train = _loop(loop, step_ms / 1e3)
@@ -77,13 +78,13 @@ def measure(folder: Path, execution: str, loop: str, step_ms: float) -> dict[str
     if switch:
         sys.setswitchinterval(5e-5)
     config = LoaderConfig(
-        view=ImageView(num_slices=NUM_SLICES, rows=SIZE, columns=SIZE),
-        text=False,
         execution=name,  # type: ignore[arg-type]
         num_threads=2,
     )
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
-    with Loader(Dataset.open(folder / "ours"), split="train", batch=spec, seed=1, config=config) as loader:
+    fields = {"image": Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE))}
+    dataset = Dataset.open(folder / "ours")
+    with Loader(dataset, split="train", batch=spec, seed=1, fields=fields, config=config) as loader:
         start = time.perf_counter()
         first_s = 0.0
         for _ in loader:

@@ -20,14 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.about import about_run
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 
 SPEC = BatchSpec(micro_batch_size=8, micro_batches_per_step=1)
-VIEW = ImageView(num_slices=4, rows=256, columns=256)
+FIELDS = {"image": Slices(num_slices=4, size=(256, 256)), "report": Text(missing="pad")}
 MIB = 1 << 20
 BATCHES_AROUND = 12
 DEADLINE_S = 120.0
@@ -60,8 +62,8 @@ def one(dataset: Dataset, change: str) -> dict[str, float]:
     if change == "process to threads":
         before["loader.execution"] = "process"
     settings = {name.partition(".")[2]: value for name, value in before.items()}
-    config = LoaderConfig(view=VIEW, **{"prefetch_bytes": 16 * MIB, **settings})  # type: ignore[arg-type]
-    with Loader(dataset, split="train", batch=SPEC, seed=1, config=config) as loader:
+    config = LoaderConfig(**{"prefetch_bytes": 16 * MIB, **settings})  # type: ignore[arg-type]
+    with Loader(dataset, split="train", batch=SPEC, seed=1, fields=FIELDS, config=config) as loader:
         iterator = iter(loader)
         for _ in range(BATCHES_AROUND):
             next(iterator)
@@ -133,6 +135,7 @@ def main() -> int:
             samples_per_shard=100,
             slices=(4, 5),
             size=(256, 256),
+            facts=True,
         )
         for repeat in range(options.repeats):
             for change in CHANGES:

@@ -106,19 +106,21 @@ def make_sparse(folder: Path, num_bytes: int) -> int:
 
 def run_rank(folder: Path, rank: int, world_size: int, num_batches: int) -> None:
     """Iterate, tell that it is done, and keep everything until told to end."""
+    from shardflow.fields.members import Text
     from shardflow.format import Dataset
-    from shardflow.loading import Loader, LoaderConfig, World
+    from shardflow.loading import Loader, World
     from shardflow.sampling import BatchSpec
 
     spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=world_size, lanes=4)
     world = World(rank=rank, world_size=world_size, ranks_per_node=world_size)
+    fields = {"report": Text()}
     with Loader(
-        Dataset.open(folder), split="train", batch=spec, seed=1, world=world, config=LoaderConfig()
+        Dataset.open(folder), split="train", batch=spec, seed=1, fields=fields, world=world
     ) as loader:
         iterator = iter(loader)
         for _ in range(num_batches):
             batch = next(iterator)
-            if loader.quarantined or not batch.arrays["weight"].all():
+            if loader.quarantined or not batch.info.weight.all():
                 raise RuntimeError("a sample was masked")
         print("ready", flush=True)
         sys.stdin.readline()

@@ -75,14 +75,17 @@ def _read_all(url: str, request_bytes: int, max_bytes: int) -> dict[str, float]:
 
 
 def _loader(url: str, num_threads: int, cache: Any = None) -> Any:
+    from shardflow.fields.members import Text
+    from shardflow.fields.pictures import Slices
     from shardflow.format import Dataset
-    from shardflow.loading import ImageView, Loader, LoaderConfig
+    from shardflow.loading import Loader, LoaderConfig
     from shardflow.sampling import BatchSpec
 
-    view = ImageView(num_slices=NUM_SLICES, rows=SIZE, columns=SIZE)
-    config = LoaderConfig(view=view, num_threads=num_threads)
+    fields = {"image": Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE)), "report": Text()}
+    config = LoaderConfig(num_threads=num_threads)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=4)
-    return Loader(Dataset.open(url, cache=cache), split="train", batch=spec, seed=1, config=config)
+    dataset = Dataset.open(url, cache=cache)
+    return Loader(dataset, split="train", batch=spec, seed=1, fields=fields, config=config)
 
 
 def _epoch(loader: Any, epoch: int, stored_bytes: int, name: str) -> dict[str, float]:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.stream.content import make_content
-from shardflow.loading import ImageView, Loader, LoaderConfig, open_blend
+from shardflow.fields.pictures import Slices
+from shardflow.loading import Loader, LoaderConfig, open_blend
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
@@ -52,7 +53,7 @@ class Job:
     data: str
     repeat: int
     """Passes over the data that make an epoch."""
-    view: ImageView
+    image: Slices
     grid: tuple[tuple[str, tuple[int | str, ...]], ...]
     bad_start: Settings
     """The tuner's second start; its first one is the configuration's defaults."""
@@ -92,14 +93,14 @@ def _network() -> Callable[[], None]:
     return train
 
 
-_CT: Final = ImageView(num_slices=40, rows=512, columns=512)
+_CT: Final = Slices(num_slices=40, size=(512, 512))
 _EXECUTIONS: Final = ("threads", "process")
 
 JOBS: Final[dict[str, Job]] = {
     "store": Job(
         data="store",
         repeat=1,
-        view=ImageView(num_slices=_STORE_SLICES, rows=_STORE_SIZE, columns=_STORE_SIZE),
+        image=Slices(num_slices=_STORE_SLICES, size=(_STORE_SIZE, _STORE_SIZE)),
         grid=((_THREADS, (1, 2, 4)), (_AHEAD, (1, 4, 8, 16, 32))),
         bad_start={_THREADS: 1, _AHEAD: 1},
         make_step=_waiting(0.01),
@@ -108,7 +109,7 @@ JOBS: Final[dict[str, Job]] = {
     "decode": Job(
         data="ct/ours",
         repeat=16,
-        view=_CT,
+        image=_CT,
         grid=((_THREADS, (1, 2, 3, 4)), (_EXECUTION, _EXECUTIONS)),
         bad_start={_THREADS: 4, _EXECUTION: "process"},
         make_step=_waiting(0.005),
@@ -116,7 +117,7 @@ JOBS: Final[dict[str, Job]] = {
     "python": Job(
         data="ct/ours",
         repeat=16,
-        view=_CT,
+        image=_CT,
         grid=((_THREADS, (1, 2, 4)), (_EXECUTION, (*_EXECUTIONS, "workers"))),
         bad_start={_THREADS: 4, _EXECUTION: "threads"},
         make_step=_python,
@@ -124,7 +125,7 @@ JOBS: Final[dict[str, Job]] = {
     "compute": Job(
         data="ct/ours",
         repeat=16,
-        view=ImageView(num_slices=12, rows=512, columns=512),
+        image=Slices(num_slices=12, size=(512, 512)),
         grid=((_THREADS, (1, 2, 3, 4)), (_EXECUTION, _EXECUTIONS)),
         bad_start={_THREADS: 4, _EXECUTION: "threads"},
         make_step=_network,
@@ -136,7 +137,7 @@ def make_data(folder: Path) -> None:
     """Write what the jobs read: a few hundred megabytes."""
     make_content(folder / "ct", 32, with_png=False)
     shape = {"slices": _STORE_SLICES, "size": (_STORE_SIZE, _STORE_SIZE)}
-    make_dataset(folder / "store", num_samples=_STORE_SAMPLES, samples_per_shard=40, **shape)  # type: ignore[arg-type]
+    make_dataset(folder / "store", num_samples=_STORE_SAMPLES, samples_per_shard=40, facts=True, **shape)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -157,8 +158,9 @@ def opened(job: Job, place: str, settings: Settings) -> Iterator[Loader]:
             open_blend(folder / "blend.toml", cache=cache),
             batch=BatchSpec(micro_batch_size=1, micro_batches_per_step=MICRO_BATCHES),
             seed=1,
+            fields={"image": job.image},
             # Room for about eight micro-batches of CT: nobody lives on what was made long ago.
-            config=LoaderConfig(view=job.view, text=False, prefetch_bytes=192 << 20),
+            config=LoaderConfig(prefetch_bytes=192 << 20),
         )
         stack.enter_context(loader)
         for name, value in settings.items():

@@ -136,6 +136,7 @@ def make_inputs(folder: Path, names: Sequence[str] = tuple(SAMPLE_SIZES), *, num
             slices=slices,
             size=(size, size),
             codec=codec,
+            facts=True,
         )
         if not (folder / "tokenizer").exists():
             train_tokenizer(Dataset.open(folder / name), "train", 320, folder / "tokenizer")

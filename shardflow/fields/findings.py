@@ -19,6 +19,9 @@ from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityDataset, E
 
 NO_ENTITY = -1
 _NAMED = {"label": "labels", "anatomy": "anatomies", "assertion": "assertions", "laterality": "lateralities"}
+_NUMBERS = ("entity", "entity_series", "entity_centre", *(f"entity_{name}" for name in _NAMED))
+FINDING_ENTRIES = (*_NUMBERS, "entity_span", "entity_confidence")
+"""Entries of a batch beside the fields, where a sample may be a finding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +64,8 @@ class FindingArrays:
 
     def array_specs(self, num_slots: int) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        numbers = ("entity", "entity_series", "entity_centre", *(f"entity_{name}" for name in _NAMED))
         return [
-            *(ArraySpec.of(name, np.int64, num_slots) for name in numbers),
+            *(ArraySpec.of(name, np.int64, num_slots) for name in _NUMBERS),
             ArraySpec.of("entity_span", np.int64, num_slots, 2),
             ArraySpec.of("entity_confidence", np.float64, num_slots),
         ]

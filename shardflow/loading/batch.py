@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, StateError
+from shardflow.fields.findings import FINDING_ENTRIES
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.registry import present_entries
@@ -377,8 +378,9 @@ class Batch(Mapping[str, Any]):
 
     def _entries(self) -> Mapping[str, Any]:
         if self._values is None:
-            entries = self._descriptor.get("entries")
-            self._values = self._arrays if entries is None else present_entries(entries, self._arrays)
+            entries, arrays = self._descriptor.get("entries"), self._arrays
+            findings = {name: arrays[name] for name in FINDING_ENTRIES if name in arrays}
+            self._values = arrays if entries is None else present_entries(entries, arrays) | findings
         return self._values
 
     def __repr__(self) -> str:

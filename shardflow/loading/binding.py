@@ -11,6 +11,7 @@ import numpy as np
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, FieldContext, Slots
+from shardflow.fields.findings import FINDING_ENTRIES
 from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.units import UnitDataset
@@ -44,6 +45,12 @@ def bind_fields(
     if fields == "default":
         fields = default_fields(context)
     bound = FieldSet(fields, context)
+    taken = [name for name in FINDING_ENTRIES if name in bound.specs] if selection.has_entities else []
+    if taken:
+        raise ConfigError(
+            f"The field name {taken[0]!r} is reserved (batches of findings have such an entry); choose "
+            "another one."
+        )
     dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
     kept = [each.copy() for each in populations]
     for one in dropped:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardflow.fields.members import Text
 from shardflow.fields.slots import SlotAssembler
+from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
-from shardflow.loading import Loader, LoaderConfig, StoredTokens, open_blend
+from shardflow.loading import Loader, open_blend
 from shardflow.sampling import BatchSpec
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train
@@ -87,9 +89,9 @@ def test_texts_take_the_short_way_of_the_loader(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(SlotAssembler, "fill", refuse)
     dataset = Dataset.open(folder / "notes" / "out")
     spec = BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
-    with Loader(dataset, split="train", batch=spec, seed=5, config=LoaderConfig(view=None)) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=5, fields={"report": Text()}) as loader:
         texts = [
-            batch.text(slot)
+            batch["report"][slot]
             for batch in loader
             for slot, weight in enumerate(batch.arrays["weight"])
             if weight
@@ -105,13 +107,14 @@ def test_tokens_stand_beside_a_corpus(folder: Path) -> None:
     done = tokenize_dataset(dataset, tokenizer)
     assert done.num_samples == 3 * NUM_PATIENTS
     spec = BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask")
-    config = LoaderConfig(view=None, text=False, tokens=StoredTokens(tokenizer=tokenizer.digest))
+    fields = {"tokens": Tokens(tokenizer=tokenizer.digest, flat=True)}
     found = {}
-    with Loader(dataset, split="train", batch=spec, seed=5, config=config) as loader:
+    with Loader(dataset, split="train", batch=spec, seed=5, fields=fields) as loader:
         for batch in loader:
             for slot, row in enumerate(batch.arrays["row"].tolist()):
                 if row >= 0:
-                    found[row] = batch.tokens(slot).tolist()
+                    start, stop = batch["tokens_offsets"][slot : slot + 2].tolist()
+                    found[row] = batch["tokens"][start:stop].tolist()
     texts = {row: dataset.read_fields(row)["report.txt"].decode() for row in dataset.splits["train"]}
     assert found == {row: tokenizer.encode([text])[0] for row, text in texts.items()}
 

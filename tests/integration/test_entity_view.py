@@ -13,20 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
-from shardflow.fields.views import View
+from shardflow.fields.field import Field
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
+from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
 from shardflow.loading import (
     Batch,
     EntityNames,
-    ImageView,
     Loader,
     LoaderConfig,
-    NativeView,
     Selection,
-    SizedView,
-    SliceSize,
-    StoredTokens,
     World,
     open_blend,
     open_view,
@@ -43,8 +41,9 @@ from tests.integration.loader_support import HookedStore, flip_bit, locate
 from tests.pack_case import PackCase
 
 SEED = 7
-DRY = LoaderConfig(text=False)
-IMAGES = ImageView(num_slices=3, rows=16, columns=16, slice_choice="random")
+RANDOM = Slices(num_slices=3, size=(16, 16), sampling="random", missing="pad")
+REPORT = Text(missing="pad")
+IMAGES: dict[str, Field] = {"image": RANDOM, "report": REPORT}
 COST = CostRule(image_tokens_per_slice=4, max_slices=3)
 SPECS = {
     "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
@@ -78,7 +77,7 @@ Held = dict[tuple[int, int, int], tuple[tuple[str | None, ...], tuple[int, ...]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("entities")
-    build_view(make_entity_dataset(folder / "data"), EntityRules())
+    build_view(make_entity_dataset(folder / "data", facts=True), EntityRules())
     (folder / "blend.toml").write_text(BLEND, encoding="utf-8")
     return folder
 
@@ -214,9 +213,9 @@ def test_sizes_are_what_is_read_and_offsets_their_sum(folder: Path, entities: En
     origin = Dataset.open(folder / "data")
     store = HookedStore(origin.store, lambda _, ranges: read.extend(span.num_bytes for span in ranges))
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
-    config = LoaderConfig(view=NativeView())
+    fields = {"image": Slices(), "report": REPORT}
     with Loader(
-        EntityDataset(store, origin.manifest), split="train", batch=spec, seed=SEED, config=config
+        EntityDataset(store, origin.manifest), split="train", batch=spec, seed=SEED, fields=fields
     ) as loader:
         assert len(list(loader)) == len(entities.splits["train"])
     table = entities.samples
@@ -249,14 +248,13 @@ def test_packed_studies_become_entities_with_the_slices_that_packing_aligned(tmp
     entities = EntityDataset.beside(dataset)
     found = set()
     for split in entities.splits:
-        config = LoaderConfig(view=IMAGES)
-        with Loader(entities, split=split, batch=SPECS["fixed"], seed=SEED, config=config) as loader:
+        with Loader(entities, split=split, batch=SPECS["fixed"], seed=SEED, fields=IMAGES) as loader:
             for batch in loader:
                 for slot, key in enumerate(batch.sample_keys):
                     if key is not None:
                         found.add(key)
-                        assert batch.arrays["slice_mask"][slot].any()
-                        assert batch.text(slot)
+                        assert batch["image_mask"][slot].any()
+                        assert batch["report"][slot]
             assert loader.quarantined == []
     aligned = {
         (row, entry["entity"], entry["series"])
@@ -303,7 +301,7 @@ def test_every_position_resumes_on_another_world(
     sources: dict[str, Selection], source: str, spec: BatchSpec
 ) -> None:
     selection = sources[source]
-    loader = Loader(selection, batch=spec, seed=SEED, config=DRY)
+    loader = Loader(selection, batch=spec, seed=SEED, fields={})
     states, received = [loader.state_dict()], []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -316,7 +314,7 @@ def test_every_position_resumes_on_another_world(
     for state in states[:-1]:
         rest: Held = {}
         for rank in range(3):
-            again = Loader(selection, batch=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
+            again = Loader(selection, batch=spec, seed=SEED, world=World(rank=rank, world_size=3), fields={})
             again.load_state_dict(json.loads(json.dumps(state)))
             rest |= held(list(again))
         epoch, step = int(str(state["epoch"])), int(str(state["step"]))
@@ -349,7 +347,7 @@ def test_any_plan_holds_every_row_once_on_any_world(
     lengths = set()
     for rank in range(world_size):
         world = World(rank=rank, world_size=world_size)
-        with Loader(selection, batch=spec, seed=seed, world=world, config=DRY) as loader:
+        with Loader(selection, batch=spec, seed=seed, world=world, fields={}) as loader:
             loader.set_epoch(epoch)
             batches = list(loader)
             lengths.add((loader.num_micro_batches_in(epoch), len(batches)))
@@ -374,18 +372,18 @@ def test_what_comes_is_the_entity(
 ) -> None:
     selection = sources[source]
     names = EntityNames.of(selection)
-    config = LoaderConfig(view=IMAGES, execution=execution)  # type: ignore[arg-type]
+    config = LoaderConfig(execution=execution)  # type: ignore[arg-type]
     num_entities = num_studies = 0
-    with Loader(selection, batch=SPECS["lanes"], seed=SEED, config=config) as loader:
+    with Loader(selection, batch=SPECS["lanes"], seed=SEED, fields=IMAGES, config=config) as loader:
         batches = list(loader)
         assert loader.quarantined == []
     for batch in batches:
-        arrays = batch.arrays
-        for slot, (component, row) in enumerate(zip(batch.components, arrays["row"].tolist(), strict=True)):
+        rows = batch.arrays["row"].tolist()
+        for slot, (component, row) in enumerate(zip(batch.components, rows, strict=True)):
             if component < 0 or (source == "blend" and component == 0):
-                assert arrays["entity"][slot] == -1
-                assert arrays["entity_confidence"][slot] == -1
-                assert arrays["entity_span"][slot].tolist() == [-1, -1]
+                assert batch["entity"][slot] == -1
+                assert batch["entity_confidence"][slot] == -1
+                assert batch["entity_span"][slot].tolist() == [-1, -1]
                 num_studies += component == 0
                 continue
             num_entities += 1
@@ -393,30 +391,30 @@ def test_what_comes_is_the_entity(
             place = table.place(row)
             study = int(table.gather("study", row))
             assert batch.sample_keys[slot] == table.sample_key(row)
-            chosen = (arrays["image"][slot, :, 0, 0] % 10_000 - study_number(entities, study) * 16).tolist()
+            shown = batch["image_mask"][slot].astype(bool)
+            pixels = batch["image"][slot, shown, 0, 0, 0].astype(np.int64)
+            chosen = (pixels % 10_000 - study_number(entities, study) * 16).tolist()
             if place.series == 0:  # as stored, not resized
-                assert chosen[0] == place.slices[place.centre] == arrays["entity_centre"][slot]
+                assert chosen == batch["image_index"][slot, shown].tolist()
+                assert chosen[0] == place.slices[place.centre] == batch["entity_centre"][slot]
                 assert chosen[1:] == sorted(set(chosen[1:]) - {chosen[0]})
                 assert set(chosen) <= set(place.slices.tolist())
-                assert arrays["display_range"][slot].tolist() == [-1000, 1000]
+                assert batch["image_range"][slot].tolist() == [-1000, 1000]
             else:
-                assert arrays["display_range"][slot].tolist() == [0, 50]
-            assert batch.modalities[slot] == ("CT", "MR")[place.series]
+                assert batch["image_range"][slot].tolist() == [0, 50]
             content = json.loads(entities.read_fields(study, ["report.json"])["report.json"])
             report = entities.read_fields(study, ["report.txt"])["report.txt"].decode()
-            entity = content["entities"][arrays["entity"][slot]]
-            assert names.labels[arrays["entity_label"][slot]] == entity["concept"]
-            assert names.anatomies[arrays["entity_anatomy"][slot]] == (entity["anatomy"] or {}).get(
-                "name", ""
-            )
-            assert names.assertions[arrays["entity_assertion"][slot]] == entity["assertion"]
-            assert names.lateralities[arrays["entity_laterality"][slot]] == entity["laterality"]
-            text = batch.text(slot)
+            entity = content["entities"][batch["entity"][slot]]
+            assert names.labels[batch["entity_label"][slot]] == entity["concept"]
+            assert names.anatomies[batch["entity_anatomy"][slot]] == (entity["anatomy"] or {}).get("name", "")
+            assert names.assertions[batch["entity_assertion"][slot]] == entity["assertion"]
+            assert names.lateralities[batch["entity_laterality"][slot]] == entity["laterality"]
+            text = batch["report"][slot]
             assert text in report
             assert text.endswith(".")
-            words = text.encode()[slice(*arrays["entity_span"][slot].tolist())].decode()
+            words = text.encode()[slice(*batch["entity_span"][slot].tolist())].decode()
             assert words == report[slice(*entity["span"])]
-            assert arrays["entity_confidence"][slot] == table.column("confidence")[row]
+            assert batch["entity_confidence"][slot] == table.column("confidence")[row]
     assert num_entities
     assert bool(num_studies) == (source == "blend")
 
@@ -428,12 +426,10 @@ def test_no_byte_but_those_of_its_slices_and_fields_is_read(folder: Path, entiti
     counted = EntityDataset(store, origin.manifest)
     read.clear()
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
-    view = ImageView(num_slices=2, rows=16, columns=16, slice_choice="random")
-    config = LoaderConfig(view=view)
-    weight = sum(
-        batch.arrays["weight"].sum()
-        for batch in Loader(counted, split="train", batch=spec, seed=SEED, config=config)
-    )
+    wanted_fields = {"image": Slices(num_slices=2, size=(16, 16), sampling="random"), "report": REPORT}
+    loader = Loader(counted, split="train", batch=spec, seed=SEED, fields=wanted_fields)
+    read.clear()  # of the series table
+    weight = sum(batch.info.weight.sum() for batch in loader)
     spans = sorted({(path, span.offset, span.num_bytes) for path, span in read})
     allowed = set()
     for row in entities.splits["train"]:
@@ -449,52 +445,48 @@ def test_no_byte_but_those_of_its_slices_and_fields_is_read(folder: Path, entiti
 
 
 @pytest.mark.parametrize(
-    "view",
+    "field",
     [
-        NativeView(),
-        ImageView(num_slices=9, rows=8, columns=8, padding="longest", fit="letterbox"),
-        SizedView(
-            sizes=(SliceSize(num_slices=2, rows=8, columns=8), SliceSize(num_slices=4, rows=4, columns=4))
-        ),
+        Slices(),
+        Slices(num_slices=9, size=(8, 8), padding="longest", fit="letterbox"),
+        Slices(sizes=((2, 8, 8, 1), (4, 4, 4, 1))),
     ],
 )
-def test_other_views_deliver_entities_too(entities: EntityDataset, view: View) -> None:
-    config = LoaderConfig(view=view)
-    with Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=config) as loader:
+def test_all_sizes_of_slices_deliver_entities(entities: EntityDataset, field: Slices) -> None:
+    with Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, fields={"image": field}) as loader:
         for batch in loader:
             for slot, row in enumerate(batch.arrays["row"].tolist()):
                 if row < 0:
                     continue
-                place, image = entities.samples.place(row), batch.image(slot)
-                if isinstance(view, NativeView):
+                place = entities.samples.place(row)
+                image = batch["image"][slot][: int(batch["image_mask"][slot].sum())]
+                if field == Slices():
                     series = (
                         int(entities.samples.gather("rows", row)),
                         int(entities.samples.gather("columns", row)),
                     )
-                    assert image.shape == (len(place.slices), *series)
-                    assert image[0, 0, 0] % 16 == place.slices[place.centre]
+                    assert image.shape == (len(place.slices), 1, *series)
+                    assert image[0, 0, 0, 0] % 16 == place.slices[place.centre]
                 else:
                     assert 0 < len(image) <= len(place.slices)
         assert loader.quarantined == []
 
 
 def test_random_slices_change_with_the_epoch_and_even_ones_do_not(entities: EntityDataset) -> None:
-    def first_epochs(view: ImageView) -> list[dict[str | None, list[int]]]:
+    def first_epochs(field: Slices) -> list[dict[str | None, list[int]]]:
         found = []
-        loader = Loader(
-            entities, split="train", batch=SPECS["fixed"], seed=SEED, config=LoaderConfig(view=view)
-        )
+        loader = Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, fields={"image": field})
         for epoch in range(2):
             loader.set_epoch(epoch)
             chosen = {}
             for batch in loader:
                 for slot, key in enumerate(batch.sample_keys):
-                    chosen[key] = batch.arrays["image"][slot, :, 0, 0].tolist()
+                    chosen[key] = batch["image"][slot, :, 0, 0, 0].tolist()
             found.append(chosen)
         return found
 
-    random = first_epochs(ImageView(num_slices=2, rows=16, columns=16, slice_choice="random"))
-    even = first_epochs(ImageView(num_slices=2, rows=16, columns=16))
+    random = first_epochs(Slices(num_slices=2, size=(16, 16), sampling="random"))
+    even = first_epochs(Slices(num_slices=2, size=(16, 16)))
     assert random[0] != random[1]
     assert even[0] == even[1]
     assert {key: chosen[0] for key, chosen in random[0].items()} == {
@@ -503,7 +495,7 @@ def test_random_slices_change_with_the_epoch_and_even_ones_do_not(entities: Enti
 
 
 def test_a_damaged_slice_masks_the_entities_that_need_it(tmp_path: Path) -> None:
-    dataset = make_entity_dataset(tmp_path / "a", without=())
+    dataset = make_entity_dataset(tmp_path / "a", without=(), facts=True)
     build_view(dataset, EntityRules(context_slices=0))
     entities = EntityDataset.beside(dataset)
     place = entities.samples.place(0)
@@ -511,11 +503,10 @@ def test_a_damaged_slice_masks_the_entities_that_need_it(tmp_path: Path) -> None
     field = f"s{place.series:03d}.i{int(place.slices[0]):04d}."
     path, offset, num_bytes = locate(dataset, study, field)
     flip_bit(path, offset + num_bytes // 2)
-    config = LoaderConfig(view=NativeView())
-    loader = Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=config)
+    loader = Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, fields={"image": Slices()})
     weights: dict[str | None, float] = {}
     for batch in loader:
-        weights |= dict(zip(batch.sample_keys, batch.arrays["weight"].tolist(), strict=True))
+        weights |= dict(zip(batch.sample_keys, batch.info.weight.tolist(), strict=True))
     masked = {row.key for row in loader.quarantined}
     needing = {
         entities.samples.sample_key(row)
@@ -530,12 +521,17 @@ def test_a_damaged_slice_masks_the_entities_that_need_it(tmp_path: Path) -> None
     assert all(row.reason == "CHECKSUM_MISMATCH" for row in loader.quarantined)
 
 
+def test_names_of_entries_of_findings_are_refused(entities: EntityDataset) -> None:
+    with pytest.raises(ConfigError, match="'entity_label' is reserved"):
+        Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, fields={"entity_label": REPORT})
+
+
 def test_the_view_is_part_of_the_plan(tmp_path: Path) -> None:
     dataset = make_entity_dataset(tmp_path / "a")
     build_view(dataset, EntityRules())
     build_view(dataset, EntityRules(context_slices=0), name="alone")
     loaders = [
-        Loader(open_view(dataset, name), split="train", batch=SPECS["fixed"], seed=SEED, config=DRY)
+        Loader(open_view(dataset, name), split="train", batch=SPECS["fixed"], seed=SEED, fields={})
         for name in ("full_study", "entity", "alone")
     ]
     assert len({loader.plan_id for loader in loaders}) == 3
@@ -560,7 +556,7 @@ def test_subsets_by_names(entities: EntityDataset, terms: list[str]) -> None:
             and int(table.gather("num_slices", row)) <= 4,
         }[terms[0]]
     ]
-    with Loader(selection, batch=SPECS["fixed"], seed=SEED, config=DRY) as loader:
+    with Loader(selection, batch=SPECS["fixed"], seed=SEED, fields={}) as loader:
         found = sorted(row for batch in loader for row in batch.arrays["row"].tolist() if row >= 0)
     assert found == rows
 
@@ -579,11 +575,10 @@ def test_through_a_cache_the_same_comes_and_the_future_is_told(folder: Path, tmp
         read_ahead_bytes=50_000,
     )
     plain, cached = open_blend(folder / "blend.toml"), open_blend(folder / "blend.toml", cache=cache)
-    config = LoaderConfig(view=IMAGES)
     batches = [
         {key: array.tobytes() for key, array in batch.arrays.items()}
         for source in (plain, cached)
-        for batch in Loader(source, batch=SPECS["lanes"], seed=SEED, config=config)
+        for batch in Loader(source, batch=SPECS["lanes"], seed=SEED, fields=IMAGES)
     ]
     assert batches[: len(batches) // 2] == batches[len(batches) // 2 :]
     forecast = cached.datasets[1].cache.forecast  # type: ignore[union-attr]
@@ -598,20 +593,19 @@ def test_stored_tokens_of_a_view_are_those_of_its_texts(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(tmp_path / "bpe")
     tokenize_dataset(dataset, tokenizer)
     entities = EntityDataset.beside(dataset)
-    tokens = StoredTokens(tokenizer=tokenizer.digest)
+    fields = {"tokens": Tokens(tokenizer=tokenizer.digest, flat=True, missing="pad"), "report": REPORT}
     with pytest.raises(ConfigError, match="--view"):
-        Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, config=LoaderConfig(tokens=tokens))
+        Loader(entities, split="train", batch=SPECS["fixed"], seed=SEED, fields=fields)
     done = tokenize_dataset(entities, tokenizer)
     assert done.num_samples == entities.samples.num_samples
     (tmp_path / "blend.toml").write_text(BLEND.replace('"data"', '"a"'), encoding="utf-8")
     budget = TokenBudget(max_tokens=90, max_samples=4, cost=CostRule(tokenizer=tokenizer.digest))
     spec = BatchSpec(budget=budget, micro_batches_per_step=2, tail="mask", lanes=1)
     num_texts = 0
-    for batch in Loader(
-        open_blend(tmp_path / "blend.toml"), batch=spec, seed=SEED, config=LoaderConfig(tokens=tokens)
-    ):
+    for batch in Loader(open_blend(tmp_path / "blend.toml"), batch=spec, seed=SEED, fields=fields):
         for slot, key in enumerate(batch.sample_keys):
             if key is not None:
                 num_texts += 1
-                assert batch.tokens(slot).tolist() == tokenizer.encode([batch.text(slot)])[0]
+                start, stop = batch["tokens_offsets"][slot : slot + 2].tolist()
+                assert batch["tokens"][start:stop].tolist() == tokenizer.encode([batch["report"][slot]])[0]
     assert num_texts > entities.samples.num_samples

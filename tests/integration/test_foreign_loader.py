@@ -11,19 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.cli import main as cli
-from shardflow.errors import ConfigError, FormatError
+from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, FieldsView, ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Batch, Loader, LoaderConfig, World
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
-from tests.factories import make_dataset
 from tests.foreign_tars import make_members, picture, python_tar, webdataset_groups
 from tests.integration.loader_support import flip_bit, received_keys
 from tests.object_stores import WebServer, s3_bucket
 
 NUM_SAMPLES = 46
-FIELDS = ("txt", "meta.json", "jpg", "png", "npy")
-CONFIG = LoaderConfig(view=FieldsView(fields=FIELDS))
+FIELDS = {
+    "txt": sf.Text(missing="pad"),
+    "meta": sf.Json(member="meta.json"),
+    "jpg": sf.Image(member="jpg", missing="pad"),
+    "png": sf.Image(member="png", missing="pad"),
+    "npy": sf.Array(member="npy", max_shape=(6,), dtype="int64"),
+}
 FIXED = BatchSpec(micro_batch_size=3, micro_batches_per_step=4, tail="mask")
 SPECS = {
     "fixed": FIXED,
@@ -57,19 +62,21 @@ def url(tmp_path: Path, tars: list[Path], capsys: pytest.CaptureFixture[str]) ->
 
 
 def _loader(dataset: Dataset, spec: BatchSpec = FIXED, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", batch=spec, seed=3, **{"config": CONFIG, **settings})
+    return Loader(dataset, split="train", batch=spec, seed=3, **{"fields": FIELDS, **settings})
 
 
 def _content(dataset: Dataset, batches: list[Batch]) -> dict[str, dict[str, Any]]:
-    """The decoded fields that are there, by original key."""
+    """The fields of each sample, None where it has none, by original key."""
     found: dict[str, dict[str, Any]] = {}
     for batch in batches:
         for slot, row in enumerate(batch.arrays["row"].tolist()):
-            if row >= 0 and batch.arrays["weight"][slot]:
+            if row >= 0 and batch.info.weight[slot]:
                 key = dataset.original_key(row)
                 assert key not in found
-                found[key] = {name: batch.field(slot, name) for name in FIELDS}
-                found[key]["text"] = batch.text(slot)
+                found[key] = {
+                    name: batch[name][slot] if batch[f"{name}_mask"][slot] else None for name in FIELDS
+                }
+                found[key]["npy"] = found[key]["npy"][: int(batch["npy_shape"][slot, 0])]
     return found
 
 
@@ -78,13 +85,12 @@ def _assert_content(content: dict[str, dict[str, Any]], tars: list[Path]) -> Non
     assert content.keys() == expected.keys()
     for key, fields in expected.items():
         number, found = int(key[-4:]), content[key]
-        assert found["text"] == fields.get("txt", b"").decode()
         assert found["txt"] == (fields["txt"].decode() if "txt" in fields else None)
-        assert found["meta.json"] == {"number": number}
+        assert found["meta"] == {"number": number}
         assert np.array_equal(found["npy"], np.arange(number % 7))
         for kind in ("jpg", "png"):
             if kind in fields:
-                assert np.array_equal(found[kind], picture(number, kind)[0])
+                assert np.array_equal(found[kind], picture(number, kind)[0].transpose(2, 0, 1))
             else:
                 assert found[kind] is None
 
@@ -125,27 +131,26 @@ def test_workers_of_a_data_loader_give_the_same(url: str, tars: list[Path]) -> N
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
     dataset = Dataset.open(url)
-    streamed = ShardIterableDataset(dataset, split="train", batch=FIXED, seed=3, config=CONFIG)
+    streamed = ShardIterableDataset(dataset, split="train", batch=FIXED, seed=3, fields=FIELDS)
     loader: Any = torch.utils.data.DataLoader(streamed, batch_size=None, num_workers=2)
     _assert_content(_content(dataset, list(loader)), tars)
 
 
 def test_images_may_stay_bytes_and_fields_may_be_few(url: str, tars: list[Path]) -> None:
-    view = FieldsView(fields=("jpg",), images="bytes", missing="mask")
     dataset = Dataset.open(url)
-    loader = _loader(dataset, config=LoaderConfig(view=view, text=False, max_bad_share=1.0))
+    loader = _loader(dataset, fields={"jpg": sf.Bytes(member="jpg")}, config=LoaderConfig(max_bad_share=1.0))
     expected = {key: fields["jpg"] for key, fields in webdataset_groups(tars) if "jpg" in fields}
     found = {}
     for batch in loader:
-        assert "text_bytes" not in batch.arrays
-        for slot in np.flatnonzero(batch.arrays["weight"]).tolist():
-            found[dataset.original_key(int(batch.arrays["row"][slot]))] = batch.field(slot, "jpg")
+        assert {*batch} == {"jpg", "jpg_mask"}
+        for slot in np.flatnonzero(batch.info.weight).tolist():
+            found[dataset.original_key(int(batch.arrays["row"][slot]))] = batch["jpg"][slot]
     assert found == expected
     assert {(row.field, row.reason) for row in loader.quarantined} == {("jpg", "FIELD_MISSING")}
     assert len(loader.quarantined) == NUM_SAMPLES - len(expected)
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", ["txt", "meta.json", "jpg", "png", "npy"])
 def test_a_flipped_bit_masks_its_slot(url: str, tars: list[Path], field: str) -> None:
     dataset = Dataset.open(url)
     row = next(
@@ -169,47 +174,16 @@ def test_an_image_that_lies_about_its_size_costs_its_slot(tmp_path: Path) -> Non
     members = [("a.png", good), ("b.png", bytes(huge)), ("c.png", b"no picture"), ("d.png", good[:60])]
     path = python_tar(tmp_path / "a.tar", members)
     index_tars([ForeignSource(place=str(path))], tmp_path / "out")
-    config = LoaderConfig(view=FieldsView(fields=("png",)), text=False)
-    loader = _loader(Dataset.open(tmp_path / "out"), config=config)
-    weights = [batch.arrays["weight"].sum() for batch in loader]
+    fields = {"png": sf.Image(member="png", size=(8, 8), dtype="uint8", channels=3)}
+    loader = _loader(Dataset.open(tmp_path / "out"), fields=fields)
+    weights = [batch.info.weight.sum() for batch in loader]
     assert sum(weights) == 1
     assert {row.reason for row in loader.quarantined} == {"DECODE_FAILED"}
 
 
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    for name in ("a.pth", "x.pkl", "pickle", "pyd"):
-        with pytest.raises(ConfigError, match="pickle"):
-            FieldsView(fields=(name,))
-    for fields in ((), ("a", "a")):
-        with pytest.raises(ConfigError, match="at least one"):
-            FieldsView(fields=fields)
-    from shardflow.format.foreign.build import ForeignSource, index_tars
-
-    np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
-    path = python_tar(tmp_path / "a.tar", [("a.npy", (tmp_path / "x.npy").read_bytes())])
-    index_tars([ForeignSource(place=str(path))], tmp_path / "out")
-    config = LoaderConfig(view=FieldsView(fields=("npy",)), text=False)
-    (batch,) = [
-        batch
-        for batch in _loader(Dataset.open(tmp_path / "out"), config=config)
-        if batch.arrays["weight"].any()
-    ]
-    with pytest.raises(FormatError, match="npy"):
-        batch.field(0, "npy")
-
-
-def test_views_and_datasets_that_do_not_fit_are_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="FieldsView"):
-        _loader(Dataset.open(url), config=LoaderConfig(view=ImageView(num_slices=1, rows=8, columns=8)))
-    # Our own datasets have fields as well.
-    own = Dataset.open(make_dataset(tmp_path / "own"))
-    config = LoaderConfig(view=FieldsView(fields=("study.json", "report.txt")))
-    for batch in _loader(own, config=config):
-        for slot in np.flatnonzero(batch.arrays["weight"]).tolist():
-            assert batch.field(slot, "study.json")["sample_key"] == batch.sample_keys[slot]
-            assert batch.field(slot, "report.txt") == batch.text(slot) != ""
-            with pytest.raises(KeyError):
-                batch.field(slot, "jpg")
+def test_fields_of_series_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="Tars of other writers have no series"):
+        _loader(Dataset.open(url), fields={"image": sf.Slices(size=(8, 8))})
 
 
 def test_tars_in_an_object_store_stream_from_there(

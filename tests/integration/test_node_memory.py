@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, LoaderConfig, World
 from shardflow.loading.config import rank_num_bytes
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig, RemoteStore
@@ -21,6 +23,7 @@ from tests.factories import make_dataset
 
 NUM_RANKS = 2
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4)
+FIELDS = {"image": Slices(num_slices=2, size=(16, 16)), "report": Text(missing="pad")}
 CACHE = CacheConfig(ram_bytes=60_000, read_ahead_bytes=20_000, block_bytes=4096)
 _RANK = """
 import json, sys
@@ -42,21 +45,30 @@ with open_loader(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) as loader:
 
 
 def config(max_node_bytes: int) -> LoaderConfig:
-    view = ImageView(num_slices=2, rows=16, columns=16)
     return LoaderConfig(
-        view=view, prefetch_bytes=300_000, read_bytes=10_000, max_node_bytes=max_node_bytes, num_threads=2
+        prefetch_bytes=300_000, read_bytes=10_000, max_node_bytes=max_node_bytes, num_threads=2
     )
 
 
 def open_loader(url: str, rank: int, max_node_bytes: int) -> Loader:
     world = World(rank=rank, world_size=NUM_RANKS, ranks_per_node=NUM_RANKS)
     dataset = Dataset.open(url, cache=CACHE)
-    return Loader(dataset, split="train", batch=SPEC, seed=3, world=world, config=config(max_node_bytes))
+    return Loader(
+        dataset,
+        split="train",
+        batch=SPEC,
+        seed=3,
+        fields=FIELDS,
+        world=world,
+        config=config(max_node_bytes),
+    )
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=40, samples_per_shard=6)
+    return make_dataset(
+        tmp_path_factory.mktemp("dataset") / "a", num_samples=40, samples_per_shard=6, facts=True
+    )
 
 
 # Of a rank: batches twice, two threads, the cache's memory and what it fetches.
@@ -94,22 +106,29 @@ def test_settings_that_could_pass_the_cap_are_refused_before_a_byte_is_read(url:
     with pytest.raises(ConfigError, match=refusal):
         open_loader(url, 0, NUM_RANKS * RANK_BYTES - 1)
     # One rank of the same settings fits.
-    Loader(
-        Dataset.open(url, cache=CACHE), split="train", batch=SPEC, seed=3, config=config(RANK_BYTES)
-    ).close()
+    one = config(RANK_BYTES)
+    Loader(Dataset.open(url, cache=CACHE), split="train", batch=SPEC, seed=3, fields={}, config=one).close()
 
 
 @pytest.mark.fast
 def test_without_a_cap_the_memory_of_the_machine_is_the_cap(url: str) -> None:
     dataset, half = Dataset.open(url), machine_bytes() // 2
     with pytest.raises(ConfigError, match=r"memory of this machine or its cgroup\), got"):
-        Loader(dataset, split="train", batch=SPEC, seed=3, config=LoaderConfig(prefetch_bytes=half + 1))
+        Loader(
+            dataset,
+            split="train",
+            batch=SPEC,
+            seed=3,
+            fields={},
+            config=LoaderConfig(prefetch_bytes=half + 1),
+        )
     with pytest.raises(ConfigError, match=r"max_node_bytes must be at most the .* GB of memory"):
         Loader(
             dataset,
             split="train",
             batch=SPEC,
             seed=3,
+            fields={},
             config=LoaderConfig(max_node_bytes=machine_bytes() + 1),
         )
     with pytest.raises(ConfigError, match="max_node_bytes must be at least 0 bytes, got -1"):

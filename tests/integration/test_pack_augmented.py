@@ -14,9 +14,11 @@ from pydicom.dataset import FileDataset
 
 from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import parse_slice_field, parse_variant_field, variant_field
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, LoaderConfig, World
 from shardflow.packing.studies.variants import study_names_a_side
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
@@ -152,11 +154,16 @@ def test_the_same_bytes_for_any_number_of_processes(case: PackCase, tmp_path: Pa
 def _loader(
     dataset: Dataset, *, rank: int = 0, world: int = 1, pool: float = 0.7, threads: int = 2
 ) -> Loader:
-    view = ImageView(num_slices=_SLICES, rows=_SIZE[0], columns=_SIZE[1], dtype="float32", augment_pool=pool)
+    image = Slices(num_slices=_SLICES, size=_SIZE, dtype="float32", augment_pool=pool)
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=2, tail="mask")
-    config = LoaderConfig(view=view, num_threads=threads)
     return Loader(
-        dataset, split="train", batch=spec, seed=3, world=World(rank=rank, world_size=world), config=config
+        dataset,
+        split="train",
+        batch=spec,
+        seed=3,
+        fields={"image": image, "report": Text(missing="pad")},
+        world=World(rank=rank, world_size=world),
+        config=LoaderConfig(num_threads=threads),
     )
 
 
@@ -165,8 +172,8 @@ def _seen(loader: Loader) -> dict[tuple[int, int, int], tuple[int, int, bytes]]:
     return {
         (batch.epoch, batch.step, batch.micro): (
             int(batch.arrays["row"][0]),
-            int(batch.arrays["variant"][0]),
-            batch.arrays["image"][0].tobytes(),
+            int(batch["image_variant"][0]),
+            batch["image"][0].tobytes(),
         )
         for batch in loader
         if batch.arrays["weight"][0]
@@ -232,10 +239,10 @@ def test_a_damaged_variant_costs_its_slot_where_it_is_chosen(case: PackCase, tmp
             assert len(batch.quarantined) == is_hit
             if is_hit:
                 assert batch.quarantined[0].field == name
-                assert batch.arrays["variant"][0] == -1
-                assert not batch.arrays["image"].any()
+                assert batch["image_variant"][0] == -1
+                assert not batch["image"].any()
     with _loader(dataset, pool=0.0) as without:
-        assert all("variant" not in batch.arrays and not batch.quarantined for batch in without)
+        assert all("image_variant" not in batch and not batch.quarantined for batch in without)
 
 
 def test_only_the_chosen_version_is_read(case: PackCase) -> None:

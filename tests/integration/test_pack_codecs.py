@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset, webdataset_decoder
 from shardflow.format.keys import parse_slice_field
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
@@ -19,12 +20,10 @@ _ONE_SPLIT = ("splits.train=1", "splits.val=0", "shards.target_bytes=4MiB")
 
 
 def _images(dataset: Dataset) -> dict[str, bytes]:
-    view = ImageView(num_slices=4, rows=26, columns=34, dtype="float32")
+    fields = {"image": Slices(num_slices=4, size=(26, 34), dtype="float32")}
     spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
-    with Loader(
-        dataset, split="train", batch=spec, seed=1, config=LoaderConfig(view=view, text=False)
-    ) as loader:
-        found = {str(batch.sample_keys[0]): batch.arrays["image"].tobytes() for batch in loader}
+    with Loader(dataset, split="train", batch=spec, seed=1, fields=fields) as loader:
+        found = {str(batch.sample_keys[0]): batch["image"].tobytes() for batch in loader}
         assert not loader.quarantined
     return found
 

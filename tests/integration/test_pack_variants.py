@@ -13,9 +13,10 @@ import SimpleITK
 from pydicom.dataset import FileDataset
 
 from shardflow.errors import ConfigError
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset, FieldLocation, decode_array, webdataset_decoder
 from shardflow.format.keys import parse_slice_field, parse_small_field
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader, LoaderConfig
 from shardflow.packing.studies.variants import shrink
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, LocalStore
@@ -167,9 +168,10 @@ class _WatchedStore(LocalStore):
 
 
 def _loader(dataset: Dataset, resolution: str = "small") -> Loader:
-    view = ImageView(num_slices=2, rows=8, columns=11, resolution=resolution)  # type: ignore[arg-type]
+    fields = {"image": Slices(num_slices=2, size=(8, 11), resolution=resolution)}  # type: ignore[arg-type]
     spec = BatchSpec(micro_batch_size=3, micro_batches_per_step=1)
-    return Loader(dataset, split="train", batch=spec, seed=3, config=LoaderConfig(view=view, num_threads=1))
+    config = LoaderConfig(num_threads=1)
+    return Loader(dataset, split="train", batch=spec, seed=3, fields=fields, config=config)
 
 
 def test_a_loader_reads_the_small_version_alone(case: PackCase) -> None:
@@ -194,7 +196,7 @@ def test_a_loader_reads_the_small_version_alone(case: PackCase) -> None:
     payloads = dataset.read_fields(rows[_ROWS])
     for place, index in enumerate((1, 3)):
         expected = decode_array("b2nd", payloads[f"s000.small.i{index:04d}.b2nd"])
-        assert (batch.arrays["image"][slot, place] == expected).all()
+        assert (batch["image"][slot, place, 0] == expected).all()
     # What has no small version is read as it is.
     _, tiny = dataset.sample_fields(rows[10])
     assert sum(is_read(field) for field in tiny if parse_slice_field(field.name)) >= 2

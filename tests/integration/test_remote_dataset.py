@@ -13,8 +13,10 @@ import pytest
 
 from shardflow.cli import main as cli
 from shardflow.errors import ObjectChangedError, StorageError
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset, verify
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, RetryPolicy, open_store
 from tests.factories import make_dataset
@@ -23,13 +25,13 @@ from tests.integration.loader_support import received_keys
 from tests.object_stores import WebServer, s3_bucket
 
 SPEC = BatchSpec(micro_batch_size=3, micro_batches_per_step=4, tail="mask")
-CONFIG = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
+FIELDS = {"image": Slices(num_slices=2, size=(16, 16)), "report": Text(missing="pad")}
 _NUMBERS = count()
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> str:
-    return make_dataset(tmp_path / "web", num_samples=40, samples_per_shard=7)
+    return make_dataset(tmp_path / "web", num_samples=40, samples_per_shard=7, facts=True)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def remote(s3: str, local: str) -> str:
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", batch=SPEC, seed=5, config=CONFIG, **settings)
+    return Loader(dataset, split="train", batch=SPEC, seed=5, fields=FIELDS, **settings)
 
 
 def _assert_equal(batches: list[Batch], others: list[Batch]) -> None:
@@ -71,7 +73,7 @@ def test_the_batches_cross_from_spawned_workers(local: str, remote: str) -> None
 
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
-    dataset = ShardIterableDataset(Dataset.open(remote), split="train", batch=SPEC, seed=5, config=CONFIG)
+    dataset = ShardIterableDataset(Dataset.open(remote), split="train", batch=SPEC, seed=5, fields=FIELDS)
     loader: Any = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )

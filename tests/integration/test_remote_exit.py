@@ -21,10 +21,12 @@ _OPEN = _LATE + (
 )
 _LOADER = _LATE + (
     "from shardflow.sampling import BatchSpec\n"
+    "from shardflow.fields.members import Text\n"
     "from shardflow.loading import Loader\n"
     "from shardflow.format import Dataset\n"
     "spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)\n"
-    "batches = iter(Loader(Dataset.open(sys.argv[1]), split='train', batch=spec, seed=7))\n"
+    "fields = {'report': Text()}\n"
+    "batches = iter(Loader(Dataset.open(sys.argv[1]), split='train', batch=spec, seed=7, fields=fields))\n"
     "next(batches)\n"
 )
 _THREAD = _LATE + (

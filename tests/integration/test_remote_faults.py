@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ObjectChangedError, ShardflowError, StorageError
+from shardflow.fields.members import Text
+from shardflow.fields.pictures import Slices
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange, RemoteOptions, RemoteStore, RequestCost, RetryPolicy
 from tests.factories import make_dataset
@@ -22,7 +24,7 @@ from tests.integration.loader_support import received_keys
 from tests.object_stores import WebServer
 
 SPEC = BatchSpec(micro_batch_size=3, micro_batches_per_step=4, tail="mask")
-CONFIG = LoaderConfig(view=ImageView(num_slices=3, rows=16, columns=16))
+FIELDS = {"image": Slices(num_slices=3, size=(16, 16)), "report": Text(missing="pad")}
 RETRY = RetryPolicy(first_wait_s=0.001, max_wait_s=0.02, deadline_s=60)
 # What promise N1 names, and what else networks do.
 SHARES = {
@@ -47,7 +49,7 @@ def small_requests(url: str, **settings: Any) -> RemoteStore:
 
 
 def epoch_batches(dataset: Dataset, num_epochs: int = 1) -> tuple[list[Batch], Loader]:
-    loader = Loader(dataset, split="train", batch=SPEC, seed=5, config=CONFIG)
+    loader = Loader(dataset, split="train", batch=SPEC, seed=5, fields=FIELDS)
     batches = []
     for epoch in range(num_epochs):
         loader.set_epoch(epoch)
@@ -68,7 +70,7 @@ def assert_equal(batches: list[Batch], others: list[Batch]) -> None:
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
     folder = tmp_path_factory.mktemp("web")
-    make_dataset(folder, num_samples=120, samples_per_shard=11)
+    make_dataset(folder, num_samples=120, samples_per_shard=11, facts=True)
     with WebServer(folder) as server:
         yield server
 
@@ -196,7 +198,7 @@ class _Flips:
 
 def test_a_byte_that_came_wrong_once_costs_no_sample(tmp_path: Path) -> None:
     """Samples table, index and shard are compared with their digests, and read again."""
-    dataset = Dataset.open(make_dataset(tmp_path / "web", num_samples=12, samples_per_shard=6))
+    dataset = Dataset.open(make_dataset(tmp_path / "web", num_samples=12, samples_per_shard=6, facts=True))
     expected, _ = epoch_batches(dataset)
     shard = dataset.manifest.shards[0]
     with WebServer(tmp_path / "web") as web:
@@ -211,7 +213,7 @@ def test_a_byte_that_came_wrong_once_costs_no_sample(tmp_path: Path) -> None:
 
 def test_a_wrong_byte_of_any_object_never_becomes_a_sample(tmp_path: Path) -> None:
     folder = tmp_path / "web"
-    dataset = Dataset.open(make_dataset(folder, num_samples=12, samples_per_shard=6))
+    dataset = Dataset.open(make_dataset(folder, num_samples=12, samples_per_shard=6, facts=True))
     expected, _ = epoch_batches(dataset)
     manifest = dataset.manifest
     paths = [manifest.samples.path, *(path for s in manifest.shards for path in (s.path, s.index.path))]
@@ -240,7 +242,7 @@ def _assert_equal_but_masked(batches: list[Batch], others: list[Batch]) -> None:
                 num_masked += 1
                 assert batch.arrays["weight"][slot] == 0
             elif key is not None:
-                assert np.array_equal(batch.image(slot), other.image(slot))
+                assert np.array_equal(batch["image"][slot], other["image"][slot])
     assert num_masked
 
 

@@ -102,6 +102,7 @@ def test_the_loader_streams_it(tmp_path: Path) -> None:
         split="train",
         seed=1,
         batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
+        fields={},
     )
     keys = [key for batch in loader for key in batch.sample_keys if key is not None]
     assert sorted(keys) == sorted(f"k{number}" for number in range(12))
