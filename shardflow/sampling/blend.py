@@ -1,4 +1,4 @@
-"""Blends: epochs that draw a given number of samples from each of several components.
+"""Mixtures and blends: epochs that draw a given number of samples from each of several components.
 
 Component c is drawn from ``count`` times per epoch, and draws are counted over all epochs: draw k of epoch e
 is number ``e * count + k``. Draws go through the component's samples pass after pass, each pass in another
@@ -9,6 +9,10 @@ computes the same counts.
 Three numberings: a *draw* of an epoch, 0 to ``num_draws - 1``; the *number* of a sample among the chosen
 samples of all components, used by the layout; and the *blended row*, which counts the rows of all
 components' samples tables one after another and is what the plan returns.
+
+A component with weights is drawn class by class (see `shardflow.sampling.weights`): each class of rows is a
+*stratum* with draws of its own, a component without weights is one stratum. A `Mixture` of one component is a
+dataset with weights; a `Blend` has an identity and states of its own.
 
 `ComponentState` is what a loader state keeps of a component: enough to reopen it, and to name one that
 changed.
@@ -41,10 +45,14 @@ from shardflow.errors import PlanError, StateError
 from shardflow.sampling.lanes import LaneMap, LaneWalk, Recent, Weigh, weight_of
 from shardflow.sampling.layout import ChosenColumn, EvenOffsets, Rows, SampleLayout, nth_rows
 from shardflow.sampling.permutation import Int64Array, Permutation, golden_words, shuffled, sums
+from shardflow.sampling.weights import Apportionment, WeightClasses
 from shardflow.seeds import derive
 
-MAX_COMPONENTS = 10
-"""Most components of a blend, so that a loader state stays below 1 KB."""
+MAX_COMPONENTS = 1000
+"""Most components of a blend."""
+MAX_COMPONENT_STATES = 10
+"""Most components that a loader state lists; those of a larger blend are in ``loader.lock.json`` alone, so that
+the state stays below 1 KB."""
 
 DIGEST_LENGTH = 8
 """Hexadecimal digits of a component's digest in a state, which name the component that changed; whether one
@@ -80,9 +88,9 @@ def components_from_json(value: object) -> tuple[ComponentState, ...]:
     """
     texts = value if isinstance(value, list) else [None]
     found = [_TEXT.fullmatch(text) if isinstance(text, str) else None for text in texts]
-    if len(found) > MAX_COMPONENTS or not all(found):
+    if len(found) > MAX_COMPONENT_STATES or not all(found):
         raise StateError(
-            f"components must be a list of at most {MAX_COMPONENTS} texts of version and digest (state); "
+            f"components must be a list of at most {MAX_COMPONENT_STATES} texts of version and digest (state); "
             f"pass what state_dict() returned, unchanged."
         )
     return tuple(ComponentState(int(match[1]), match[2]) for match in found if match)
@@ -170,9 +178,29 @@ class BlendComponent:
     subset: str | None
     """Digest of the rows where they are not all of the split."""
     count: int
-    """Draws of an epoch, at least 1."""
+    """Draws of an epoch, at least 1; with `changes`, of the first epochs, and maybe 0."""
     num_table_rows: int
     """Rows of the whole samples table."""
+    changes: tuple[tuple[int, int], ...] = ()
+    """First epochs, ascending from 1, and the draws of an epoch from there on."""
+    classes: WeightClasses | None = None
+    """Rows by weight; None where all are drawn equally often."""
+
+    def given(self, epoch: int) -> int:
+        """Return the draws before an epoch."""
+        found, start, count = 0, 0, self.count
+        for at, following in self.changes:
+            if at >= epoch:
+                break
+            found, start, count = found + (at - start) * count, at, following
+        return found + (epoch - start) * count
+
+    @property
+    def strata(self) -> tuple[int | None, ...]:
+        """Classes that are ever drawn; one that stands for all rows without weights."""
+        if self.classes is None:
+            return (None,)
+        return tuple(np.flatnonzero(self.classes.totals.any(axis=0)).tolist())
 
     @property
     def digest(self) -> str:
@@ -186,11 +214,13 @@ class BlendComponent:
             "split": self.split,
             "subset": self.subset,
             "count": self.count,
+            **({"changes": [list(change) for change in self.changes]} if self.changes else {}),
+            **({} if self.classes is None else {"weights": self.classes.digest}),
         }
 
 
-class Blend:
-    """The components of a blend, in the order of its file.
+class Mixture:
+    """Components that are drawn given numbers of times an epoch.
 
     Args:
         components: 1 to `MAX_COMPONENTS`.
@@ -198,11 +228,12 @@ class Blend:
     Attributes:
         components: The components.
         num_draws: Samples of an epoch.
-        num_samples: Distinct samples of each component, added up.
-        digest: Identity of the blend: datasets and rows, without paths.
+        num_samples: Distinct samples of each component, added up; of a component with weights, those whose
+            weight is not always 0.
+        digest: Identity of the mixture: datasets, rows, weights and draws, without paths.
 
     Raises:
-        PlanError: There are too many components, or one has no samples or no draws.
+        PlanError: There are too many components, one has no samples or no draws, or epochs differ in size.
     """
 
     def __init__(self, components: Sequence[BlendComponent]) -> None:
@@ -212,97 +243,169 @@ class Blend:
                 f"into one dataset."
             )
         for number, component in enumerate(components, start=1):
-            if not component.rows or component.count < 1:
+            most = max([component.count, *(count for _, count in component.changes)])
+            if not component.rows or most < 1:
                 raise PlanError(
                     f"component {number} of a blend must have samples and draws, got {len(component.rows)} "
                     f"and {component.count}; remove it, or raise its repeat, its weight or epoch_samples."
                 )
         self.components = tuple(components)
-        self._starts = sums([len(component.rows) for component in components])
+        self._strata = [
+            (number, code) for number, component in enumerate(components) for code in component.strata
+        ]
+        self._starts = sums([self._size(*stratum) for stratum in self._strata])
         self._bases = sums([component.num_table_rows for component in components])
-        self._draws = sums([component.count for component in components])
-        self.num_samples, self.num_draws = int(self._starts[-1]), int(self._draws[-1])
+        self._component = np.array([number for number, _ in self._strata], np.int64)
+        self.num_samples = int(self._starts[-1])
+        self.num_draws = sum(component.given(1) for component in components)
+        last = max([0, *(at for component in components for at, _ in component.changes)])
+        if sum(component.given(last + 1) for component in components) != (last + 1) * self.num_draws:
+            raise PlanError("the epochs of a blend must all have as many samples; correct the weights.")
         parts = [component.to_json() for component in components]
         self.digest = json_digest({"blend_version": _BLEND_VERSION, "components": parts})
+        self._apportionments = {
+            number: Apportionment(component.classes.totals, component.classes.starts, component.given)
+            for number, component in enumerate(components)
+            if component.classes is not None
+        }
+        self._before: Recent[Int64Array] = Recent(4)
+
+    def _size(self, number: int, code: int | None) -> int:
+        classes = self.components[number].classes
+        return len(self.components[number].rows) if classes is None or code is None else int(classes.sizes[code])
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the blended rows of all samples, component by component."""
+        """Iterate over the blended rows of all components."""
         for base, component in zip(self._bases.tolist(), self.components, strict=False):
             yield from (row + base for row in component.rows)
 
+    @property
+    def strata(self) -> list[tuple[int, int | None]]:
+        """Component and class of each stratum, in order; the class is None for a component without weights."""
+        return list(self._strata)
+
+    def starts(self) -> list[int]:
+        """Return the number of the first sample of each stratum, and the end."""
+        return [int(start) for start in self._starts]
+
+    def sizes(self) -> Int64Array:
+        """Return the samples of each stratum, ``(S,)`` int64."""
+        return np.diff(self._starts)
+
+    def before(self, epoch: int) -> Int64Array:
+        """Return the draws of each stratum before an epoch, ``(S,)`` int64."""
+        return self._before.get(epoch, lambda: self._count_before(epoch))
+
+    def _count_before(self, epoch: int) -> Int64Array:
+        parts = []
+        for number, component in enumerate(self.components):
+            if component.classes is None:
+                parts.append(np.array([component.given(epoch)], np.int64))
+            else:
+                parts.append(self._apportionments[number].before(epoch)[list(component.strata)])
+        return np.concatenate(parts)
+
+    def counts(self, epoch: int) -> Int64Array:
+        """Return the draws of each stratum in an epoch, ``(S,)`` int64."""
+        found: Int64Array = self.before(epoch + 1) - self.before(epoch)
+        return found
+
+    def key(self, seed: int, stratum: int, number: int) -> int:
+        """Return the key of a pass through a stratum."""
+        component, code = self._strata[stratum]
+        if code is None:
+            return derive(seed, "blend", component, number)
+        return derive(seed, "weights", component, code, number)
+
+    def strata_of(self, numbers: Int64Array) -> Int64Array:
+        """Return the stratum that each sample belongs to, from 0."""
+        return np.searchsorted(self._starts, numbers, side="right") - 1
+
+    def components_of(self, numbers: Int64Array) -> Int64Array:
+        """Return the component that each sample belongs to, from 0."""
+        found: Int64Array = self._component[self.strata_of(numbers)]
+        return found
+
+    def rows(self, numbers: Int64Array) -> Int64Array:
+        """Return the blended rows of samples."""
+        found = self.strata_of(numbers)
+        rows = np.empty_like(numbers)
+        for stratum in np.unique(found).tolist():
+            here = found == stratum
+            number, code = self._strata[stratum]
+            component, inside = self.components[number], numbers[here] - self._starts[stratum]
+            if component.classes is None or code is None:
+                table_rows = nth_rows(component.rows, inside)
+            else:
+                table_rows = component.classes.take(code, inside)
+            rows[here] = table_rows + self._bases[number]
+        return rows
+
+    def shares(self, epoch: int = 0) -> npt.NDArray[np.float64]:
+        """Return the share of each component in an epoch, ``(C,)``."""
+        draws = np.bincount(self._component, self.counts(epoch), len(self.components))
+        shares: npt.NDArray[np.float64] = draws / self.num_draws
+        return shares
+
+
+class Blend(Mixture):
+    """The components of a blend, in the order of its file; see `Mixture`."""
+
     def states(self) -> tuple[ComponentState, ...]:
-        """Return the components for a loader state."""
+        """Return the components for a loader state; none if they are too many for it."""
+        if len(self.components) > MAX_COMPONENT_STATES:
+            return ()
+        return self.all_states()
+
+    def all_states(self) -> tuple[ComponentState, ...]:
+        """Return all components, for a lock."""
         return tuple(
             ComponentState(component.manifest_version, component.digest[:DIGEST_LENGTH])
             for component in self.components
         )
-
-    def starts(self) -> list[int]:
-        """Return the number of the first sample of each component, and the end."""
-        return [int(start) for start in self._starts]
-
-    def components_of(self, numbers: Int64Array) -> Int64Array:
-        """Return the component that each sample belongs to, from 0."""
-        return np.searchsorted(self._starts, numbers, side="right") - 1
-
-    def rows(self, numbers: Int64Array) -> Int64Array:
-        """Return the blended rows of samples."""
-        found = self.components_of(numbers)
-        rows = np.empty_like(numbers)
-        for component in np.unique(found).tolist():
-            here = found == component
-            inside = nth_rows(self.components[component].rows, numbers[here] - self._starts[component])
-            rows[here] = inside + self._bases[component]
-        return rows
-
-    def locate_draws(self, draws: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the component of each draw of an epoch, and its place among the component's draws."""
-        found = np.searchsorted(self._draws, draws, side="right") - 1
-        return found, draws - self._draws[found]
-
-    def shares(self) -> npt.NDArray[np.float64]:
-        """Return the share of each component in an epoch, ``(C,)``."""
-        shares: npt.NDArray[np.float64] = np.diff(self._draws) / self.num_draws
-        return shares
 
 
 class BlendOrder:
     """A full shuffle of an epoch's draws.
 
     Args:
-        blend: The blend.
+        mixture: The components.
         seed: Run-level seed.
         epoch: Number of the epoch, from 0.
     """
 
-    def __init__(self, blend: Blend, *, seed: int, epoch: int) -> None:
-        self._blend, self._seed, self._epoch = blend, seed, epoch
-        self._permutation = Permutation(blend.num_draws, derive(seed, "epoch-order", epoch))
-        self._starts = blend.starts()
-        self._passes: Recent[Permutation] = Recent(_KEPT_PASSES)
+    def __init__(self, mixture: Mixture, *, seed: int, epoch: int) -> None:
+        self._mixture, self._seed = mixture, seed
+        self._permutation = Permutation(mixture.num_draws, derive(seed, "epoch-order", epoch))
+        self._starts, self._sizes = mixture.starts(), mixture.sizes().tolist()
+        self._before = mixture.before(epoch).tolist()
+        self._draws = sums(mixture.counts(epoch))
+        self._passes: Recent[Permutation] = Recent(max(_KEPT_PASSES, 2 * len(self._sizes)))
 
     def rows(self, positions: Int64Array) -> Int64Array:
         """Return the numbers of the samples at ``positions`` in ``[0, num_draws)``."""
-        components, places = self._blend.locate_draws(self._permutation(positions))
+        draws = self._permutation(positions)
+        strata = np.searchsorted(self._draws, draws, side="right") - 1
+        places = draws - self._draws[strata]
         numbers = np.empty_like(places)
-        for component in np.unique(components).tolist():
-            here = components == component
-            numbers[here] = self._draw(component, places[here]) + self._starts[component]
+        for stratum in np.unique(strata).tolist():
+            here = strata == stratum
+            numbers[here] = self._draw(stratum, places[here]) + self._starts[stratum]
         return numbers
 
-    def _draw(self, component: int, places: Int64Array) -> Int64Array:
-        size = len(self._blend.components[component].rows)
-        first_pass, offset = divmod(self._epoch * self._blend.components[component].count, size)
+    def _draw(self, stratum: int, places: Int64Array) -> Int64Array:
+        size = self._sizes[stratum]
+        first_pass, offset = divmod(self._before[stratum], size)
         passes, at = np.divmod(places + offset, size)
         found = np.empty_like(places)
         for number in np.unique(passes).tolist():
             here = passes == number
-            found[here] = self._pass(component, first_pass + number, size)(at[here])
+            found[here] = self._pass(stratum, first_pass + number, size)(at[here])
         return found
 
-    def _pass(self, component: int, number: int, size: int) -> Permutation:
-        key = derive(self._seed, "blend", component, number)
-        return self._passes.get((component, number), lambda: Permutation(size, key))
+    def _pass(self, stratum: int, number: int, size: int) -> Permutation:
+        key = self._mixture.key(self._seed, stratum, number)
+        return self._passes.get((stratum, number), lambda: Permutation(size, key))
 
 
 def json_digest(value: object) -> str:
@@ -312,25 +415,24 @@ def json_digest(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlendLayout(SampleLayout):
-    """Layout of the samples of a blend, by their numbers."""
+    """Layout of the samples of a mixture, by their numbers."""
 
     parts: tuple[SampleLayout, ...]
-    """The layout of each component by itself."""
-    counts: tuple[int, ...]
-    """Draws of each component in an epoch."""
+    """The layout of each stratum by itself."""
+    mixture: Mixture
 
     @property
     def num_drawn(self) -> int:
         """Samples of an epoch."""
-        return sum(self.counts)
+        return self.mixture.num_draws
 
 
-def blend_layout(blend: Blend, parts: Sequence[SampleLayout]) -> BlendLayout:
-    """Join the layouts of components.
+def blend_layout(blend: Mixture, parts: Sequence[SampleLayout]) -> BlendLayout:
+    """Join the layouts of strata.
 
     Args:
-        blend: The blend.
-        parts: The layout of each component; all have the same facts.
+        blend: The components.
+        parts: The layout of each stratum, of each component where none has weights; all have the same facts.
     """
     starts = blend.starts()
     rows = [
@@ -348,7 +450,7 @@ def blend_layout(blend: Blend, parts: Sequence[SampleLayout]) -> BlendLayout:
         offset_bytes=EvenOffsets(shard_rows, shard_bytes),
         facts={name: _JoinedColumn(starts, parts, name) for name in parts[0].facts},
         parts=tuple(parts),
-        counts=tuple(component.count for component in blend.components),
+        mixture=blend,
     )
 
 
@@ -386,13 +488,12 @@ class _JoinedColumn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spread:
-    """A component over the lanes of the sequence."""
+    """A stratum over the lanes of the sequence."""
 
     first_lane: int
     """First lane of the sequence that holds some of it; the others follow."""
     start: int
     """Number of its first sample."""
-    count: int
     lanes: LaneMap
     """Its part in each of these lanes, by its own numbers."""
     sizes: Int64Array
@@ -423,26 +524,29 @@ class BlendLanes:
         weigh: Callable[[SampleLayout], Weigh] | None = None,
     ) -> None:
         self._layout, self.num_lanes = layout, num_lanes
+        mixture = layout.mixture
         weighs = [None if weigh is None else weigh(part) for part in layout.parts]
         totals = [weight_of(part, found) for part, found in zip(layout.parts, weighs, strict=True)]
-        sizes = [part.num_samples for part in layout.parts]
-        drawn = [
-            total * count // size for total, count, size in zip(totals, layout.counts, sizes, strict=True)
-        ]
+        sizes, draws = mixture.sizes().tolist(), _mean_draws(mixture)
+        drawn = [total * count // size for total, count, size in zip(totals, draws, sizes, strict=True)]
         bounds = [lane * sum(drawn) // num_lanes for lane in range(1, num_lanes)]
-        spreads = []
-        before = first_number = 0
-        for part, size, count, weight, found in zip(
-            layout.parts, sizes, layout.counts, drawn, weighs, strict=True
-        ):
-            inside = [bound for bound in bounds if before < bound < before + weight]
-            targets = [(bound - before) * size // count for bound in inside]
-            lanes = LaneMap.of(part, len(targets) + 1, seed=seed, weigh=found, targets=targets)
+        spreads: list[_Spread] = []
+        before = 0
+        for component in range(len(mixture.components)):
+            strata = [number for number, (of, _) in enumerate(mixture.strata) if of == component]
+            weight = sum(drawn[number] for number in strata)
+            inside = [bound - before for bound in bounds if before < bound < before + weight]
             first_lane = sum(bound <= before for bound in bounds)
-            spreads.append(
-                _Spread(first_lane, first_number - part.population.start, count, lanes, lanes.lane_samples())
-            )
-            before, first_number = before + weight, first_number + size
+            for number in strata:
+                part = layout.parts[number]
+                if len(strata) == 1:
+                    targets = [int(bound * sizes[number] // draws[number]) for bound in inside]
+                else:  # each of its lanes gets an equal part of every class, mostly from the same shards
+                    targets = [bound * totals[number] // weight for bound in inside]
+                lanes = LaneMap.of(part, len(targets) + 1, seed=seed, weigh=weighs[number], targets=targets)
+                start = int(mixture.starts()[number]) - part.population.start
+                spreads.append(_Spread(first_lane, start, lanes, lanes.lane_samples()))
+            before += weight
         self._spreads = tuple(spreads)
         self._draws_before: Recent[list[int]] = Recent(4 * len(spreads))
         self.num_chunks = sum(len(spread.lanes.first_row) for spread in spreads)
@@ -479,11 +583,33 @@ class BlendLanes:
 
         def compute() -> list[int]:
             spread = self._spreads[number]
-            passes, rest = divmod(epoch * spread.count, int(spread.sizes.sum()))
+            before = int(self._layout.mixture.before(epoch)[number])
+            passes, rest = divmod(before, int(spread.sizes.sum()))
             left = split_draws(spread.sizes, rest).tolist()
             return [passes * size + more for size, more in zip(spread.sizes.tolist(), left, strict=True)]
 
         return self._draws_before.get((number, epoch), compute)
+
+
+def _mean_draws(mixture: Mixture) -> list[int]:
+    """Return the draws of each stratum in an epoch, by which lanes are cut.
+
+    Where epochs differ it is about their mean, in thousandths: a class may be drawn less than once an epoch.
+    """
+    if all(part.classes is None and not part.changes for part in mixture.components):
+        found: list[int] = mixture.counts(0).tolist()
+        return found
+    draws = []
+    for number, code in mixture.strata:
+        component = mixture.components[number]
+        counts = [component.count, *(count for _, count in component.changes)]
+        mean = Fraction(sum(counts), len(counts))
+        if component.classes is not None:
+            totals = component.classes.totals
+            shares = (Fraction(int(each[code]), int(each.sum())) for each in totals)
+            mean *= sum(shares, Fraction(0)) / len(totals)
+        draws.append(max(1, round(mean * 1000)))
+    return draws
 
 
 def _pieces(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from shardflow.sampling.blend import Blend
+from shardflow.sampling.blend import Mixture
 from shardflow.sampling.budget_batches import BudgetMicroBatches
 from shardflow.sampling.layout import SampleLayout
 from shardflow.sampling.permutation import Int64Array
@@ -185,10 +185,10 @@ class BlendMix:
 def measure_mix(plan: EpochPlan) -> BlendMix | None:
     """Measure the mix of steps spread over an epoch; None if the plan is of one dataset."""
     blend = plan.population
-    if not isinstance(blend, Blend):
+    if not isinstance(blend, Mixture) or len(blend.components) == 1:
         return None
     last = max(1, plan.num_steps - 1)
-    shares = blend.shares()
+    shares = blend.shares(plan.epoch)
     deviations = []
     for step in range(0, last, -(-last // _MOST_STEPS)):
         numbers, weights = plan.numbered_step(step)

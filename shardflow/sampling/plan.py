@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import PlanError
-from shardflow.sampling.blend import Blend, BlendOrder, json_digest
+from shardflow.sampling.blend import BlendOrder, Mixture, json_digest
 from shardflow.sampling.budget_batches import BudgetMicroBatches
 from shardflow.sampling.lane_plan import BudgetSlots, LaneMicroBatches, LanePlan, LaneSummary
 from shardflow.sampling.layout import Rows, RowSet, SampleLayout, nth_rows
@@ -44,12 +44,18 @@ PLAN_VERSION = 1
 
 
 def plan_id(
-    *, dataset_id: str, split: str, spec: BatchSpec, view: str = DEFAULT_VIEW, subset: str | None = None
+    *,
+    dataset_id: str,
+    split: str,
+    spec: BatchSpec,
+    view: str = DEFAULT_VIEW,
+    subset: str | None = None,
+    sampling: str | None = None,
 ) -> str:
     """Return the identity of a plan.
 
-    Two runs of equal identity and seed run the same steps on any world size. Optional parts (a subset) enter
-    the digest only if they are used, so plans without them keep their identity.
+    Two runs of equal identity and seed run the same steps on any world size. Optional parts (a subset, a
+    sampling) enter the digest only if they are used, so plans without them keep their identity.
 
     Args:
         dataset_id: Digest of the manifest, which fixes the samples table; of a blend, its own digest.
@@ -57,6 +63,7 @@ def plan_id(
         spec: How micro-batches and steps are formed.
         view: Name of the view, which defines a sample.
         subset: Digest of the rows, if they are not all of the split.
+        sampling: Digest of the weights and draws of the rows, if not all are drawn once an epoch.
 
     Returns:
         64 hexadecimal digits, the SHA-256 of the canonical JSON of all parts.
@@ -68,6 +75,7 @@ def plan_id(
         "view": view,
         "batch": spec.to_json(),
         **({} if subset is None else {"subset": subset}),
+        **({} if sampling is None else {"sampling": sampling}),
     }
     return json_digest(parts)
 
@@ -318,14 +326,14 @@ class EpochPlan:
 
     Args:
         population: Rows of the samples table that belong to the epoch: those of a split or a subset; or a
-            blend, whose rows are blended ones.
+            mixture, such as rows with weights, or a blend, whose rows are blended ones.
         spec: How micro-batches and steps are formed.
         seed: Run-level seed, 0 to 2**63 - 1.
         epoch: Number of the epoch, from 0.
         layout: Layout of the samples; required if the spec has lanes, otherwise unused.
 
     Attributes:
-        num_samples: Samples of the epoch: of the population, or draws of a blend.
+        num_samples: Samples of the epoch: of the population, or draws of a mixture.
         num_steps: Steps of the epoch, at least 1; under a token budget they differ between epochs.
         lane_plan: The lanes of the epoch; None if the spec has none.
 
@@ -348,7 +356,7 @@ class EpochPlan:
 
     def __init__(
         self,
-        population: Rows | Blend,
+        population: Rows | Mixture,
         spec: BatchSpec,
         *,
         seed: int,
@@ -375,7 +383,7 @@ class EpochPlan:
         self.lane_plan = lane_plan
         if lane_plan is None:
             order: EpochOrder | BlendOrder
-            if isinstance(self.population, Blend):
+            if isinstance(self.population, Mixture):
                 num_samples = self.population.num_draws
                 order = BlendOrder(self.population, seed=self.seed, epoch=self.epoch)
             else:
@@ -493,7 +501,7 @@ class EpochPlan:
         rows = numbers.copy()
         is_sample = numbers >= 0
         found = numbers[is_sample]
-        if isinstance(self.population, Blend):
+        if isinstance(self.population, Mixture):
             rows[is_sample] = self.population.rows(found)
         else:
             rows[is_sample] = nth_rows(self.population, found)
@@ -505,14 +513,14 @@ class EpochPlan:
         return checked_int("step", step, low=0, high=self.num_steps - 1, where=where, error=PlanError)
 
 
-def _numbers_of(population: Rows | Blend) -> range:
+def _numbers_of(population: Rows | Mixture) -> range:
     if isinstance(population, range):
         return population
-    return range(population.num_samples if isinstance(population, Blend) else len(population))
+    return range(population.num_samples if isinstance(population, Mixture) else len(population))
 
 
-def _checked_population(population: Rows | Blend) -> Rows | Blend:
-    if isinstance(population, RowSet | Blend):
+def _checked_population(population: Rows | Mixture) -> Rows | Mixture:
+    if isinstance(population, RowSet | Mixture):
         return population
     if not isinstance(population, range):
         raise PlanError(f"population must be a range or a row set, got {type(population).__name__}.")

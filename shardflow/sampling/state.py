@@ -18,8 +18,9 @@ from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int,
 from shardflow.sampling.plan import DEFAULT_VIEW, plan_id
 from shardflow.sampling.spec import BatchSpec
 
-STATE_VERSION = 2
-"""Version 2 names the subset or blend of the run; version 1, which had neither, is still read.
+STATE_VERSION = 3
+"""Version 3 names the sampling of a run with weights; others are saved as version 2, which has none. Version 1,
+without subset and blend, is still read.
 
 Increased when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
 # As they are spelled in JSON; "batch" holds the spec.
@@ -27,7 +28,8 @@ _COUNTERS = ("manifest_version", "seed", "epoch", "step")
 _NAMES = ("split", "view")
 _DIGESTS = ("dataset_id", "plan_id")
 _KEYS_1 = ("version", *_DIGESTS, *_NAMES, *_COUNTERS, "batch")
-_KEYS = {1: _KEYS_1, STATE_VERSION: (*_KEYS_1, "subset", "components")}
+_KEYS_2 = (*_KEYS_1, "subset", "components")
+_KEYS = {1: _KEYS_1, 2: _KEYS_2, STATE_VERSION: (*_KEYS_2, "sampling")}
 # Printable ASCII without quotation mark and backslash: one byte per character in JSON, so that a state
 # stays below 1 KB.
 _NAME = re.compile(r"[ !#-\[\]-~]{1,64}")
@@ -36,6 +38,8 @@ _REMEDIES = {
     "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
     "manifest_version": "open the manifest version that it was saved with, or start a new run",
     "subset": "set the split and terms of the subset back, or start a new run",
+    "sampling": "set sampling, and the table versions of its columns, to those that it was saved with, or start a "
+    "new run",
     "view": "set unit and where to those that it was saved with, or start a new run",
     "plan_id": "resume with the shardflow that saved it, since this one plans another order",
 }
@@ -108,6 +112,8 @@ class LoaderState:
     """Digest of the rows, if they are not all of the split."""
     components: tuple[ComponentState, ...] = ()
     """Components of a blend, whose digest is ``dataset_id``; empty for one dataset."""
+    sampling: str | None = None
+    """Digest of weights and draws, if not every row is drawn once an epoch; of a blend in ``dataset_id``."""
     plan_id: str = ""
     """Identity of the plan; computed from the other fields if not given."""
 
@@ -123,11 +129,13 @@ class LoaderState:
                 spec=self.spec,
                 view=self.view,
                 subset=self.subset,
+                sampling=self.sampling,
             )
             object.__setattr__(self, "plan_id", identity)
         _check_text("plan_id", self.plan_id, _DIGEST, "64 hexadecimal digits")
-        if self.subset is not None:
-            _check_text("subset", self.subset, _DIGEST, "64 hexadecimal digits or null")
+        for name in ("subset", "sampling"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), _DIGEST, "64 hexadecimal digits or null")
 
     @property
     def position(self) -> Position:
@@ -141,11 +149,12 @@ class LoaderState:
     def to_json(self) -> dict[str, object]:
         """Return the state as a new JSON object of plain Python values."""
         return {
-            "version": STATE_VERSION,
+            "version": 2 if self.sampling is None else STATE_VERSION,
             **{key: getattr(self, key) for key in (*_DIGESTS, *_NAMES, *_COUNTERS)},
             "batch": self.spec.to_json(),
             "subset": self.subset,
             "components": [component.to_json() for component in self.components],
+            **({} if self.sampling is None else {"sampling": self.sampling}),
         }
 
     @classmethod
@@ -165,7 +174,7 @@ class LoaderState:
         if type(version) is not int or version not in _KEYS:
             found = version if type(version) is int else type(version).__name__
             raise StateError(
-                f"version must be 1 or {STATE_VERSION}, got {found} (loader state); load it with the "
+                f"version must be 1 to {STATE_VERSION}, got {found} (loader state); load it with the "
                 f"shardflow that saved it."
             )
         checked_object(
@@ -183,6 +192,7 @@ class LoaderState:
         return cls(
             spec=spec,
             subset=value.get("subset"),
+            sampling=value.get("sampling"),
             components=components_from_json(value.get("components", [])),
             **{key: value[key] for key in (*_DIGESTS, *_NAMES, *_COUNTERS)},
         )
@@ -231,6 +241,7 @@ class LoaderState:
             "manifest_version": self.manifest_version,
             "split": self.split,
             "subset": self.subset,
+            "sampling": self.sampling,
             **self.spec.to_json(),
             "seed": self.seed,
             "plan_id": self.plan_id,
