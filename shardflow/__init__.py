@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shardflow.packing.job import pack
     from shardflow.sampling.budget import TokenBudget
     from shardflow.sampling.plan import EpochPlan
-    from shardflow.sampling.spec import BatchSpec
+    from shardflow.sampling.spec import BatchSpec, Sampling
     from shardflow.storage.cache.config import CacheConfig
     from shardflow.storage.requests import RemoteOptions
 
@@ -83,6 +83,7 @@ __all__ = [
     "PackConfig",
     "RemoteOptions",
     "SampleError",
+    "Sampling",
     "Selection",
     "ShardWriter",
     "ShardflowError",
@@ -134,6 +135,7 @@ _SOURCES: Final = {
     "PackConfig": "shardflow.packing.config:PackConfig",
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
     "SampleError": "shardflow.errors:SampleError",
+    "Sampling": "shardflow.sampling.spec:Sampling",
     "Selection": "shardflow.loading.selection:Selection",
     "ShardWriter": "shardflow.format.writer:ShardWriter",
     "ShardflowError": "shardflow.errors:ShardflowError",

@@ -546,7 +546,7 @@ class MicroBatchTask:
         """Return the samples that fields are laid out for; a slot that is masked already has none."""
         rows, nothing = self._rows, np.zeros(len(self._rows), np.int64)
         plan, selection = self._source.plan, self._source.selection
-        place = (self._step, self._micro) if selection.is_blend else None
+        place = (self._step, self._micro) if selection.repeats else None
         inside = np.maximum(self._table_rows, 0)
         if self._source.fields is None:
             return Slots(rows, nothing, nothing, inside, plan.seed, plan.epoch, place)

@@ -58,7 +58,7 @@ def bind_fields(
             kept[place] &= has_content
     if all((one == other).all() for one, other in zip(kept, populations, strict=True)):
         return selection, bound
-    if selection.is_blend:
+    if selection.repeats:
         names = ", ".join(repr(one.name) for one in dropped)
         raise ConfigError(
             f"missing='drop' of {names} needs a single dataset; for a blend, select the samples in its file, "

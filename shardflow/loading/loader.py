@@ -39,7 +39,9 @@ from shardflow.loading.lock import (
 )
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
+from shardflow.loading.weighting import sampled
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
+from shardflow.sampling.spec import Sampling
 from shardflow.telemetry import StageCounters, Tunables
 
 _LOGGER = logging.getLogger(__name__)
@@ -205,6 +207,8 @@ class Loader:
             finding of the entity view. `BatchInfo.units` has the places of the samples.
         where: For series and images, an expression over the series table, such as ``"modality == 'CT'"``;
             None selects all but localizers and secondary captures.
+        sampling: How often each sample is drawn: weights, balanced classes, draws of an epoch, or only the
+            first samples, see `Sampling`. Left out for a blend, whose components have their own.
         transform: What is done to each sample: a callable that gets a dict of the field values and
             ``__key__``, ``__facts__`` and ``__rng__``, and whose result is used; its name
             ``"package.module:name"``; or a list of them. See docs/fields.md.
@@ -251,6 +255,7 @@ class Loader:
         fields: Mapping[str, Field] | Literal["default"] | None = None,
         unit: str = "study",
         where: str | None = None,
+        sampling: Sampling | None = None,
         transform: Any = None,
         outputs: Mapping[str, Any] | OutputContract | None = None,
         collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | str | None = None,
@@ -279,6 +284,7 @@ class Loader:
                 _LOGGER.info("%s", line)
             for line in self._fields.warnings():
                 _LOGGER.warning("%s", line)
+        selection = sampled(selection, sampling)
         if any(one is not None for one in (transform, outputs, collate)):
             self._set_transform(selection, config, transform, outputs, collate)
         self._accept_content_change = accept_content_change

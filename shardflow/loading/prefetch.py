@@ -386,8 +386,8 @@ class StreamReads:
     def _fields(self, shard: Shard, row_in_shard: int, row: int, planned: PlannedRead) -> list[int]:
         plan = self._plans[planned.epoch]
         place: tuple[int, ...] = ()
-        if self._selection.is_blend:
-            # A draw of a blend depends on the slot too, which the plan knows.
+        if self._selection.repeats:
+            # A draw of a mixture depends on the slot too, which the plan knows.
             step, slot = divmod(planned.number, self._per_step)
             micro = self._schedule.micro(self._planner.world.rank, slot)
             place = (step, micro, int(np.flatnonzero(plan.micro_batch(step, micro).rows == row)[0]))

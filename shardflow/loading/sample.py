@@ -22,7 +22,7 @@ from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.runtime import LoaderRuntime
 from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec, RankSchedule
-from shardflow.sampling.blend import Blend
+from shardflow.sampling.blend import Mixture
 from shardflow.sampling.layout import mask_of
 from shardflow.telemetry import StageCounters
 
@@ -51,7 +51,7 @@ class OneSampleReader:
         row = self._row(key)
         split = next(name for name, rows in self._dataset.splits.items() if row in rows)
         selection, bound = self._bind(split, fields)
-        if isinstance(selection.population, Blend) or not mask_of(selection.population, row, row + 1)[0]:
+        if isinstance(selection.population, Mixture) or not mask_of(selection.population, row, row + 1)[0]:
             raise ConfigError(
                 "This sample lacks a field with missing='drop', so a loader leaves it out; write "
                 "missing='pad' to look at it."

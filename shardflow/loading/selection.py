@@ -32,8 +32,17 @@ from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.format.tokens import COUNT_COLUMN, open_counts
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, LoaderState, SampleLayout, choose_lanes
-from shardflow.sampling.blend import BLEND_SPLIT, Blend, blend_layout
-from shardflow.sampling.layout import EvenOffsets, Rows, chosen_layout, mask_of, rows_digest, select_rows
+from shardflow.sampling.blend import BLEND_SPLIT, Blend, Mixture, blend_layout
+from shardflow.sampling.layout import (
+    EvenOffsets,
+    ListedRows,
+    Rows,
+    chosen_layout,
+    mask_of,
+    rows_digest,
+    select_rows,
+)
+from shardflow.sampling.spec import Sampling
 from shardflow.storage import LocalStore
 
 _DIGEST_PREFIX = "sha256:"
@@ -301,7 +310,7 @@ def _quoted(terms: Sequence[str]) -> str:
     return ", ".join(repr(term) for term in terms if not term.startswith("keys")) or "a key list"
 
 
-def rows_layout(dataset: Dataset, rows: Rows, spec: BatchSpec) -> SampleLayout:
+def rows_layout(dataset: Dataset, rows: Rows | ListedRows, spec: BatchSpec) -> SampleLayout:
     """Return the places of some samples, with the facts that a batch spec needs.
 
     Raises:
@@ -376,10 +385,17 @@ class Selection:
 
     datasets: tuple[Dataset, ...]
     """One dataset, or one per component of a blend; components may share one."""
-    population: Rows | Blend
+    population: Rows | Mixture
     split: str
     subset: str | None = None
     """Digest of the rows, if they are not the whole split."""
+    sampling: Sampling | None = None
+    """How often each is drawn, where it is not once an epoch; of a blend, its file says it."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may draw a sample more than once."""
+        return isinstance(self.population, Mixture)
 
     @property
     def is_blend(self) -> bool:
@@ -409,7 +425,7 @@ class Selection:
     def population_of(self, component: int) -> NDArray[np.bool_]:
         """Return which rows of a component's own table are used, ``(num_rows,)``."""
         dataset, population = self.datasets[component], self.population
-        rows = population.components[component].rows if isinstance(population, Blend) else population
+        rows = population.components[component].rows if isinstance(population, Mixture) else population
         return mask_of(rows, 0, dataset.samples.num_samples)
 
     # ---- plan and state --------------------------------------------------------------------------
@@ -420,13 +436,15 @@ class Selection:
         Raises:
             PlanError: A samples table is not ordered by shard and offset.
         """
-        if not isinstance(self.population, Blend):
+        if not isinstance(self.population, Mixture):
             return rows_layout(self.datasets[0], self.population, spec)
-        components = self.population.components
-        parts = [
-            rows_layout(dataset, component.rows, spec)
-            for dataset, component in zip(self.datasets, components, strict=True)
-        ]
+        parts = []
+        for dataset, component in zip(self.datasets, self.population.components, strict=True):
+            if component.classes is None:
+                parts.append(rows_layout(dataset, component.rows, spec))
+            else:
+                listed = component.classes.listed()
+                parts += [rows_layout(dataset, listed[code], spec) for code in component.strata]
         return blend_layout(self.population, parts)
 
     def plan(self, spec: BatchSpec, *, seed: int, epoch: int, auto_lanes: bool = False) -> EpochPlan:
@@ -468,6 +486,7 @@ class Selection:
             seed=seed,
             spec=spec,
             view=view,
+            sampling=self.population.digest if isinstance(self.population, Mixture) else None,
         )
 
     def reopened(self) -> Selection:

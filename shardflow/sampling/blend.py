@@ -51,8 +51,8 @@ from shardflow.seeds import derive
 MAX_COMPONENTS = 1000
 """Most components of a blend."""
 MAX_COMPONENT_STATES = 10
-"""Most components that a loader state lists; those of a larger blend are in ``loader.lock.json`` alone, so that
-the state stays below 1 KB."""
+"""Most components that a loader state lists; those of a larger blend are in ``loader.lock.json`` alone, so
+that the state stays below 1 KB."""
 
 DIGEST_LENGTH = 8
 """Hexadecimal digits of a component's digest in a state, which name the component that changed; whether one
@@ -90,8 +90,8 @@ def components_from_json(value: object) -> tuple[ComponentState, ...]:
     found = [_TEXT.fullmatch(text) if isinstance(text, str) else None for text in texts]
     if len(found) > MAX_COMPONENT_STATES or not all(found):
         raise StateError(
-            f"components must be a list of at most {MAX_COMPONENT_STATES} texts of version and digest (state); "
-            f"pass what state_dict() returned, unchanged."
+            f"components must be a list of at most {MAX_COMPONENT_STATES} texts of version and digest "
+            f"(state); pass what state_dict() returned, unchanged."
         )
     return tuple(ComponentState(int(match[1]), match[2]) for match in found if match)
 
@@ -196,10 +196,10 @@ class BlendComponent:
         return found + (epoch - start) * count
 
     @property
-    def strata(self) -> tuple[int | None, ...]:
-        """Classes that are ever drawn; one that stands for all rows without weights."""
+    def strata(self) -> tuple[int, ...]:
+        """Classes that are ever drawn; without weights 0, which stands for all rows."""
         if self.classes is None:
-            return (None,)
+            return (0,)
         return tuple(np.flatnonzero(self.classes.totals.any(axis=0)).tolist())
 
     @property
@@ -270,9 +270,9 @@ class Mixture:
         }
         self._before: Recent[Int64Array] = Recent(4)
 
-    def _size(self, number: int, code: int | None) -> int:
+    def _size(self, number: int, code: int) -> int:
         classes = self.components[number].classes
-        return len(self.components[number].rows) if classes is None or code is None else int(classes.sizes[code])
+        return len(self.components[number].rows) if classes is None else int(classes.sizes[code])
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the blended rows of all components."""
@@ -280,8 +280,8 @@ class Mixture:
             yield from (row + base for row in component.rows)
 
     @property
-    def strata(self) -> list[tuple[int, int | None]]:
-        """Component and class of each stratum, in order; the class is None for a component without weights."""
+    def strata(self) -> list[tuple[int, int]]:
+        """Component and class of each stratum, in order; the class is 0 for a component without weights."""
         return list(self._strata)
 
     def starts(self) -> list[int]:
@@ -313,7 +313,7 @@ class Mixture:
     def key(self, seed: int, stratum: int, number: int) -> int:
         """Return the key of a pass through a stratum."""
         component, code = self._strata[stratum]
-        if code is None:
+        if self.components[component].classes is None:
             return derive(seed, "blend", component, number)
         return derive(seed, "weights", component, code, number)
 
@@ -334,7 +334,7 @@ class Mixture:
             here = found == stratum
             number, code = self._strata[stratum]
             component, inside = self.components[number], numbers[here] - self._starts[stratum]
-            if component.classes is None or code is None:
+            if component.classes is None:
                 table_rows = nth_rows(component.rows, inside)
             else:
                 table_rows = component.classes.take(code, inside)

@@ -430,7 +430,12 @@ class ChosenColumn:
 
 
 def chosen_layout(
-    rows: RowSet | ListedRows, *, dataset_id: str, shard: AnyArray, num_bytes: AnyArray, facts: Mapping[str, AnyArray]
+    rows: RowSet | ListedRows,
+    *,
+    dataset_id: str,
+    shard: AnyArray,
+    num_bytes: AnyArray,
+    facts: Mapping[str, AnyArray],
 ) -> SampleLayout:
     """Return the layout of chosen rows, whose population is ``range(len(rows))``.
 

@@ -1,15 +1,20 @@
-"""Batch spec: how samples form micro-batches and steps, independent of the world size."""
+"""Batch spec and sampling: how samples form micro-batches and steps, and how often each is drawn.
+
+Both are independent of the world size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
+from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
 from shardflow.sampling.budget import TokenBudget
 from shardflow.sampling.permutation import MAX_COUNTER, check_ints, checked_int, checked_object
 
+MissingClass = Literal["error", "drop", "own"]
 Tail = Literal["drop", "repeat", "mask"]
 TAILS: Final[tuple[Tail, ...]] = get_args(Tail)
 
@@ -149,3 +154,86 @@ class BatchSpec:
         if size == "budget":
             parts["budget"] = TokenBudget.from_json(parts["budget"])
         return cls(**parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How often each sample is drawn; by default every one once an epoch.
+
+    Draws are counted over all epochs: after any number of epochs each sample was drawn its exact share of
+    times, within 1. The order is the same on any number of ranks and after a resume.
+
+    Raises:
+        ConfigError: Settings exclude each other, or a number is out of range.
+
+    Example:
+        >>> Sampling(weights={0: "quality.clean", 5: "quality.all"}).segments
+        ((0, 'quality.clean'), (5, 'quality.all'))
+    """
+
+    weights: str | dict[int, str] | None = None
+    """Column of numbers of at least 0, such as ``"quality.weight"``: a sample of weight 2 is drawn twice as
+    often as one of weight 1, one of weight 0 never. A curriculum is a table of first epochs and columns, such
+    as ``{0: "quality.clean", 5: "quality.all"}``; an empty name stands for equal weights."""
+    balance: str | None = None
+    """Column of classes, such as ``"labels.finding"``: each class is drawn equally often."""
+    missing_class: MissingClass = "error"
+    """What ``balance`` does with samples without a class: refuse them, leave them out (``drop``), or make
+    them a class of their own (``own``)."""
+    epoch_samples: Annotated[int, Bounds(1)] | None = None
+    """Draws of an epoch; by default as many as there are samples."""
+    limit: Annotated[int, Bounds(1)] | None = None
+    """Use only this many samples: those whose sample keys come first in alphabetical order."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.weights is not None and self.balance is not None:
+            raise ConfigError("sampling takes weights or balance, got both; leave out one of them.")
+        if self.missing_class != "error" and self.balance is None:
+            raise ConfigError("missing_class is for balance=, which is not set; leave it out.")
+        if isinstance(self.weights, Mapping):
+            epochs = [str(epoch) for epoch in self.weights]  # a TOML file has texts
+            if not all(map(str.isdecimal, epochs)) or "0" not in epochs:
+                raise ConfigError(
+                    "weights by epoch must begin with epoch 0 and have whole numbers as epochs, such as "
+                    f'{{0: "easy", 5: "all"}}, got {", ".join(epochs) or "none"}.'
+                )
+            by_epoch = {int(epoch): name for epoch, name in zip(epochs, self.weights.values(), strict=True)}
+            object.__setattr__(self, "weights", by_epoch)
+        if not all(isinstance(name, str) for _, name in self.segments) or self.weights == "":
+            raise ConfigError('weights must be the name of a column, such as "quality.weight".')
+
+    @property
+    def segments(self) -> tuple[tuple[int, str], ...]:
+        """First epochs, ascending, and the column of weights from there on; empty without weights."""
+        if self.weights is None:
+            return ()
+        if not isinstance(self.weights, Mapping):
+            return ((0, self.weights),)
+        return tuple(sorted(self.weights.items()))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that are read."""
+        names = [name for _, name in self.segments if name]
+        return tuple(dict.fromkeys(names if self.balance is None else [self.balance]))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything differs from one draw of every sample an epoch."""
+        return self != Sampling()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that are used as a JSON object."""
+        settings: dict[str, Any] = {
+            "weights": (
+                {str(epoch): name for epoch, name in self.segments}
+                if isinstance(self.weights, Mapping)
+                else self.weights
+            ),
+            "balance": self.balance,
+            "missing_class": None if self.missing_class == "error" else self.missing_class,
+            "epoch_samples": self.epoch_samples,
+            "limit": self.limit,
+        }
+        return {name: value for name, value in settings.items() if value is not None}

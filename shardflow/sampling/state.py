@@ -19,8 +19,8 @@ from shardflow.sampling.plan import DEFAULT_VIEW, plan_id
 from shardflow.sampling.spec import BatchSpec
 
 STATE_VERSION = 3
-"""Version 3 names the sampling of a run with weights; others are saved as version 2, which has none. Version 1,
-without subset and blend, is still read.
+"""Version 3 names the sampling of a run with weights; others are saved as version 2, which has none. Version
+1, without subset and blend, is still read.
 
 Increased when a key is added, removed or changes its meaning (change class CHECKPOINT STATE)."""
 # As they are spelled in JSON; "batch" holds the spec.
@@ -38,8 +38,10 @@ _REMEDIES = {
     "dataset_id": "open the dataset and the manifest version that it was saved with, or start a new run",
     "manifest_version": "open the manifest version that it was saved with, or start a new run",
     "subset": "set the split and terms of the subset back, or start a new run",
-    "sampling": "set sampling, and the table versions of its columns, to those that it was saved with, or start a "
-    "new run",
+    "sampling": (
+        "set sampling, and the table versions of its columns, to those that it was saved with, or start a "
+        "new run"
+    ),
     "view": "set unit and where to those that it was saved with, or start a new run",
     "plan_id": "resume with the shardflow that saved it, since this one plans another order",
 }

@@ -149,7 +149,10 @@ class WeightClasses:
         codes: The class of each row.
         row_weights: ``(G, K)`` integers of at least 0, the weight of a row of each class, a line per segment;
             None gives all classes that have rows the same total.
+        num_classes: K.
         starts: First epoch of each segment, the first 0.
+        names: Name of each class, for people.
+        error: Largest relative difference between a weight and the integer that stands for it.
 
     Attributes:
         sizes: ``(K,)`` int64, rows of each class.
@@ -162,9 +165,19 @@ class WeightClasses:
     """
 
     def __init__(
-        self, rows: Rows, codes: Codes, row_weights: Int64Array | None, num_classes: int, starts: Sequence[int] = (0,)
+        self,
+        rows: Rows,
+        codes: Codes,
+        row_weights: Int64Array | None,
+        num_classes: int,
+        starts: Sequence[int] = (0,),
+        *,
+        names: tuple[str, ...] = (),
+        error: float = 0.0,
     ) -> None:
         self.rows, self.codes, self.starts = rows, codes, tuple(starts)
+        self.names = names or tuple(map(str, range(num_classes)))
+        self.error = error
         self._num_classes = num_classes
         first, last = (rows.start, rows.stop) if isinstance(rows, range) else _ends(rows)
         self._first = first
@@ -197,11 +210,13 @@ class WeightClasses:
         step = max(_READ_ROWS, block)
         keys = np.repeat(np.arange(step // block, dtype=np.int64) * width, block)
         narrow = np.dtype(np.uint8 if width <= 2**8 else "<u2")
+        work = np.empty_like(keys)
         for start in range(self._first, self._last, step):
             stop = min(start + step, self._last)
             codes = self._masked(start, stop)
             digest.update(codes.astype(narrow, copy=False).data)
-            counts = np.bincount(keys[: stop - start] + codes, minlength=-(-(stop - start) // block) * width)
+            np.add(keys[: stop - start], codes, out=work[: stop - start])
+            counts = np.bincount(work[: stop - start], minlength=-(-(stop - start) // block) * width)
             at = (start - self._first) // block + 1
             found = counts.reshape(-1, width)[:, : self._num_classes]
             before[at : at + len(found)] = found
@@ -293,8 +308,9 @@ def find_levels(blocks: Iterator[npt.NDArray[Any]], *, name: str) -> Levels:
             continue
         _check_weights(block, name)
         integers &= block.dtype.kind in "iub"
-        if block.dtype.kind in "iub" and int(block.max()) < _TABLE_VALUES:  # ten times as fast as sorting
-            counts += np.bincount(block.astype(np.uint16, copy=False), minlength=_TABLE_VALUES)
+        is_narrow = block.dtype.kind in "ub" and block.dtype.itemsize <= np.dtype(np.uint16).itemsize
+        if is_narrow or (block.dtype.kind in "iu" and int(block.max()) < _TABLE_VALUES):
+            counts += np.bincount(block, minlength=_TABLE_VALUES)  # ten times as fast as sorting
             continue
         found = np.unique(_bits(block) & mask)
         bits, mask = _merged(bits, found, mask)
@@ -302,7 +318,9 @@ def find_levels(blocks: Iterator[npt.NDArray[Any]], *, name: str) -> Levels:
     bits, mask = _merged(bits, np.unique(_bits(np.flatnonzero(counts)) & mask), mask)
     values = bits.view(np.float64)
     # What was cut off is half a unit of the last bit on average; 0 stays 0.
-    middles = np.where(values > 0, (bits | ((~mask + 1) >> 1)).view(np.float64) if mask != -1 else values, 0.0)
+    middles = np.where(
+        values > 0, (bits | ((~mask + 1) >> 1)).view(np.float64) if mask != -1 else values, 0.0
+    )
     largest = float(middles.max(initial=0.0))
     scale = 1.0
     if not (integers and largest <= MAX_WEIGHT and mask == -1) and largest > 0:
@@ -324,8 +342,10 @@ def _bits(values: npt.NDArray[Any]) -> Int64Array:
 
 def _check_weights(block: npt.NDArray[Any], name: str) -> None:
     if block.dtype.kind == "f" and not np.isfinite(block).all():
-        raise ConfigError(f"weights={name!r} must be finite numbers, got NaN or infinity; correct the column.")
-    if block.dtype.kind != "b" and block.min() < 0:
+        raise ConfigError(
+            f"weights={name!r} must be finite numbers, got NaN or infinity; correct the column."
+        )
+    if block.dtype.kind not in "bu" and block.min() < 0:
         raise ConfigError(f"weights={name!r} must be at least 0, got negative numbers; correct the column.")
 
 

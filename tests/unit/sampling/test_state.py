@@ -11,7 +11,7 @@ import pytest
 
 from shardflow.errors import StateError
 from shardflow.sampling import BatchSpec, CostRule, LoaderState, Position, TokenBudget, plan_id
-from shardflow.sampling.blend import MAX_COMPONENTS, ComponentState
+from shardflow.sampling.blend import MAX_COMPONENT_STATES, ComponentState
 
 pytestmark = pytest.mark.fast
 
@@ -56,7 +56,7 @@ def test_a_state_is_below_1_kilobyte() -> None:
         view="full_study",
         epoch=10**6,
         step=10**9,
-        components=tuple(ComponentState(10**4, "01234567") for _ in range(MAX_COMPONENTS)),
+        components=tuple(ComponentState(10**4, "01234567") for _ in range(MAX_COMPONENT_STATES)),
         spec=BatchSpec(
             budget=TokenBudget(
                 max_tokens=2**20,
@@ -151,14 +151,14 @@ def test_other_things_than_objects_are_refused(value: Any) -> None:
         LoaderState.from_json(value)
 
 
-@pytest.mark.parametrize("version", [0, 3, None, "1", 1.0, True])
+@pytest.mark.parametrize("version", [0, 4, None, "1", 1.0, True])
 def test_other_versions_are_refused(version: Any) -> None:
-    with pytest.raises(StateError, match=r"^version must be 1 or 2, got"):
+    with pytest.raises(StateError, match=r"^version must be 1 to 3, got"):
         LoaderState.from_json(saved(version=version))
 
 
 def test_a_state_without_a_version_is_refused() -> None:
-    with pytest.raises(StateError, match=r"^version must be 1 or 2, got NoneType"):
+    with pytest.raises(StateError, match=r"^version must be 1 to 3, got NoneType"):
         LoaderState.from_json({"epoch": 0, "step": 4})
 
 

@@ -1,0 +1,174 @@
+"""Loaders with weights, classes and limits: the same batches on any world size and after a resume."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardflow as sf
+from shardflow.errors import ConfigError, StateError
+from shardflow.format import Dataset
+from shardflow.format.tables import StoredColumn, write_table
+from tests.factories import make_dataset
+
+NUM = 40
+SPEC = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("weighted") / "dataset"
+    made = Dataset.open(make_dataset(folder, num_samples=NUM, facts=True))
+    number = np.arange(NUM)
+    none = np.zeros(NUM, bool)
+    columns = [
+        StoredColumn(name="weight", kind="int", values=number % 4, is_missing=none),
+        StoredColumn(name="share", kind="float", values=(number % 4) / 10, is_missing=none),
+        StoredColumn(name="bad", kind="float", values=np.where(number == 3, -1.0, 1.0), is_missing=none),
+        StoredColumn(name="zero", kind="int", values=number * 0, is_missing=none),
+        StoredColumn(name="gaps", kind="int", values=number % 4, is_missing=number % 5 == 0),
+        StoredColumn(
+            name="finding",
+            kind="category",
+            values=np.where(number < 30, 0, 1),
+            is_missing=number % 10 == 9,
+            names=("common", "rare"),
+        ),
+    ]
+    write_table(made.store, made.dataset_id, "t", "study", columns)
+    return Dataset.open(str(folder))
+
+
+def batches(
+    dataset: Any, sampling: sf.Sampling | None, *, world: sf.World, epochs: int = 2, **more: Any
+) -> list[Any]:
+    """Keys and weights of the micro-batches of a rank."""
+    with sf.Loader(
+        dataset, split="train", seed=7, batch=SPEC, fields={}, sampling=sampling, world=world, **more
+    ) as loader:
+        found = []
+        for epoch in range(loader.epoch, epochs):
+            loader.set_epoch(epoch)
+            found += [(b.epoch, b.step, b.micro, tuple(b.sample_keys)) for b in loader]
+        return found
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        sf.Sampling(weights="t.weight"),
+        sf.Sampling(weights={0: "t.weight", 1: ""}, epoch_samples=50),
+        sf.Sampling(balance="t.finding", missing_class="own", epoch_samples=30),
+        sf.Sampling(limit=3, epoch_samples=20),
+    ],
+)
+def test_equal_on_1_2_and_4_ranks_and_after_a_resume(dataset: Dataset, sampling: sf.Sampling) -> None:
+    alone = batches(dataset, sampling, world=sf.World())
+    for world_size in (2, 4):
+        ranks = [
+            batches(dataset, sampling, world=sf.World(rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        assert sorted(one for rank in ranks for one in rank) == sorted(alone)
+    options: dict[str, Any] = {"split": "train", "seed": 7, "batch": SPEC, "fields": {}, "sampling": sampling}
+    with sf.Loader(dataset, world="single", **options) as loader:
+        iterator = iter(loader)
+        for _ in range(8):
+            next(iterator)
+        state = loader.state_dict()
+        assert state["step"] == 2
+        if sampling.weights == "t.weight":
+            assert state["version"] == 3
+    with sf.Loader(dataset, world="single", **options) as resumed:
+        resumed.load_state_dict(state)
+        rest = [(b.epoch, b.step, b.micro, tuple(b.sample_keys)) for b in resumed]
+    assert rest == [one for one in alone if one[0] == 0 and one[1] >= 2]
+    other = sf.Loader(dataset, world="single", **{**options, "sampling": sf.Sampling(epoch_samples=33)})
+    with pytest.raises(StateError, match="of the loader state must be this run's"):
+        other.load_state_dict(state)
+
+
+def counts_of(dataset: Dataset, sampling: sf.Sampling, epochs: int = 1) -> Counter[int]:
+    found = batches(dataset, sampling, world=sf.World(), epochs=epochs)
+    return Counter(dataset.samples.find(key) for *_, keys in found for key in keys if key is not None)
+
+
+def test_counts_follow_weights_and_classes(dataset: Dataset) -> None:
+    drawn = counts_of(dataset, sf.Sampling(weights="t.weight", epoch_samples=60))
+    assert drawn == {row: row % 4 for row in range(NUM) if row % 4}
+    assert drawn == counts_of(dataset, sf.Sampling(weights="t.share", epoch_samples=60))
+    classes = counts_of(dataset, sf.Sampling(balance="t.finding", missing_class="drop", epoch_samples=54))
+    assert sum(classes[row] for row in range(30)) == 27
+    assert all(row % 10 != 9 for row in classes)
+    assert {classes[row] for row in range(30, 40)} == {0, 3}
+    own = counts_of(dataset, sf.Sampling(balance="t.finding", missing_class="own", epoch_samples=60))
+    assert sum(own[row] for row in range(9, 40, 10)) == 20
+
+
+def test_limit_takes_the_first_keys_and_repeats_them(dataset: Dataset) -> None:
+    first = sorted(dataset.samples.column("sample_key").tolist())[:3]
+    drawn = counts_of(dataset, sf.Sampling(limit=3, epoch_samples=24))
+    assert {dataset.samples.column("sample_key")[row] for row in drawn} == set(first)
+    assert set(drawn.values()) == {8}
+
+
+def test_bad_input_is_one_sentence_before_step_0(dataset: Dataset) -> None:
+    wrong = {
+        "must be at least 0, got negative": sf.Sampling(weights="t.bad"),
+        "must be above 0 for some sample": sf.Sampling(weights="t.zero"),
+        "must be known for every sample, got 8 of 40": sf.Sampling(weights="t.gaps"),
+        "did you mean 't.weight'": sf.Sampling(weights="t.wieght"),
+        "use balance=": sf.Sampling(weights="t.finding"),
+        'missing_class="drop" to leave them out': sf.Sampling(balance="t.finding"),
+    }
+    for sentence, sampling in wrong.items():
+        with pytest.raises(ConfigError, match=sentence):
+            sf.Loader(dataset, split="train", seed=7, batch=SPEC, fields={}, sampling=sampling)
+    with pytest.raises(ConfigError, match="weights or balance, got both"):
+        sf.Sampling(weights="a", balance="b")
+    with pytest.raises(ConfigError, match="must begin with epoch 0"):
+        sf.Sampling(weights={1: "a"})
+
+
+def test_a_loader_process_draws_the_same(dataset: Dataset, tmp_path: Path) -> None:
+    sampling = sf.Sampling(weights="t.weight")
+    process = sf.LoaderConfig(execution="process")
+    assert batches(dataset, sampling, world=sf.World(), epochs=1, config=process) == batches(
+        dataset, sampling, world=sf.World(), epochs=1
+    )
+
+
+def test_draws_of_a_sample_in_an_epoch_differ(dataset: Dataset) -> None:
+    sampling = sf.Sampling(limit=1, epoch_samples=8)
+    spec = sf.BatchSpec(micro_batch_size=8, micro_batches_per_step=1)
+    fields = {"image": sf.Slices(num_slices=1, size=(8, 8), sampling="random")}
+
+    def noise(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"noise": np.array([sample["__rng__"].random()])}
+
+    with sf.Loader(
+        dataset,
+        split="train",
+        seed=7,
+        batch=spec,
+        fields=fields,
+        sampling=sampling,
+        transform=noise,
+        world="single",
+    ) as loader:
+        batch = next(iter(loader))
+        assert len({*batch["noise"].ravel().tolist()}) == 8
+
+
+def test_the_selection_crosses_a_process(dataset: Dataset) -> None:
+    with sf.Loader(
+        dataset, split="train", seed=7, batch=SPEC, fields={}, sampling=sf.Sampling(weights="t.weight")
+    ) as one:
+        again = pickle.loads(pickle.dumps(one.selection))
+        plan = again.plan(SPEC, seed=7, epoch=1)
+        assert plan.step(0)[0].tolist() == one.selection.plan(SPEC, seed=7, epoch=1).step(0)[0].tolist()
