@@ -40,8 +40,7 @@ from shardflow.loading.lock import (
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.weighting import sampled
-from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
-from shardflow.sampling.spec import Sampling
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule, Sampling
 from shardflow.telemetry import StageCounters, Tunables
 
 _LOGGER = logging.getLogger(__name__)
@@ -207,8 +206,7 @@ class Loader:
             finding of the entity view. `BatchInfo.units` has the places of the samples.
         where: For series and images, an expression over the series table, such as ``"modality == 'CT'"``;
             None selects all but localizers and secondary captures.
-        sampling: How often each sample is drawn: weights, balanced classes, draws of an epoch, or only the
-            first samples, see `Sampling`. Left out for a blend, whose components have their own.
+        sampling: How often each sample is drawn, see `Sampling`; a blend's components have their own.
         transform: What is done to each sample: a callable that gets a dict of the field values and
             ``__key__``, ``__facts__`` and ``__rng__``, and whose result is used; its name
             ``"package.module:name"``; or a list of them. See docs/fields.md.
@@ -217,8 +215,7 @@ class Loader:
             synthetic sample.
         collate: Gets the list of the transformed samples of a micro-batch, one per slot, and returns what the
             batch holds.
-        accept_content_change: Whether a state of other fields may be loaded, for example to go on with larger
-            images; the order of samples is the same.
+        accept_content_change: Whether a state of other fields, such as larger images, may be loaded.
         world: This rank: a `World`, ``"single"``, a torch ``DeviceMesh`` of one dimension, or
             ``(mesh, "dp")``. By default the rank of torch.distributed if it is initialized, else the one that
             torchrun's variables state, else a single process; resolved now, and logged.

@@ -16,7 +16,7 @@ from shardflow.sampling.measures import PlanMeasures, measure_plan
 from shardflow.sampling.micro_batches import MicroBatch
 from shardflow.sampling.permutation import Permutation
 from shardflow.sampling.plan import EpochPlan, PlanSummary, RankSchedule, plan_id
-from shardflow.sampling.spec import BatchSpec
+from shardflow.sampling.spec import BatchSpec, Sampling
 from shardflow.sampling.state import LoaderState, Position
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Position",
     "RankSchedule",
     "SampleLayout",
+    "Sampling",
     "TileRule",
     "TokenBudget",
     "choose_lanes",
