@@ -40,7 +40,15 @@ from shardflow.loading.lock import (
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.weighting import sampled
-from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule, Sampling
+from shardflow.sampling import (
+    BatchSpec,
+    EpochPlan,
+    LoaderState,
+    PlanSummary,
+    Position,
+    RankSchedule,
+    Sampling,
+)
 from shardflow.telemetry import StageCounters, Tunables
 
 _LOGGER = logging.getLogger(__name__)
