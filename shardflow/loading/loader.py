@@ -40,15 +40,8 @@ from shardflow.loading.lock import (
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.weighting import sampled
-from shardflow.sampling import (
-    BatchSpec,
-    EpochPlan,
-    LoaderState,
-    PlanSummary,
-    Position,
-    RankSchedule,
-    Sampling,
-)
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
+from shardflow.sampling.spec import Sampling
 from shardflow.telemetry import StageCounters, Tunables
 
 _LOGGER = logging.getLogger(__name__)
@@ -196,8 +189,7 @@ class Loader:
     that changes the epoch retire it, and its next step raises `StateError`.
 
     Threads start with the first micro-batch of an iteration and end with it; nothing runs before or in
-    between, so the process may fork there. Loader processes, if configured, also start with the first
-    micro-batch; they end with `close` or with the loader.
+    between, so the process may fork there. Loader processes start likewise; `close` ends them.
 
     Args:
         dataset: The dataset, or a blend of several, see `open_blend`.
