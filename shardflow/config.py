@@ -469,7 +469,7 @@ def _as_tree(config: Any) -> dict[str, Any]:
 
 def _dump_table(tree: Mapping[str, Any], keys: tuple[str, ...], lines: list[str]) -> None:
     scalars = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if keys:
+    if keys and (scalars or not tree):
         lines.extend(["", f"[{'.'.join(map(_toml_key, keys))}]"])
     lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in scalars.items())
     for key, value in tree.items():

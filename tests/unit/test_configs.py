@@ -260,15 +260,22 @@ def _find(name: str) -> type[_Crop]:
     return _Crop
 
 
+def _name(kind: type[Any]) -> str:
+    return kind.__name__.strip("_").lower()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Steps:
-    steps: dict[str, Annotated[_Crop, TypeKey(_find)]] = field(default_factory=dict)
+    steps: dict[str, Annotated[_Crop, TypeKey(_find, _name)]] = field(default_factory=dict)
 
 
 def test_a_key_names_the_type_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "steps.toml"
     path.write_text('[steps.a]\ntype = "crop"\nsize = [2, 3]\n[steps.b]\ntype = "crop"\ncount = "all"\n')
-    assert load_config(_Steps, path).steps == {"a": _Crop(size=(2, 3)), "b": _Crop(count="all")}
+    steps = load_config(_Steps, path)
+    assert steps.steps == {"a": _Crop(size=(2, 3)), "b": _Crop(count="all")}
+    path.write_text(dump_config(steps))
+    assert load_config(_Steps, path) == steps
     assert load_config(_Steps, path, ["steps.a.count=4"]).steps["a"] == _Crop(size=(2, 3), count=4)
 
 

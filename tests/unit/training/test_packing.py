@@ -161,8 +161,7 @@ def test_a_packed_filler_runs_through_everything_with_gradients_of_zero(tiny: Ti
     tokenizer = ReportTokenizer.load(tiny.tokenizer)
     model = exact_model(tiny, tokenizer)
     batch = batches(tiny)[0]
-    for name in ("weight", "slice_mask", "text_offsets"):
-        batch.arrays[name][:] = 0
+    batch.arrays["weight"][:], batch["image_mask"][:], batch["report"][:] = 0, 0, [""] * 4
     inputs = make_inputs(batch, tokenizer, max_tokens=24, device=CPU, packed=True)
     assert inputs.num_tokens == 0
     loss, gradients = loss_and_gradients(model, inputs)
@@ -178,7 +177,7 @@ def test_only_slices_that_are_there_go_through_the_tower(tiny: TinyInput) -> Non
         lambda _, __, given: looked_at.append(len(given["pixel_values"])), with_kwargs=True
     )
     batch = batches(tiny)[0]
-    batch.arrays["slice_mask"][:, 1:] = 0
+    batch["image_mask"][:, 1:] = 0
     for packed in (False, True):
         model(*make_inputs(batch, tokenizer, max_tokens=24, device=CPU, packed=packed).model_arguments)
     assert looked_at == [12, 4]

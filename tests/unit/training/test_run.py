@@ -25,6 +25,7 @@ from shardflow.errors import (
     TrainingError,
 )
 from shardflow.format import Dataset, manifest
+from shardflow.format.facts import attach_facts
 from shardflow.storage import LocalStore
 from shardflow.training import loop as evaluate_module
 from shardflow.training import step as step_module
@@ -387,6 +388,7 @@ def test_run_stays_with_the_manifest_it_began_with(tiny: TinyInput, tmp_path: Pa
     store = LocalStore(growing.dataset)
     first = manifest.load(store)
     manifest.commit(store, replace(first, manifest_version=2, parent=first.dataset_id))
+    attach_facts(Dataset.open(growing.dataset))
     assert run(growing, output, "run.max_steps=2").resumed_from == "step-00000001"
     with pytest.raises(StateError, match="dataset_id"):
         run(growing, output, "run.max_steps=3", "data.manifest_version=2")
