@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields import adapters
+    from shardflow.fields.events import Events
     from shardflow.fields.field import Field
     from shardflow.fields.members import Array, Bytes, Json, Text
     from shardflow.fields.pictures import Image, Slices
@@ -69,6 +70,7 @@ __all__ = [
     "ConfigError",
     "Dataset",
     "EpochPlan",
+    "Events",
     "Field",
     "FieldsView",
     "FormatError",
@@ -121,6 +123,7 @@ _SOURCES: Final = {
     "ConfigError": "shardflow.errors:ConfigError",
     "Dataset": "shardflow.format.dataset:Dataset",
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",
+    "Events": "shardflow.fields.events:Events",
     "Field": "shardflow.fields.field:Field",
     "FieldsView": "shardflow.fields.raw:FieldsView",
     "FormatError": "shardflow.errors:FormatError",

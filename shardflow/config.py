@@ -4,12 +4,13 @@ Reads, overrides and checks the settings of every job; the dataclasses belong to
 configure. An unknown key is always an error, and nothing is read from the environment.
 
 Field types: ``bool int float str Path``, ``Literal[...]``, ``tuple[T, ...]`` and ``Sequence[T]``, ``dict[str,
-T]``, ``T | None``, nested dataclasses (TOML tables), and ``Annotated`` with :data:`BYTE_SIZE` (``"1MiB"`` or
-an integer), :data:`PLACE` (a path or a URL), :class:`Bounds`, :class:`TypeKey` for a table whose key ``type``
-names its dataclass, or, for a table that may stand in two places, :class:`Inside` or :data:`SPREAD`. Of
-several types (``int | Literal["all"]``) the first one that takes a value. Relative paths are resolved against
-the folder of the file, those of ``--set`` against the current folder; ``~`` is the home folder. A dataclass
-may have a mapping ``moved_keys`` from keys that it had to a sentence on what to write now.
+T]``, ``T | None``, ``Any`` (its owner checks it), nested dataclasses (TOML tables), and ``Annotated`` with
+:data:`BYTE_SIZE` (``"1MiB"`` or an integer), :data:`PLACE` (a path or a URL), :class:`Bounds`,
+:class:`TypeKey` for a table whose key ``type`` names its dataclass, or, for a table that may stand in two
+places, :class:`Inside` or :data:`SPREAD`. Of several types (``int | Literal["all"]``) the first one that
+takes a value. Relative paths are resolved against the folder of the file, those of ``--set`` against the
+current folder; ``~`` is the home folder. A dataclass may have a mapping ``moved_keys`` from keys that it had
+to a sentence on what to write now.
 """
 
 from __future__ import annotations
@@ -402,6 +403,8 @@ def _bind_tuple(item_hint: Any, value: Any, place: _Place) -> tuple[Any, ...]:
 
 
 def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -> Any:
+    if base is Any:
+        return value
     if BYTE_SIZE in marks and isinstance(value, str):
         try:
             return parse_byte_size(value)

@@ -192,7 +192,8 @@ class FieldContext:
     Args:
         samples: The samples and their datasets.
         populations: For each dataset which rows of its own table are used, ``(num_rows,)``.
-        counters: Gets the stages ``decode``, ``transform``, ``saturated``, ``regions`` and ``absent_labels``.
+        counters: Gets the stages ``decode``, ``transform``, ``saturated``, ``regions``, ``absent_labels``,
+            and those that `Events` and `Waveform` name.
     """
 
     def __init__(
@@ -411,6 +412,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
 
 RESERVED_SUFFIXES: Final = frozenset(
     {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets", "variant"}
+    | {"time_s", "code", "has_value", "recorded"}
 )
 """Ends of the names of entries beside a field, such as ``NAME_mask``."""
 

@@ -106,6 +106,7 @@ _TYPES: Final = {
     "json": "shardflow.fields.members:Json",
     "bytes": "shardflow.fields.members:Bytes",
     "array": "shardflow.fields.members:Array",
+    "events": "shardflow.fields.events:Events",
     "tokens": "shardflow.fields.tokens:Tokens",
 }
 

@@ -29,6 +29,8 @@ STUDY_FIELD = "study.json"
 REPORT_FIELD = "report.txt"
 REPORT_JSON_FIELD = "report.json"
 ANNOTATIONS_FIELD = "annotations.json"
+RECORDS_FIELD = "records.json"
+WAVEFORMS_FIELD = "waveforms.json"
 DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 """SHA-256 in hexadecimal digits."""
 SAMPLE_KEY_PATTERN = re.compile(r"[a-z0-9]{1,64}", re.ASCII)

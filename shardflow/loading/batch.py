@@ -82,6 +82,8 @@ class BatchInfo:
     units: list[Unit | None]
     """Place of each sample in its study: the study's key, and for samples that are series or images the
     number of the series and the position in it. None in a padding slot."""
+    classes: Mapping[str, Sequence[str]]
+    """By field the names of its classes, in the order of their numbers; of fields that have classes."""
 
 
 class Batch(Mapping[str, Any]):
@@ -285,7 +287,13 @@ class Batch(Mapping[str, Any]):
     def info(self) -> BatchInfo:
         """Samples of the batch, and its place in the run."""
         keys = self.sample_keys
-        return BatchInfo(keys, self._arrays["weight"], self.epoch, self.step, self.micro, self._units(keys))
+        classes = {
+            entry["name"]: tuple(entry["classes"])
+            for entry in self._descriptor.get("entries") or ()
+            if "classes" in entry
+        }
+        place = self.epoch, self.step, self.micro
+        return BatchInfo(keys, self._arrays["weight"], *place, self._units(keys), classes)
 
     def _units(self, keys: Sequence[str | None]) -> list[Unit | None]:
         names = self._descriptor.get("units", ["study"])

@@ -48,8 +48,8 @@ CONFLICTING: Final = -3
 
 _END: Final = b"end\n"
 _DAY_S: Final = 86_400
-_LINKING: Final = ("accession_number", "study_date", "study_time")
-"""Header fields that only link attachments with the study: they decide none of its bytes."""
+_LINKING: Final = ("accession_number", "study_date", "study_time", "acquired", "utc_offset")
+"""Header fields that matter to attachments alone: they link them with the study, and place them in time."""
 # ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
+from shardflow.format.records import RECORD_TIMES
 from shardflow.format.samples import SampleEntry, SampleFacts
 from shardflow.format.writer import package_versions
 from shardflow.packing.config import PageConfig, content_digest
@@ -160,6 +161,9 @@ def publish(
         kept = sample_entries(base.samples)
         shards, samples = merge_samples([(former, kept), (shards, samples)])
         extra = {**base.extra, **extra, "next_shards": _next_shards(base, settled)}
+    if base is None or RECORD_TIMES in base.extra:  # what it says holds of every sample
+        deid = content["deid"]
+        extra[RECORD_TIMES] = "none" if deid["dates"] == "remove" else deid.get("times", "second")
     new = NewVersion(
         version=1 if base is None else base.next_version,
         parent=None if base is None else base.manifest.dataset_id,

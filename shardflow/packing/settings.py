@@ -16,6 +16,7 @@ from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_patterns import DateOrder
 
 BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
+TimeResolution: TypeAlias = Literal["second", "minute", "hour", "day"]
 
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
 _GIB = 1 << 30
@@ -114,6 +115,9 @@ class DeidConfig:
     number of days a patient. ``remove``: neither."""
     shift_keeps_weekday: bool = False
     """Whether dates are moved by whole weeks."""
+    times: TimeResolution = "second"
+    """Resolution of the distances in time between images, and records and recordings; they are rounded up.
+    ``day``: whole days alone."""
     accept: tuple[str, ...] = ()
     """Names of rules for burned-in text whose images are packed nevertheless, such as ``ultrasound``."""
     trust_declared_clean: bool = False
@@ -155,6 +159,8 @@ class DeidConfig:
         """Return what decides bytes, as JSON."""
         content = {**asdict(self), "accept": sorted(self.accept), "rules_sha256": self.rules().digest}
         del content["rules_file"]
+        if self.times == "second":  # settings older than this one keep their digest
+            del content["times"]
         # Sorted: fragments depend on a digest of this very text.
         return dict(sorted(content.items()))
 

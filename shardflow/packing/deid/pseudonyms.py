@@ -208,14 +208,13 @@ class StudyDates:
         return {"mode": self.mode, "study_day": day}
 
     def when(self, day: date) -> dict[str, Any]:
-        """Return the publishable form of a day of a record; nothing for a day that reveals a great age."""
+        """Return the publishable form of a day of a record; no distance that reveals a great age."""
+        distance = None if self.study_date is None else (day - self.study_date).days
+        offset = {} if distance is None or distance <= -_MAX_PAST_DAYS else {"day_offset": distance}
         if self.mode == "shift":
             shifted = self._shift(day)
-            return {} if shifted is None else {"date": shifted.isoformat()}
-        if self.mode == "remove" or self.study_date is None:
-            return {}
-        distance = (day - self.study_date).days
-        return {"day_offset": distance} if distance > -_MAX_PAST_DAYS else {}
+            return {} if shifted is None else {"date": shifted.isoformat(), **offset}
+        return {} if self.mode == "remove" else offset
 
     def placeholder(self, day: date) -> str | None:
         """Return what replaces a date of a report; None if nothing of the date may be told."""

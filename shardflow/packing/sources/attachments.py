@@ -8,14 +8,16 @@ process and in the private folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from shardflow.format.reasons import Reason
 
+DAY_S: Final = 86_400
 HEAD_BYTES: Final = 4096
 """Bytes of a file's beginning that a kind is shown to recognise it."""
 
@@ -91,13 +93,32 @@ class StudyContext:
     """``scrub(text, people)``: the de-identified text. It removes what the study's headers say about
     people, and ``people``: what the attachment says, by DICOM keyword (``{"PatientName": ("A^B",)}``)."""
     when: Callable[[datetime], Mapping[str, Any]]
-    """Publishable form of a time, by the settings: ``{"day_offset": days since the study}``,
+    """Publishable form of a day, by the settings: ``{"day_offset": days since the study}``, and with
     ``{"date": "2018-03-01"}`` moved by the patient's own shift, or nothing."""
     seconds_from_study: Callable[[datetime], float | None]
-    """Seconds since the study began; None where its time is not known or dates are to be removed."""
+    """Exact seconds since the first image was acquired, or, where that is not known, since the study began;
+    None where neither is known or dates are to be removed. `published_seconds` is what may leave."""
+    resolution_s: int = 1
+    """Resolution of the seconds that may leave; a day: none leave."""
+    utc_offset: tzinfo | None = None
+    """Zone of the images' clock, where their headers state one."""
     counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Entries that former attachments of the study have put into each list of each part: the first free
     number of ``("annotations", "rois")``, ``("waveforms", "records")``, ..."""
+
+    def published_seconds(self, moment: datetime) -> float | None:
+        """Return the seconds between study and ``moment`` that may leave; None if none may.
+
+        They are rounded up to the resolution, so that what came after the images never seems to come before.
+        """
+        exact = self.seconds_from_study(moment)
+        if exact is None or self.resolution_s >= DAY_S:
+            return None
+        return (
+            exact
+            if self.resolution_s == 1
+            else float(math.ceil(exact / self.resolution_s) * self.resolution_s)
+        )
 
     def num(self, part: str, name: str) -> int:
         """Return the number of entries in a list before this attachment, which is its first own number."""

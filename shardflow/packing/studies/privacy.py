@@ -22,6 +22,7 @@ from shardflow.format.reasons import Reason
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
 from shardflow.packing.deid.report_text import ReportTextMode, ScrubbedText, scrub
+from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.pixels import DecodedSlice
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
     from shardflow.format.dataset import Dataset
     from shardflow.packing.deid.pixel_rules import Blackout, PixelRules, PixelVerdict
     from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey
-    from shardflow.packing.settings import DeidConfig
+    from shardflow.packing.settings import DeidConfig, TimeResolution
 
 Attributes: TypeAlias = Mapping[str, Sequence[str | int | float]]
 """Values by DICOM keyword."""
 
 _STUDY_DATE: Final = "StudyDate"
 _BLACKOUT: Final = "blackout_slices"
+RESOLUTIONS_S: Final[Mapping[TimeResolution, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": DAY_S}
 _MIN_FACE_FRAMES: Final = 12
 """Number of slices from which a surface can be rendered."""
 
@@ -203,6 +205,11 @@ class StudyPrivacy:
     def removes_dates(self) -> bool:
         """Whether all dates and times are removed."""
         return self._rules.settings.dates == "remove"
+
+    @property
+    def resolution_s(self) -> int:
+        """Resolution of distances in time between images and what is attached to them."""
+        return RESOLUTIONS_S[self._rules.settings.times]
 
     def surrogate(self, kind: str, value: str) -> str:
         """Return the surrogate of an identifier."""

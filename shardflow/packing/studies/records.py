@@ -12,8 +12,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from datetime import datetime, timedelta, tzinfo
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from shardflow.packing.sources.attachments import StoredSeries, StudyContext
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.pixels import form_of
 from shardflow.packing.sources.dicom.stacks import Stack
+from shardflow.packing.sources.documents.facts import has_time_of_day, parse_moment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +51,11 @@ PART_VERSION: Final = 1
 """``format_version`` of the JSON fields that are made from attachments."""
 _OWN_FIELDS: Final = frozenset({"alignment.json", REPORT_FIELD, REPORT_JSON_FIELD, STUDY_FIELD})
 _DANGLING: Final = "dangling"
+TimeOrigin: TypeAlias = Literal["acquisition", "study"]
+TIMED_PARTS: Final = frozenset({"records", "waveforms"})
+"""Parts whose seconds count from the study; ``time_origin`` says from what of it."""
+_ACQUIRED_DAYS: Final = (-1, 7)
+"""Days from the study's date between which a stated acquisition is believed."""
 
 
 def describe_series(
@@ -129,7 +135,7 @@ def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> Stored
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContextMaker:
     """Factory of the context in which an attachment of a study is converted."""
 
@@ -140,6 +146,11 @@ class ContextMaker:
     privacy: StudyPrivacy
     people: Callable[[], Sequence[Mapping[str, AttributeValue]]]
     """Reads the people that headers name; called for the first text."""
+    origin: tuple[TimeOrigin, datetime] | None = field(init=False)
+    """Zero of the seconds that attachments state; None where they state none."""
+
+    def __post_init__(self) -> None:
+        self.origin = None if self.privacy.removes_dates else self._first_moment()
 
     def __call__(self, counts: Mapping[tuple[str, str], int]) -> StudyContext:
         """Return the context of the next attachment."""
@@ -153,6 +164,8 @@ class ContextMaker:
             scrub=self._scrub,
             when=lambda moment: self.privacy.when(moment.date()),
             seconds_from_study=self._seconds,
+            resolution_s=self.privacy.resolution_s,
+            utc_offset=self._utc_offset(),
             counts=dict(counts),
         )
 
@@ -160,8 +173,27 @@ class ContextMaker:
         return self.privacy.scrub_text(text, [*self.people(), people])
 
     def _seconds(self, moment: datetime) -> float | None:
-        start = None if self.privacy.removes_dates else self._start()
-        return None if start is None else (moment.replace(tzinfo=None) - start).total_seconds()
+        if self.origin is None:
+            return None
+        return (moment.replace(tzinfo=None) - self.origin[1]).total_seconds()
+
+    def _first_moment(self) -> tuple[TimeOrigin, datetime] | None:
+        """Return the first acquisition, so that no image precedes it; else the earliest time of the study."""
+        day = self.privacy.study_date
+        stated = {header.acquired for header in self.headers if has_time_of_day(header.acquired)}
+        moments = [moment.replace(tzinfo=None) for moment in map(parse_moment, stated) if moment is not None]
+        # A device whose clock was not set, or a film that was scanned years later, says nothing of the study.
+        first, last = _ACQUIRED_DAYS
+        near = [one for one in moments if day is not None and first <= (one.date() - day).days <= last]
+        if near:
+            return "acquisition", min(near)
+        start = self._start()
+        return None if start is None else ("study", start)
+
+    def _utc_offset(self) -> tzinfo | None:
+        """Return the zone that all headers state that state one."""
+        stated = {header.utc_offset for header in self.headers if header.utc_offset}
+        return datetime.strptime(stated.pop(), "%z").tzinfo if len(stated) == 1 else None
 
     def _start(self) -> datetime | None:
         """Return the earliest time of the study, from the headers of its first day."""

@@ -48,6 +48,7 @@ from shardflow.packing.studies.fragment import (
 from shardflow.packing.studies.privacy import StudyPrivacy
 from shardflow.packing.studies.records import (
     STUDY_JSON_VERSION,
+    TIMED_PARTS,
     AttachedFields,
     AttachmentEntry,
     ContextMaker,
@@ -275,6 +276,9 @@ class StudyMembers:
             for name, payload in self._attached.fields.items():
                 self.writer.hold(name, payload)
             contents.update(self._attached.json_fields())
+            if maker.origin is not None:
+                for part in TIMED_PARTS & contents.keys():
+                    contents[part]["time_origin"] = maker.origin[0]
         reading = self.rules.reading
         if report is not None and reading is not None:
             text = report.decode("utf-8")

@@ -60,7 +60,7 @@ class _Records:
     """Shared part of the kinds: a file has numbered records, each with facts that link it to a study."""
 
     name: str
-    version = 1
+    version = 2
     sop_classes: frozenset[str] = frozenset()
     forms: frozenset[str]
     """Document forms that are read."""
@@ -93,6 +93,7 @@ class _Records:
                 people,
                 free_text=self.settings.free_text,
                 max_days=self.settings.max_days,
+                time_zone=self.settings.time_zone,
                 first_document=first,
             )
             write(record_filter)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from zoneinfo import ZoneInfo
 
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
@@ -203,7 +204,10 @@ class RecordsConfig:
     """``scrub``: narrative and other free text becomes ``document.NNN.txt``, scrubbed as reports are.
     ``drop``: none of it is published."""
     max_days: Annotated[int, Bounds(0, 40_000)] = 3653
-    """Largest distance from the study at which a day is published; facts that lie farther lose their day."""
+    """Largest distance from the study at which a time is published; facts that lie farther lose theirs."""
+    time_zone: str = ""
+    """IANA name of the zone of the images' clock, such as ``Europe/Berlin``: times of records that state
+    another offset are converted. Empty takes the offset that image headers state, else times as written."""
     mappings: tuple[RecordMapping, ...] = ()
     """Mappings of XML and JSON files."""
 
@@ -212,10 +216,20 @@ class RecordsConfig:
         names = [mapping.name for mapping in self.mappings]
         if len(set(names)) != len(names):
             raise ConfigError("two of records.mappings have one name; rename one of them.")
+        try:
+            _ = self.time_zone and ZoneInfo(self.time_zone)
+        except (KeyError, ValueError, OSError):
+            raise ConfigError(
+                f"records.time_zone is the IANA name of a zone, such as Europe/Berlin, got "
+                f"{self.time_zone!r}; correct it."
+            ) from None
 
     def content(self) -> dict[str, Any] | None:
         """Return the settings that decide the dataset's bytes; None if nothing is set."""
-        return None if self == RecordsConfig() else asdict(self)
+        if self == RecordsConfig():
+            return None
+        # Left out at its default: settings older than this one keep their digest.
+        return {name: value for name, value in asdict(self).items() if name != "time_zone" or value}
 
     def to_text(self) -> str:
         """Return the settings as text; ``""`` if nothing is set."""

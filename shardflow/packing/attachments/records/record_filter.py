@@ -11,14 +11,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from zoneinfo import ZoneInfo
 
 from shardflow.packing.attachments.records.codes import clean_unit, is_code, system_name
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.lexicon import fold
 from shardflow.packing.deid.report_text import scrub
-from shardflow.packing.sources.documents.facts import parse_moment
+from shardflow.packing.sources.attachments import DAY_S
+from shardflow.packing.sources.documents.facts import has_time_of_day, parse_moment
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from shardflow.packing.sources.attachments import StudyContext
     from shardflow.packing.sources.documents.facts import People
 
@@ -49,7 +53,6 @@ _NO_UNIT: Final = "1"
 _MAX_PLAIN: Final = 100_000
 """Numbers without a unit are below it: from six digits on they are dates, telephones and file numbers."""
 _MIN_PART: Final = 3
-_DAY_SECONDS: Final = 86400.0
 
 
 class RecordFilter:
@@ -60,7 +63,8 @@ class RecordFilter:
         people: Everybody whom the document names.
         free_text: Treatment of free text.
         max_days: Largest distance from the study at which a day is published; facts that lie farther lose
-            only their day, which would reveal birth dates and ages above 89.
+            only their time, which would reveal birth dates and ages above 89.
+        time_zone: IANA name of the zone of the images' clock; empty for the zone that their headers state.
         first_document: Number of the first text document.
     """
 
@@ -71,12 +75,14 @@ class RecordFilter:
         *,
         free_text: FreeText = "scrub",
         max_days: int = 3653,
+        time_zone: str = "",
         first_document: int = 0,
     ) -> None:
         self._study = study
         self._people = people.values()
         self._free_text = free_text
         self._max_days = max_days
+        self._zone = ZoneInfo(time_zone) if time_zone else study.utc_offset
         self._first = first_document
         self._known = KnownValues([self._people])
         # A code or a number that identifies somebody is dropped from every field.
@@ -165,19 +171,32 @@ class RecordFilter:
         return number
 
     def when(self, text: str) -> dict[str, Any] | None:
-        """Return the publishable form of a time: relative to the study, and not far from it."""
+        """Return the publishable form of a time: relative to the study, and not far from it.
+
+        A time of day is ``seconds`` from the study; a date alone has none.
+        """
         if not text.strip():
             return None
         moment = parse_moment(text)
         if moment is None:
             self.left_out["PARTIAL_DATE"] += 1
             return None
-        plain = moment.replace(tzinfo=None)
+        plain = self._on_clock(moment)
         seconds = self._study.seconds_from_study(plain)
-        if seconds is None or abs(seconds) > self._max_days * _DAY_SECONDS:
+        if seconds is None or abs(seconds) > self._max_days * DAY_S:
             self.left_out["DATE_NOT_TOLD"] += 1
             return None
-        return dict(self._study.when(plain)) or None
+        said = dict(self._study.when(plain))
+        published = self._study.published_seconds(plain) if said and has_time_of_day(text) else None
+        return {**said, **({} if published is None else {"seconds": math.ceil(published)})} or None
+
+    def _on_clock(self, moment: datetime) -> datetime:
+        """Return a time on the clock of the images, without a zone."""
+        if moment.tzinfo is not None and self._zone is not None:
+            moment = moment.astimezone(self._zone)
+        elif moment.tzinfo is not None:
+            self.left_out["UTC_OFFSET_IGNORED"] += 1
+        return moment.replace(tzinfo=None)
 
     def status(self, text: str) -> str | None:
         """Return a status that is on the list."""

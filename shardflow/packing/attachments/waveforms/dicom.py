@@ -51,7 +51,7 @@ class DicomWaveformKind:
     """DICOM waveform objects as attachments; linked by their study, else by patient and acquisition time."""
 
     name = "dicom-waveform"
-    version = 1
+    version = 2
     sop_classes = _CLASSES
 
     def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002

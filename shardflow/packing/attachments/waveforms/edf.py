@@ -42,7 +42,7 @@ class EdfKind:
     """EDF and BDF files as attachments; linked by the patient code of EDF+ and the start of the recording."""
 
     name = "edf"
-    version = 1
+    version = 2
     sop_classes: frozenset[str] = frozenset()
 
     def recognise(self, path: Path, head: bytes) -> bool:  # noqa: ARG002

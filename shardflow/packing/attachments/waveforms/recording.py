@@ -222,7 +222,7 @@ def attach_recording(recording: Recording, study: StudyContext) -> Attached:
         "recording": number,
         "source": recording.source,
         "start": {} if start is None else dict(study.when(start)),
-        "seconds_from_study": None if start is None else study.seconds_from_study(start),
+        "seconds_from_study": None if start is None else study.published_seconds(start),
         "arrays": arrays,
         "events": list(recording.events[:MAX_EVENTS]),
         "flags": [*recording.flags, *(["events_left_out"] if len(recording.events) > MAX_EVENTS else [])],

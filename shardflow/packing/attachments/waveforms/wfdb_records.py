@@ -70,7 +70,7 @@ class WfdbKind:
     """WFDB records as attachments; linked by a ``subject_id`` in the header's comments and the start."""
 
     name = "wfdb"
-    version = 1
+    version = 2
     sop_classes: frozenset[str] = frozenset()
 
     def recognise(self, path: Path, head: bytes) -> bool:

@@ -7,6 +7,7 @@ restored as tuples.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -49,6 +50,8 @@ _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
 )
 _BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT = 0x00180088, 0x00181164, 0x00280120, 0x00280121
 _ACCESSION, _STUDY_DATE, _STUDY_TIME = 0x00080050, 0x00080020, 0x00080030
+_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME = 0x0008002A, 0x00080022, 0x00080032
+_UTC_OFFSET = 0x00080201
 _MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
 _PIXEL_DATA = 0x7FE00010
 
@@ -58,9 +61,12 @@ _WANTED = (
     | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
     | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
     | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
+    | frozenset({_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME, _UTC_OFFSET})
     | PLANE_TAGS
     | DESCRIPTION_TAGS
 )
+_OFFSET = re.compile(r"[+-](?:0\d|1[0-4])[0-5]\d", re.ASCII)
+_MOMENT = re.compile(rf"\d{{12,14}}(?:\.\d{{1,6}})?(?:{_OFFSET.pattern})?", re.ASCII)
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
 
@@ -119,6 +125,11 @@ class InstanceHeader:
     """This and the next two link attachments with the study."""
     study_date: str = ""
     study_time: str = ""
+    acquired: str = ""
+    """Date and time of the acquisition, ``YYYYMMDDHHMMSS...`` on the clock of the device; ``""`` without
+    either. Records and recordings count their seconds from it."""
+    utc_offset: str = ""
+    """(0008,0201) *Timezone Offset From UTC* of that clock, such as ``+0100``; else ``""``."""
 
     def plane(self, frame: int) -> PlaneHeader:
         """Return the facts of one frame."""
@@ -245,6 +256,8 @@ def _read_instance(
         accession_number=values.text(elements, _ACCESSION),
         study_date=values.code(elements, _STUDY_DATE),
         study_time=values.code(elements, _STUDY_TIME),
+        acquired=_acquired(elements),
+        utc_offset=_utc_offset(elements),
     )
 
 
@@ -334,6 +347,19 @@ def _is_localizer(elements: FileElements, image_type: tuple[str, ...]) -> bool:
     """Whether the image type or the series description calls it a scout; the text itself goes no further."""
     said = (*image_type[2:], values.text(elements, _SERIES_TEXT).upper())
     return any(word in part for part in said for word in _SCOUT_WORDS)
+
+
+def _acquired(elements: FileElements) -> str:
+    """Date and time of the acquisition in digits; a date alone is none."""
+    day, time = (values.code(elements, tag) for tag in (_ACQUISITION_DATE, _ACQUISITION_TIME))
+    both = f"{day.replace('.', '')}{time.replace(':', '')}" if day and time else ""
+    stated = values.code(elements, _ACQUISITION) or both
+    return stated if _MOMENT.fullmatch(stated) else ""
+
+
+def _utc_offset(elements: FileElements) -> str:
+    stated = values.code(elements, _UTC_OFFSET)
+    return stated if _OFFSET.fullmatch(stated) else ""
 
 
 def _single(numbers: tuple[float, ...] | None) -> float | None:

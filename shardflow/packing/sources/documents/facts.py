@@ -116,6 +116,12 @@ def parse_moment(text: str) -> datetime | None:
         return None
 
 
+def has_time_of_day(text: str) -> bool:
+    """Return whether a text that `parse_moment` reads states a time of day, and not a date alone."""
+    match = _MOMENT.match(text.strip())
+    return match is not None and match[4] is not None
+
+
 def first_moment(texts: Iterable[str]) -> datetime | None:
     """Return the first of several texts that `parse_moment` can read; None if there is none."""
     return next((moment for moment in map(parse_moment, texts) if moment is not None), None)

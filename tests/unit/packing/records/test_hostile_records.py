@@ -50,7 +50,7 @@ def test_a_day_far_from_the_study_is_not_told(tmp_path: Path) -> None:
     path = files_with_canaries(tmp_path)["fhir"]
     _, attached = attach(path)
     told = [fact.get("when") for fact in facts(attached, "observation")]
-    assert told == [{"day_offset": 0}, None, {"day_offset": -1}]
+    assert told == [{"day_offset": 0, "seconds": 8 * 3600}, None, {"day_offset": -1}]  # a date has no hour
     # A window that holds it, and the day is there.
     _, attached = attach(path, settings=RecordsConfig(max_days=40_000))
     assert (

@@ -39,7 +39,7 @@ def test_real_summary_of_care(shared_data: Path) -> None:
         ("ICD-10-PCS", "0DTJ4ZZ"),
         ("ICD-9-CM", "47.01"),
     ]
-    assert (procedure["when"], procedure["status"]) == ({"day_offset": 1}, "completed")
+    assert (procedure["when"], procedure["status"]) == ({"day_offset": 1, "seconds": 124226}, "completed")
     (allergy,) = [fact for fact in facts(attached, "observation") if fact.get("negated")]
     assert allergy["value"]["codes"][0]["code"] == "419199007"
     said = output(attached)
