@@ -261,6 +261,17 @@ class FieldSet:
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
         self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
 
+    def reopened(self, samples: Samples, counters: StageCounters) -> FieldSet:
+        """Return the same fields with tables, counters and locks of this process.
+
+        Args:
+            samples: The same samples, reopened.
+            counters: Gets the stages of decoding.
+        """
+        again = FieldSet(self.specs, FieldContext(samples, self._context.populations, counters))
+        again.transform = self.transform
+        return again
+
     @property
     def content_id(self) -> str:
         """Identity of what fills the slots: the field specs and the digests of the tables that they read."""

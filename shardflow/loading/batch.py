@@ -296,10 +296,11 @@ class Batch(Mapping[str, Any]):
         return BatchInfo(keys, self._arrays["weight"], *place, self._units(keys), classes)
 
     def _units(self, keys: Sequence[str | None]) -> list[Unit | None]:
-        names = self._descriptor.get("units", ["study"])
+        names = self._descriptor.get("units")  # left out where all are studies, also in a blend
         found: list[Unit | None] = []
         for key, component in zip(keys, self.components, strict=True):
-            found.append(None if key is None else parse_unit_key(key, names[component]))
+            unit = "study" if names is None else names[component]
+            found.append(None if key is None else parse_unit_key(key, unit))
         return found
 
     def __getitem__(self, name: str) -> Any:

@@ -668,14 +668,16 @@ class Loader:
         """Return the runtime of this process, since a forked child cannot use its parent's."""
         runtime = self._runtime
         if runtime.pid != os.getpid():
-            selection = runtime.selection.reopened()
+            selection, counters = runtime.selection.reopened(), StageCounters()
+            if self._fields is not None:
+                self._fields = self._fields.reopened(selection, counters)
             self._runtime = LoaderRuntime(
                 selection,
                 self._schedule,
                 self.world,
                 self._state,
                 runtime.config,
-                StageCounters(),
+                counters,
                 self._fields,
             )
             weakref.finalize(self, self._runtime.close)

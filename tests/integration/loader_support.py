@@ -5,6 +5,7 @@ the pure plan's answer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset
+from shardflow.format.series import SERIES_NAME, SeriesManifest, series_folder
 from shardflow.loading import Batch, Loader, LoaderConfig, Selection, World
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
@@ -24,9 +26,11 @@ __all__ = [
     "HookedStore",
     "batches_of",
     "check_everywhere",
+    "digest_of",
     "flip_bit",
     "frozen",
     "hooked",
+    "lend_facts",
     "loader_threads",
     "locate",
     "number_of",
@@ -138,7 +142,7 @@ def planned_keys(
 def received_keys(batches: Iterable[Batch]) -> Iterator[Keys]:
     """The same of what a loader yields."""
     for batch in batches:
-        weights = tuple(batch.arrays["weight"].astype(float).tolist())
+        weights = tuple(batch.info.weight.astype(float).tolist())
         yield batch.epoch, batch.step, batch.micro, tuple(batch.sample_keys), weights
 
 
@@ -149,6 +153,16 @@ def open_loader(source: Dataset | Selection | str, batch: BatchSpec, fields: Any
     split = {} if isinstance(source, Selection) else {"split": "train"}
     settings = {"seed": 5, "config": LoaderConfig(**config), **split, **settings}
     return Loader(source, batch=batch, fields=fields, **settings)
+
+
+def lend_facts(source: Dataset, target: Dataset) -> None:
+    """Give a dataset the series table of another one, as if it held the same studies."""
+    folders = [Path(each.store.url) / series_folder(each.dataset_id) for each in (source, target)]
+    data = (folders[0] / SERIES_NAME).read_bytes()
+    folders[1].mkdir(parents=True)
+    (folders[1] / SERIES_NAME).write_bytes(data)
+    manifest = SeriesManifest.of(target.dataset_id, data)
+    (folders[1] / SeriesManifest.file_name).write_bytes(manifest.encode())
 
 
 def number_of(key: str) -> int:
@@ -175,6 +189,12 @@ def frozen(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.str, value.shape, value.tobytes()
     return [frozen(one) for one in value] if isinstance(value, list) else value
+
+
+def digest_of(batch: Batch) -> str:
+    """Return a digest of all that a batch says but where in its buffer it is."""
+    entries = {name: frozen(value) for name, value in batch.items()}
+    return hashlib.sha256(repr(({**batch.descriptor, "arrays": ()}, entries)).encode()).hexdigest()
 
 
 def batches_of(loader: Loader) -> Batches:

@@ -1,4 +1,4 @@
-"""Functions that tests name as `LoaderConfig.transform`, and stores that cross to a loader process."""
+"""Transforms that tests name, and what stores do before a read, which cross to a loader process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardflow.storage import ByteRange
 
@@ -21,20 +20,24 @@ class OddError(Exception):
         super().__init__(first, second)
 
 
-def jitter(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
-    """Add noise to the slices, and a word to the text."""
-    sample["image"] += rng.integers(-50, 51, sample["image"].shape, dtype=np.int16)
-    sample["text"][:1] = rng.integers(97, 123)
+def jitter(sample: dict[str, Any]) -> dict[str, Any]:
+    """Add noise to the slices, and a letter to the text."""
+    rng = sample["__rng__"]
+    noise = rng.integers(-50, 51, sample["image"].shape, dtype=np.int16)
+    return {"image": sample["image"] + noise, "report": chr(rng.integers(97, 123)) + sample["report"]}
 
 
-def fail(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
-    """Raise an error that every process knows."""
-    raise ZeroDivisionError("no")
+def fail(sample: dict[str, Any]) -> dict[str, Any]:
+    """Fail on every sample but the synthetic one."""
+    if sample["__key__"] != "synthetic":
+        raise ZeroDivisionError
+    return sample
 
 
-def fail_oddly(sample: dict[str, NDArray[Any]], rng: np.random.Generator) -> None:
-    """Raise one that cannot be made again from its message."""
-    raise OddError("no", 7)
+def fail_oddly(path: str, ranges: Sequence[ByteRange]) -> None:
+    """Raise an error that cannot be made again from its message, from a read of a shard."""
+    if path.endswith(".tar"):
+        raise OddError("no", 7)
 
 
 def stall(path: str, ranges: Sequence[ByteRange]) -> None:

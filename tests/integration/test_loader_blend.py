@@ -6,19 +6,18 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, Selection, World, open_blend
+from shardflow.loading import Batch, Selection, World, open_blend
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
-from tests.integration.loader_support import flip_bit, locate
+from tests.integration.loader_support import flip_bit, locate, open_loader, slots_of
 
 SEED = 11
-DRY = LoaderConfig(text=False)
-FULL = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
+FIELDS = {"image": sf.Slices(num_slices=2, size=(16, 16), missing="pad"), "report": sf.Text()}
 BLEND = """
 [[component]]
 dataset = "images"
@@ -50,8 +49,8 @@ Held = dict[tuple[int, int, int], tuple[tuple[str | None, ...], tuple[int, ...]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two datasets with equal keys; one has no images."""
     folder = tmp_path_factory.mktemp("blend")
-    make_dataset(folder / "images", splits={"test": 2, "train": 21}, slices=(1, 5))
-    make_dataset(folder / "texts", splits={"test": 3, "train": 30}, slices=0, seed=5)
+    make_dataset(folder / "images", splits={"test": 2, "train": 21}, slices=(1, 5), facts=True)
+    make_dataset(folder / "texts", splits={"test": 3, "train": 30}, slices=0, seed=5, facts=True)
     (folder / "blend.toml").write_text(BLEND, encoding="utf-8")
     return folder
 
@@ -71,7 +70,7 @@ def held(batches: list[Batch]) -> Held:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_every_position_resumes_on_another_world_across_epochs(blend: Selection, spec: BatchSpec) -> None:
-    loader = Loader(blend, batch=spec, seed=SEED, config=DRY)
+    loader = open_loader(blend, spec, {}, seed=SEED)
     states, received = [loader.state_dict()], []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -85,7 +84,7 @@ def test_every_position_resumes_on_another_world_across_epochs(blend: Selection,
         place = int(str(state["epoch"])), int(str(state["step"]))
         rest: Held = {}
         for rank in range(3):
-            again = Loader(blend, batch=spec, seed=SEED, world=World(rank=rank, world_size=3), config=DRY)
+            again = open_loader(blend, spec, {}, seed=SEED, world=World(rank=rank, world_size=3))
             again.load_state_dict(json.loads(json.dumps(state)))
             rest |= held(list(again))
         assert rest == {
@@ -99,7 +98,7 @@ def test_each_component_is_drawn_from_as_often_as_the_file_says(
 ) -> None:
     images, texts = Dataset.open(folder / "images"), Dataset.open(folder / "texts")
     uses: Counter[tuple[int, str]] = Counter()
-    loader = Loader(blend, batch=spec, seed=SEED, config=DRY)
+    loader = open_loader(blend, spec, {}, seed=SEED)
     for epoch in range(4):
         loader.set_epoch(epoch)
         draws: Counter[int] = Counter()
@@ -119,8 +118,9 @@ def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> 
     """Equal keys and rows in two datasets: text, images and rows are those of the one that was drawn from."""
     datasets = [Dataset.open(folder / name) for name in ("images", "texts", "images")]
     num_text_only = 0
-    for batch in Loader(blend, batch=SPECS["lanes"], seed=SEED, config=FULL):
+    for batch in open_loader(blend, SPECS["lanes"], FIELDS, seed=SEED):
         arrays = batch.arrays
+        assert batch["image"].shape[1:] == (2, 1, 16, 16)
         assert arrays["component"].tolist() == batch.components
         for slot, (component, row) in enumerate(zip(batch.components, arrays["row"].tolist(), strict=True)):
             if component < 0:
@@ -128,47 +128,32 @@ def test_what_comes_belongs_to_its_component(blend: Selection, folder: Path) -> 
                 continue
             dataset = datasets[component]
             assert batch.sample_keys[slot] == dataset.samples.sample_key(row)
-            assert batch.text(slot) == dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
+            assert batch["report"][slot] == dataset.read_fields(row, ["report.txt"])["report.txt"].decode()
             has_images = bool(dataset.samples.column("num_slices")[row])
             assert has_images == (component != 1)
-            assert arrays["slice_mask"][slot].any() == has_images
-            assert arrays["image"][slot].any() == has_images
+            assert batch["image_mask"][slot].any() == has_images
+            assert (batch["image"][slot] != -1024).any() == has_images
         num_text_only += set(batch.components) == {1}
     assert num_text_only
 
 
-def test_a_micro_batch_without_any_image_has_all_arrays(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.toml").write_text(f'[[component]]\ndataset = "{folder / "texts"}"\n', encoding="utf-8")
-    only = open_blend(tmp_path / "texts.toml")
-    for batch in Loader(only, batch=SPECS["fixed"], seed=SEED, config=FULL):
-        assert batch.arrays["image"].shape == (2, 2, 16, 16)
-        assert not batch.arrays["image"].any()
-        assert not batch.arrays["slice_mask"].any()
-    native = LoaderConfig(view=NativeView())
-    for batch in Loader(only, batch=SPECS["fixed"], seed=SEED, config=native):
-        assert batch.arrays["pixels"].size == 0
-        assert batch.image(0).shape == (0, 0, 0)
-
-
 def test_a_sample_drawn_again_shows_other_slices_on_every_world(tmp_path: Path) -> None:
     """Which slices are taken hangs on the slot of the plan: a second draw of an epoch takes its own."""
-    make_dataset(tmp_path / "images", splits={"train": 6}, slices=12)
+    make_dataset(tmp_path / "images", splits={"train": 6}, slices=12, facts=True)
     (tmp_path / "again.toml").write_text(
         '[[component]]\ndataset = "images"\nrepeat = 4.0\n', encoding="utf-8"
     )
-    view = ImageView(num_slices=3, rows=16, columns=16, slice_choice="random")
+    fields = {"image": sf.Slices(num_slices=3, size=(16, 16), sampling="random")}
 
     def shown(world_size: int) -> dict[tuple[int, int, int], tuple[int, tuple[int, ...]]]:
         found = {}
         for rank in range(world_size):
             world = World(rank=rank, world_size=world_size)
             blend = open_blend(tmp_path / "again.toml")
-            config = LoaderConfig(view=view, text=False)
-            for batch in Loader(blend, batch=SPECS["fixed"], seed=SEED, world=world, config=config):
-                for slot, row in enumerate(batch.arrays["row"].tolist()):
-                    if row >= 0:  # the first pixel says which slice it is
-                        slices = tuple(batch.arrays["image"][slot, :, 0, 0].tolist())
-                        found[batch.step, batch.micro, slot] = (row, slices)
+            for batch in open_loader(blend, SPECS["fixed"], fields, seed=SEED, world=world):
+                for slot, row in slots_of(batch):  # the first pixel says which slice it is
+                    slices = tuple(batch["image"][slot, :, 0, 0, 0].tolist())
+                    found[batch.step, batch.micro, slot] = (row, slices)
         return found
 
     whole = shown(1)
@@ -179,36 +164,34 @@ def test_a_sample_drawn_again_shows_other_slices_on_every_world(tmp_path: Path) 
 
 
 def test_a_bad_sample_is_masked_and_names_its_component(folder: Path, tmp_path: Path) -> None:
-    make_dataset(tmp_path / "images", splits={"train": 8}, slices=2)
-    make_dataset(tmp_path / "texts", splits={"train": 8}, slices=0, seed=5)
+    make_dataset(tmp_path / "images", splits={"train": 8}, slices=2, facts=True)
+    make_dataset(tmp_path / "texts", splits={"train": 8}, slices=0, seed=5, facts=True)
     (tmp_path / "two.toml").write_text(
         '[[component]]\ndataset = "images"\n[[component]]\ndataset = "texts"\n', encoding="utf-8"
     )
     texts = Dataset.open(tmp_path / "texts")
     path, offset, _ = locate(texts, 3, "report.txt")
     flip_bit(path, offset)
-    loader = Loader(open_blend(tmp_path / "two.toml"), batch=SPECS["fixed"], seed=SEED, config=FULL)
-    assert sum(batch.arrays["weight"].sum() for batch in loader) == 15
+    loader = open_loader(open_blend(tmp_path / "two.toml"), SPECS["fixed"], FIELDS, seed=SEED)
+    assert sum(batch.info.weight.sum() for batch in loader) == 15
     (row,) = loader.quarantined
     assert (row.component, row.row, row.key) == (1, 3, texts.samples.sample_key(3))
-    again = Loader(open_blend(tmp_path / "two.toml"), batch=SPECS["fixed"], seed=SEED, config=FULL)
+    again = open_loader(open_blend(tmp_path / "two.toml"), SPECS["fixed"], FIELDS, seed=SEED)
     again.load_masks(json.loads(json.dumps(loader.masks())))
     assert again.quarantined == [row]
-    assert sum(batch.arrays["weight"].sum() for batch in again) == 15
+    assert sum(batch.info.weight.sum() for batch in again) == 15
 
 
 def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder: Path) -> None:
-    state = Loader(blend, batch=SPECS["fixed"], seed=SEED, config=DRY).state_dict()
+    state = open_loader(blend, SPECS["fixed"], {}, seed=SEED).state_dict()
     other = folder / "other.toml"
     for change, number in (("repeat = 0.6", 2), ("num_slices>=3", 3)):
         other.write_text(
             BLEND.replace(change, change.replace("0.6", "0.7").replace("3", "2")), encoding="utf-8"
         )
         with pytest.raises(StateError, match=rf"^component {number} of the blend must be this run's 1:"):
-            Loader(open_blend(other), batch=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
-    plain = Loader(
-        Dataset.open(folder / "images"), split="train", batch=SPECS["fixed"], seed=SEED, config=DRY
-    )
+            open_loader(open_blend(other), SPECS["fixed"], {}, seed=SEED).load_state_dict(state)
+    plain = open_loader(Dataset.open(folder / "images"), SPECS["fixed"], {}, seed=SEED)
     with pytest.raises(StateError, match=r"^components of the loader state must be this run's 0, got 3"):
         plain.load_state_dict(state)
     moved = folder / "sub" / "moved.toml"
@@ -217,12 +200,12 @@ def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder
         BLEND.replace('"images"', '"../images"').replace('"texts"', '"../texts"'), encoding="utf-8"
     )
     # Paths are no part of a blend's identity.
-    Loader(open_blend(moved), batch=SPECS["fixed"], seed=SEED, config=DRY).load_state_dict(state)
+    open_loader(open_blend(moved), SPECS["fixed"], {}, seed=SEED).load_state_dict(state)
 
 
 def test_a_blend_is_not_narrowed_down_again(blend: Selection) -> None:
     with pytest.raises(ConfigError, match="split and subset must be left out where a blend is given"):
-        Loader(blend, split="train", batch=SPECS["fixed"], seed=SEED)
+        open_loader(blend, SPECS["fixed"], {}, split="train", seed=SEED)
 
 
 def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
@@ -230,12 +213,9 @@ def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
 
     from shardflow.loading.torch_dataset import ShardIterableDataset
 
-    expected = held(list(Loader(blend, batch=SPECS["lanes"], seed=SEED, config=DRY)))
-    streamed = ShardIterableDataset(blend, batch=SPECS["lanes"], seed=SEED, config=FULL)
+    expected = held(list(open_loader(blend, SPECS["lanes"], {}, seed=SEED)))
+    streamed = ShardIterableDataset(blend, batch=SPECS["lanes"], seed=SEED, fields=FIELDS)
     loader = DataLoader(streamed, batch_size=None, num_workers=2, multiprocessing_context="spawn")
     received = list(loader)
     assert held(received) == expected
-    assert (
-        np.concatenate([batch.arrays["weight"] for batch in received]).sum()
-        == streamed._loader.plan.num_samples
-    )
+    assert sum(batch.info.weight.sum() for batch in received) == streamed._loader.plan.num_samples

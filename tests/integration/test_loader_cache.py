@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import SlotRequest
 from shardflow.fields.reader import FieldReader
-from shardflow.fields.registry import field_kinds
 from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World, open_blend
+from shardflow.loading import Batch, Loader, Selection, World, open_blend
 from shardflow.loading.selection import select
 from shardflow.sampling import BatchSpec, RankSchedule, TokenBudget
 from shardflow.storage import (
@@ -37,11 +37,14 @@ from shardflow.storage import (
 )
 from shardflow.telemetry import StageCounters
 from tests.factories import make_dataset
-from tests.integration.loader_support import HookedStore, received_keys
+from tests.integration.loader_support import HookedStore, frozen, open_loader, received_keys
 from tests.object_stores import WebServer
 
 SEED = 3
-CONFIG = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16, slice_choice="random"))
+FIELDS: Mapping[str, sf.Field] = {
+    "image": sf.Slices(num_slices=2, size=(16, 16), sampling="random", missing="pad"),
+    "report": sf.Text(),
+}
 BUDGET = TokenBudget(max_tokens=70, max_samples=4)
 SPECS = {
     "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
@@ -56,7 +59,7 @@ DEADLINE_S = 90.0
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("dataset")
-    return make_dataset(folder / "a", num_samples=40, samples_per_shard=6, size=(48, 48))
+    return make_dataset(folder / "a", num_samples=40, samples_per_shard=6, size=(48, 48), facts=True)
 
 
 @pytest.fixture
@@ -85,8 +88,8 @@ class Origin:
         return Dataset(store, Dataset.open(self.store.url).manifest)
 
 
-def loader(dataset: Dataset, spec: BatchSpec, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", batch=spec, seed=SEED, **{"config": CONFIG, **settings})
+def loader(dataset: Dataset | Selection, spec: BatchSpec, **settings: Any) -> Loader:
+    return open_loader(dataset, spec, settings.pop("fields", FIELDS), seed=SEED, **settings)
 
 
 def epochs(source: Loader, num_epochs: int = 2) -> Iterator[Batch]:
@@ -98,8 +101,8 @@ def epochs(source: Loader, num_epochs: int = 2) -> Iterator[Batch]:
 def assert_equal(found: Sequence[Batch], expected: Sequence[Batch]) -> None:
     assert list(received_keys(found)) == list(received_keys(expected))
     for batch, other in zip(found, expected, strict=True):
-        for name, array in other.arrays.items():
-            assert np.array_equal(batch.arrays[name], array), name
+        for name, value in other.items():
+            assert frozen(batch[name]) == frozen(value), name
 
 
 def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> set[str]:
@@ -117,9 +120,11 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
             row_in_shard=inside,
             key="",
             text_bytes=0,
+            study_row=row,
+            table_row=row,
         )
-        kinds = field_kinds(CONFIG.view, text=CONFIG.text, counters=StageCounters())
-        fields = sorted(number for kind in kinds for number in kind.needed(shard, request))
+        assert source._fields is not None
+        fields = sorted(number for one in source._fields.bound for number in one.needed(shard, request))
         blocks = dataset.store._blocks(shard.path)
         assert blocks is not None
         offsets = shard.index.field_offsets[fields].tolist()
@@ -172,8 +177,7 @@ def test_what_a_cache_counts_is_in_the_loaders_counters(
     url: str, config: CacheConfig, execution: Any
 ) -> None:
     expected = list(epochs(loader(Dataset.open(url), SPECS["lanes"])))
-    settings = replace(CONFIG, execution=execution)
-    with loader(Dataset.open(url, cache=config), SPECS["lanes"], config=settings) as source:
+    with loader(Dataset.open(url, cache=config), SPECS["lanes"], execution=execution) as source:
         assert_equal(list(epochs(source)), expected)
         counted = source.counters.snapshot()
     # Of the two epochs; what is fetched behind the last micro-batch is no one's.
@@ -192,32 +196,32 @@ def test_a_cache_in_memory_changes_no_batch(url: str) -> None:
 def test_a_node_that_has_all_of_it_goes_on_while_the_store_is_down(url: str, config: CacheConfig) -> None:
     config = replace(config, read_ahead_bytes=1 << 20)
     manifest = Dataset.open(url).manifest
-    whole = replace(CONFIG, view=ImageView(num_slices=8, rows=16, columns=16))
+    whole = {"image": sf.Slices(num_slices=8, size=(16, 16)), "report": sf.Text()}
     with WebServer(Path(url)) as web:
         retry = RetryPolicy(max_attempts=2, first_wait_s=0.001, max_wait_s=0.01)
         store = RemoteStore(f"http://127.0.0.1:{web.port}", RemoteOptions(retry=retry))
         dataset = Dataset(CachedStore(store, Cache(config)), manifest)
-        source = loader(dataset, SPECS["lanes"], config=whole)
+        source = loader(dataset, SPECS["lanes"], fields=whole)
         first = list(epochs(source, 1))
+        again = loader(pickle.loads(pickle.dumps(dataset)), SPECS["lanes"], fields=whole)
     num_requests = web.num_requests
     source.set_epoch(1)
     second = list(source)
-    again = loader(pickle.loads(pickle.dumps(dataset)), SPECS["lanes"], config=whole)
     assert_equal([*epochs(again)], [*first, *second])
     assert web.num_requests == num_requests  # also none of connections that stayed open
 
 
 def test_a_blend_shares_one_cache(url: str, config: CacheConfig, tmp_path: Path) -> None:
-    make_dataset(tmp_path / "texts", num_samples=10, slices=0)
+    make_dataset(tmp_path / "texts", num_samples=10, slices=0, facts=True)
     blend = tmp_path / "blend.toml"
     blend.write_text(
         f'[[component]]\ndataset = "{url}"\nrepeat = 1.5\n[[component]]\ndataset = "texts"\nrepeat = 0.5\n'
         f'[[component]]\ndataset = "{url}"\nsubset = ["num_slices>=3"]\n'
     )
     spec = SPECS["lanes"]
-    expected = list(epochs(Loader(open_blend(blend), batch=spec, seed=SEED, config=CONFIG)))
+    expected = list(epochs(loader(open_blend(blend), spec)))
     selection = open_blend(blend, cache=replace(config, max_bytes=80 * 4096))
-    assert_equal(list(epochs(Loader(selection, batch=spec, seed=SEED, config=CONFIG))), expected)
+    assert_equal(list(epochs(loader(selection, spec))), expected)
     caches = {id(dataset.store.cache) for dataset in selection.datasets}  # type: ignore[attr-defined]
     assert len(caches) == 1
 

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
+import shardflow as sf
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.processes import waited_for
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy
+from tests.integration.loader_support import open_loader
 from tests.object_stores import WebServer
 
 CACHE = CacheConfig(ram_bytes=30_000, read_ahead_bytes=20_000, read_ahead_threads=4, block_bytes=4096)
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
-VIEW = ImageView(num_slices=2, rows=16, columns=16)
+FIELDS = {"image": sf.Slices(num_slices=2, size=(16, 16)), "report": sf.Text()}
 
 # NumPy lets go of the interpreter here; a thread that is ended while it wants it back ends the process.
 _IN_A_LIBRARY = """
@@ -45,12 +46,8 @@ def test_the_exit_waits_for_threads_that_are_in_a_library() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=24, samples_per_shard=6))
-
-
-def _loader(url: str) -> Loader:
-    config = LoaderConfig(view=VIEW, num_threads=2)
-    return Loader(Dataset.open(url, cache=CACHE), split="train", batch=SPEC, seed=7, config=config)
+    folder = tmp_path_factory.mktemp("dataset") / "a"
+    return Path(make_dataset(folder, num_samples=24, samples_per_shard=6, facts=True))
 
 
 def _threads() -> set[threading.Thread]:
@@ -60,7 +57,7 @@ def _threads() -> set[threading.Thread]:
 
 def test_the_exit_waits_for_each_thread_of_a_loader_and_close_ends_them(folder: Path) -> None:
     with WebServer(folder) as server, FaultProxy(server.port, latency_s=0.1) as slow:
-        with _loader(slow.url) as loader:
+        with open_loader(Dataset.open(slow.url, cache=CACHE), SPEC, FIELDS) as loader:
             iterator = iter(loader)
             next(iterator)
             running = _threads()

@@ -9,7 +9,7 @@ import random
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tests.factories
+import shardflow as sf
 from shardflow.errors import (
     FormatError,
     ManifestError,
@@ -27,53 +27,66 @@ from shardflow.errors import (
     StorageError,
     WaitTimeoutError,
 )
-from shardflow.fields.views import DrawKey
+from shardflow.fields.members import BoundText
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig, NativeView, World
+from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from tests.factories import MadeSample, make_dataset, make_sample
-from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate, received_keys
+from tests.integration.loader_support import (
+    flip_bit,
+    hooked,
+    lend_facts,
+    loader_threads,
+    locate,
+    open_loader,
+    received_keys,
+    slots_of,
+)
 
 SPEC = BatchSpec(micro_batch_size=4, micro_batches_per_step=2, tail="mask")
-VIEW = ImageView(num_slices=8, rows=16, columns=16)
+REPORT: Mapping[str, sf.Field] = {"report": sf.Text()}
+FIELDS = {"image": sf.Slices(num_slices=8, size=(16, 16)), **REPORT}
+NATIVE = {"image": sf.Slices(), **REPORT}
 NUM_SAMPLES = 14
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return make_dataset(tmp_path / "a", num_samples=NUM_SAMPLES, samples_per_shard=5)
+    return make_dataset(tmp_path / "a", num_samples=NUM_SAMPLES, samples_per_shard=5, facts=True)
 
 
-def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(
-        dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
-    )
+def _loader(dataset: Dataset | str, fields: Any = FIELDS, **settings: Any) -> Loader:
+    return open_loader(dataset, settings.pop("batch", SPEC), fields, **settings)
 
 
 def _content(loader: Loader) -> dict[int, tuple[float, NDArray[Any], str]]:
     """Per row: weight, slices and text."""
     found = {}
     for batch in loader:
-        for slot, row in enumerate(batch.arrays["row"].tolist()):
-            if row >= 0:
-                found[row] = (float(batch.arrays["weight"][slot]), batch.image(slot).copy(), batch.text(slot))
+        for slot, row in slots_of(batch):
+            slices = np.array(batch["image"][slot][: batch["image_mask"][slot].sum()])
+            found[row] = (float(batch.info.weight[slot]), slices, batch["report"][slot])
     return found
+
+
+def _weights(loader: Loader) -> dict[int, float]:
+    return {row: float(batch.info.weight[slot]) for batch in loader for slot, row in slots_of(batch)}
 
 
 # ---- one bad sample (S6, S9) ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("field", ["report.txt", "s000.i0000", "s000.i0001", "study.json"])
-@pytest.mark.parametrize("view", [VIEW, NativeView()], ids=["image", "native"])
-def test_a_flipped_bit_masks_its_slot_and_nothing_else(url: str, field: str, view: Any) -> None:
+@pytest.mark.parametrize("fields", [FIELDS, NATIVE], ids=["image", "native"])
+def test_a_flipped_bit_masks_its_slot_and_nothing_else(url: str, field: str, fields: Any) -> None:
     dataset = Dataset.open(url)
-    before = _content(_loader(dataset, view=view))
-    steps = list(received_keys(_loader(dataset, view=view)))
+    before = _content(_loader(dataset, fields))
+    steps = list(received_keys(_loader(dataset, fields)))
     row = 6
     path, offset, num_bytes = locate(dataset, row, field)
     flip_bit(path, offset + num_bytes // 2, bit=3)
-    loader = _loader(Dataset.open(url), view=view)
+    loader = _loader(url, fields)
     after = _content(loader)
     assert set(after) == set(before)
     for number, (weight, pixels, text) in after.items():
@@ -90,21 +103,22 @@ def test_a_flipped_bit_masks_its_slot_and_nothing_else(url: str, field: str, vie
     assert found.field.startswith(field)
     assert json.loads(json.dumps(loader.masks())) == [found.to_json()]
     # Step counts and keys never change, only the slot's weight.
-    again = list(received_keys(_loader(Dataset.open(url), view=view)))
+    again = list(received_keys(_loader(url, fields)))
     assert [entry[:4] for entry in again] == [entry[:4] for entry in steps]
     assert sum(sum(entry[4]) for entry in again) == NUM_SAMPLES - 1
 
 
-def test_a_masked_slot_is_all_zeros(url: str) -> None:
+def test_a_masked_slot_is_empty(url: str) -> None:
     path, offset, _ = locate(Dataset.open(url), 3, "s000.i0001")
     flip_bit(path, offset)
-    for batch in _loader(Dataset.open(url)):
-        for slot, weight in enumerate(batch.arrays["weight"].tolist()):
+    for batch in _loader(url):
+        for slot, weight in enumerate(batch.info.weight.tolist()):
             if not weight:
-                for name in ("image", "slice_mask", "display_range"):
-                    assert not batch.arrays[name][slot].any()
-                assert batch.text(slot) == ""
-        assert batch.arrays["text_offsets"][-1] == batch.arrays["text_bytes"].size
+                for name in ("image_mask", "image_range", "report_mask"):
+                    assert not batch[name][slot].any()
+                assert (batch["image"][slot] == -1024).all()
+                assert (batch["image_index"][slot] == -1).all()
+                assert batch["report"][slot] == ""
 
 
 def test_a_bad_sample_raises_where_that_is_asked_for(url: str) -> None:
@@ -112,7 +126,7 @@ def test_a_bad_sample_raises_where_that_is_asked_for(url: str) -> None:
     path, offset, _ = locate(dataset, 6, "s000.i0001")
     flip_bit(path, offset)
     with pytest.raises(SampleError, match=r"train-000001, field s000\.i0001\.b2nd") as caught:
-        list(_loader(Dataset.open(url), on_bad_sample="raise"))
+        list(_loader(url, on_bad_sample="raise"))
     assert dataset.samples.sample_key(6) in str(caught.value)
     assert not loader_threads()
 
@@ -122,11 +136,11 @@ def test_the_bound_on_bad_samples_stops_the_run(url: str) -> None:
     for row in range(4):
         path, offset, _ = locate(dataset, row, "report.txt")
         flip_bit(path, offset)
-    assert len(_content(_loader(Dataset.open(url), max_bad_samples=4))) == NUM_SAMPLES
+    assert len(_content(_loader(url, max_bad_samples=4))) == NUM_SAMPLES
     with pytest.raises(SampleError, match="at most 3, got 4"):
-        list(_loader(Dataset.open(url), max_bad_samples=3))
+        list(_loader(url, max_bad_samples=3))
     with pytest.raises(SampleError, match="at most 0, got 1"):
-        list(_loader(Dataset.open(url), max_bad_samples=0))
+        list(_loader(url, max_bad_samples=0))
     assert not loader_threads()
 
 
@@ -144,11 +158,8 @@ def test_an_epoch_that_is_masked_in_large_part_ends_in_an_error(
     spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
 
     def loaders(**settings: Any) -> list[Loader]:
-        config = LoaderConfig(execution=execution, **settings)  # type: ignore[arg-type]
-        return [
-            Loader(Dataset.open(url), split="train", batch=spec, seed=5, world=world, config=config)
-            for world in ranks
-        ]
+        settings |= {"batch": spec, "execution": execution}
+        return [_loader(url, REPORT, world=world, **settings) for world in ranks]
 
     for loader in loaders():
         with loader, pytest.raises(SampleError, match=rf"at most 0\.05 of the {140 // num_ranks}.*got 9"):
@@ -165,11 +176,11 @@ def test_the_share_is_one_of_an_epoch_and_counts_what_a_checkpoint_masks(tmp_pat
     for row in range(9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
-    loader = _loader(Dataset.open(url), view=None, max_bad_share=0.09)
+    loader = _loader(url, REPORT, max_bad_share=0.09)
     for _ in range(3):  # nine in each epoch, never more
         list(loader)
     assert len(loader.quarantined) == 27
-    replay = _loader(Dataset.open(url), view=None, max_bad_share=0.08)
+    replay = _loader(url, REPORT, max_bad_share=0.08)
     replay.load_masks(loader.masks())
     with pytest.raises(SampleError, match="max_bad_share"):
         list(replay)
@@ -185,27 +196,18 @@ def test_ranks_never_disagree_on_steps_whatever_is_damaged(url: str, seed: int) 
         path, offset, num_bytes = locate(dataset, row, rng.choice(["report.txt", "s000.i0000", "s000.i0001"]))
         flip_bit(path, offset + rng.randrange(num_bytes), bit=rng.randrange(8))
     spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
-    config = LoaderConfig(
-        view=VIEW,
-        num_threads=rng.randint(1, 3),
-        prefetch_bytes=rng.choice([1, 10**6]),
-        max_bad_share=1.0,
-    )
+    how: dict[str, Any] = {"num_threads": rng.randint(1, 3), "prefetch_bytes": rng.choice([1, 10**6])}
     for world_size in range(1, 5):
         weights: Counter[int] = Counter()
         lengths = set()
         for rank in range(world_size):
             world = World(rank=rank, world_size=world_size)
-            loader = Loader(
-                Dataset.open(url), split="train", batch=spec, seed=seed, world=world, config=config
-            )
+            loader = _loader(url, batch=spec, seed=seed, world=world, max_bad_share=1.0, **how)
             batches = list(loader)
             lengths.add((len(batches), len(loader)))
             for batch in batches:
-                for row, weight in zip(
-                    batch.arrays["row"].tolist(), batch.arrays["weight"].tolist(), strict=True
-                ):
-                    weights[row] += int(weight)
+                for slot, row in slots_of(batch):
+                    weights[row] += int(batch.info.weight[slot])
         assert len(lengths) == 1
         assert len(set(lengths.pop())) == 1
         assert {row for row, weight in weights.items() if weight == 1} == set(range(NUM_SAMPLES)) - damaged
@@ -215,21 +217,21 @@ def test_masks_of_a_checkpoint_are_masked_again_without_reading(url: str, tmp_pa
     dataset = Dataset.open(url)
     path, offset, _ = locate(dataset, 6, "report.txt")
     flip_bit(path, offset)
-    first = _loader(Dataset.open(url))
+    first = _loader(url)
     masked = list(received_keys(first))
     flip_bit(path, offset)  # the storage is whole again, as on another node
-    replay = _loader(Dataset.open(url), max_bad_samples=0)
+    replay = _loader(url, max_bad_samples=0)
     replay.load_masks(first.masks())
     assert list(received_keys(replay)) == masked
     assert replay.masks() == first.masks()
-    fresh = _loader(Dataset.open(url))
+    fresh = _loader(url)
     assert list(received_keys(fresh)) != masked
     assert list(received_keys(fresh)) == list(received_keys(replay))  # the next epoch is not masked
 
 
 def test_what_is_read_wrong_once_is_read_again(url: str) -> None:
     dataset, store = hooked(url, lambda _path, _ranges: None)
-    expected = _content(_loader(Dataset.open(url)))
+    expected = _content(_loader(url))
     spoiled: set[int] = set()
 
     def damage(_path: str, span: ByteRange, buffer: memoryview) -> None:
@@ -249,19 +251,19 @@ def test_a_truncated_shard_masks_what_lies_behind_its_end(url: str) -> None:
     path, offset, _ = locate(dataset, 7, "s000.i0001")
     with path.open("r+b") as file:
         file.truncate(offset + 5)
-    loader = _loader(Dataset.open(url))
-    weights = {row: weight for row, (weight, _, _) in _content(loader).items()}
+    loader = _loader(url)
+    weights = _weights(loader)
     assert weights == {row: float(row not in (7, 8, 9)) for row in range(NUM_SAMPLES)}
     assert {found.reason for found in loader.quarantined} == {"FIELD_TRUNCATED"}
-    text = _loader(Dataset.open(url), view=None)
+    text = _loader(url, REPORT)
     assert {row.row for batch in text for row in batch.quarantined} == {8, 9}
 
 
 def test_a_damaged_index_masks_the_samples_of_its_shard(url: str) -> None:
     index = Path(Dataset.open(url).store.url) / "shards" / "train-000001.idx"
     flip_bit(index, index.stat().st_size // 2)
-    loader = _loader(Dataset.open(url))
-    weights = {row: weight for row, (weight, _, _) in _content(loader).items()}
+    loader = _loader(url)
+    weights = _weights(loader)
     assert weights == {row: float(not 5 <= row < 10) for row in range(NUM_SAMPLES)}
     assert {found.reason for found in loader.quarantined} == {"INDEX_DAMAGED"}
 
@@ -278,14 +280,14 @@ def test_a_samples_table_that_names_another_sample_than_the_index_is_a_damage(
 
     monkeypatch.setattr(dataset.samples, "gather", lying)
     loader = _loader(dataset, max_bad_share=1.0)
-    assert not any(weight for weight, _, _ in _content(loader).values())
+    assert not any(_weights(loader).values())
     assert {(found.reason, found.row) for found in loader.quarantined} == {
         ("INDEX_DAMAGED", row) for row in range(NUM_SAMPLES)
     }
 
 
-def _edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> Dataset:
-    """A dataset whose bytes are as its index says, and wrong all the same in sample 3."""
+def _edited(tmp_path: Path, change: Any) -> Dataset:
+    """A dataset whose bytes and tables are as its index says, and wrong all the same in sample 3."""
 
     def changed(number: int, **settings: Any) -> MadeSample:
         sample = make_sample(number, **settings)
@@ -294,8 +296,12 @@ def _edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> Dat
             change(fields)
         return MadeSample(key=sample.key, fields=dict(sorted(fields.items())), facts=sample.facts)
 
-    monkeypatch.setattr(tests.factories, "make_sample", changed)
-    return Dataset.open(make_dataset(tmp_path / "edited", num_samples=8))
+    whole, edited = (
+        Dataset.open(make_dataset(tmp_path / name, num_samples=8, make=make, facts=name == "whole"))
+        for name, make in (("whole", make_sample), ("edited", changed))
+    )
+    lend_facts(whole, edited)
+    return edited
 
 
 @pytest.mark.parametrize(
@@ -310,11 +316,7 @@ def _edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> Dat
     ],
 )
 def test_a_sample_that_is_wrong_as_packed_is_masked(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    edits: dict[str, bytes | None],
-    reason: str,
-    field: str,
+    tmp_path: Path, edits: dict[str, bytes | None], reason: str, field: str
 ) -> None:
     def change(fields: dict[str, bytes]) -> None:
         for name, data in edits.items():
@@ -322,29 +324,29 @@ def test_a_sample_that_is_wrong_as_packed_is_masked(
             if data is not None:
                 fields[name] = data
 
-    loader = _loader(_edited(tmp_path, monkeypatch, change))
-    weights = {row: weight for row, (weight, _, _) in _content(loader).items()}
+    loader = _loader(_edited(tmp_path, change))
+    weights = _weights(loader)
     assert weights == {row: float(row != 3) for row in range(8)}
     (found,) = loader.quarantined
     assert (found.reason, found.field) == (reason, field)
 
 
-def test_a_report_that_is_no_utf8_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_is_no_utf8_is_masked(tmp_path: Path) -> None:
     def change(fields: dict[str, bytes]) -> None:
         fields["report.txt"] = b"\xff" * len(fields["report.txt"])
 
-    loader = _loader(_edited(tmp_path, monkeypatch, change))
-    assert {row for row, (weight, _, _) in _content(loader).items() if not weight} == {3}
+    loader = _loader(_edited(tmp_path, change))
+    assert [row for row, weight in _weights(loader).items() if not weight] == [3]
     assert loader.quarantined[0].reason == "TEXT_UNREADABLE"
 
 
-def test_a_native_view_masks_a_slice_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_of_another_size_than_the_tables_say_is_masked(tmp_path: Path) -> None:
     def change(fields: dict[str, bytes]) -> None:
         fields.update(make_sample(3, slices=2, size=(9, 9)).fields)
 
-    loader = _loader(_edited(tmp_path, monkeypatch, change), view=NativeView())
+    loader = _loader(_edited(tmp_path, change), NATIVE)
     assert [found.row for found in loader.quarantined] == []
-    assert {row for row, (weight, _, _) in _content(loader).items() if not weight} == {3}
+    assert [row for row, weight in _weights(loader).items() if not weight] == [3]
 
 
 def _outcome(folder: str, expected: dict[int, tuple[float, NDArray[Any], str]]) -> str:
@@ -352,7 +354,7 @@ def _outcome(folder: str, expected: dict[int, tuple[float, NDArray[Any], str]]) 
     ``WRONG``.
     """
     try:
-        loader = _loader(Dataset.open(folder), view=NativeView())
+        loader = _loader(folder, NATIVE)
         found = _content(loader)
     except (ManifestError, FormatError, StorageError):
         return "refused"
@@ -367,8 +369,10 @@ def _outcome(folder: str, expected: dict[int, tuple[float, NDArray[Any], str]]) 
 
 def _sweep(tmp_path: Path, stride: int) -> Counter[tuple[str, str]]:
     """Flip one bit at a time in every ``stride``-th byte of every file; count the outcomes by file kind."""
-    folder = make_dataset(tmp_path / "small", num_samples=4, samples_per_shard=2, slices=2, size=(4, 4))
-    expected = _content(_loader(Dataset.open(folder), view=NativeView()))
+    folder = make_dataset(
+        tmp_path / "small", num_samples=4, samples_per_shard=2, slices=2, size=(4, 4), facts=True
+    )
+    expected = _content(_loader(folder, NATIVE))
     outcomes: Counter[tuple[str, str]] = Counter()
     for path in sorted(Path(folder).rglob("*")):
         if path.is_dir() or path.name == "ledger.jsonl":  # the loader does not read the ledger
@@ -405,7 +409,7 @@ def test_a_flipped_bit_in_every_byte_is_found_before_a_sample_is_yielded(tmp_pat
 def test_a_missing_shard_is_an_error_and_masks_nothing(url: str) -> None:
     dataset = Dataset.open(url)
     (Path(dataset.store.url) / "shards" / "train-000001.tar").unlink()
-    loader = _loader(Dataset.open(url))
+    loader = _loader(url)
     with pytest.raises(NotFoundError, match=r"train-000001\.tar"):
         list(loader)
     assert loader.quarantined == []
@@ -446,17 +450,16 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
     assert not loader_threads()
 
 
-class BrokenView(ImageView):
-    """A view with a programming error."""
+def test_an_exception_in_a_field_is_raised_and_never_masked(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*_: Any) -> None:
+        raise ZeroDivisionError("a bug in the field")
 
-    def choose(self, num_slices: int, key: DrawKey) -> NDArray[np.int64]:
-        raise ZeroDivisionError("a bug in the view")
-
-
-def test_an_exception_in_the_view_is_raised_and_never_masked(url: str) -> None:
-    loader = _loader(Dataset.open(url), view=BrokenView(num_slices=1, rows=8, columns=8))
-    with pytest.raises(ZeroDivisionError, match="a bug in the view") as caught:
+    monkeypatch.setattr(BoundText, "check", check)
+    loader = _loader(url)
+    with pytest.raises(ZeroDivisionError, match="a bug in the field") as caught:
         list(loader)
-    assert "choose" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "check" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert loader.quarantined == []
     assert not loader_threads()

@@ -8,25 +8,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+import shardflow as sf
 from shardflow.errors import StateError
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, World
 from shardflow.loading.selection import select
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec, CostRule, RankSchedule, TokenBudget
 from shardflow.sampling.lane_plan import LanePlan
 from tests.factories import make_dataset
-from tests.integration.loader_support import Keys, received_keys
+from tests.integration.loader_support import Keys, open_loader, received_keys, slots_of
 
 # torch warns of more workers than processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SEED = 11
-DRY = LoaderConfig(text=False, num_threads=1)
 BUDGET = TokenBudget(
     max_tokens=70, max_samples=4, over_budget="alone", cost=CostRule(text_tokens_per_1000_bytes=300)
 )
@@ -42,10 +41,14 @@ SPECS = {
 }
 
 
+def _loader(dataset: Dataset, spec: BatchSpec, **settings: Any) -> Loader:
+    return open_loader(dataset, spec, {}, **{"seed": SEED, "num_threads": 1, **settings})
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("dataset")
-    return Dataset.open(make_dataset(folder / "a", num_samples=61, samples_per_shard=6))
+    return Dataset.open(make_dataset(folder / "a", num_samples=61, samples_per_shard=6, facts=True))
 
 
 def planned(dataset: Dataset, spec: BatchSpec, epoch: int, world: World) -> Iterator[Keys]:
@@ -75,7 +78,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
     seen: dict[tuple[int, int, int], Keys] = {}
     for rank in range(world[0]):
         here = World(rank=rank, world_size=world[0], ranks_per_node=world[1])
-        loader = Loader(dataset, split="train", batch=spec, seed=SEED, world=here, config=DRY)
+        loader = _loader(dataset, spec, world=here)
         for epoch in range(2):
             expected = list(planned(dataset, spec, epoch, here))
             loader.set_epoch(epoch)
@@ -90,7 +93,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
             assert len(states) == loader.num_steps_in(epoch) + 1
             seen |= {entry[:3]: entry for entry in received if entry[2] < spec.micro_batches_per_step}
             for number, state in enumerate(states[:-1]):
-                again = Loader(dataset, split="train", batch=spec, seed=SEED, world=here, config=DRY)
+                again = _loader(dataset, spec, world=here)
                 again.load_state_dict(json.loads(json.dumps(state)))
                 assert list(received_keys(again)) == [entry for entry in expected if entry[1] >= number]
     # Together the ranks run exactly the plan, and with it every sample.
@@ -106,7 +109,7 @@ def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_worker
     spec = SPECS["budget"]
     lengths = {select(dataset, "train").plan(spec, seed=SEED, epoch=e).num_steps for e in range(12)}
     assert len(lengths) > 1, "the test wants epochs of different length"
-    batches = ShardIterableDataset(dataset, split="train", batch=spec, seed=SEED, config=DRY)
+    batches = ShardIterableDataset(dataset, split="train", batch=spec, seed=SEED, fields={})
     loader = DataLoader(
         batches,
         batch_size=None,
@@ -121,26 +124,21 @@ def test_workers_deliver_epochs_of_different_length(dataset: Dataset, num_worker
 
 
 def test_ragged_micro_batches_hold_what_they_say(dataset: Dataset) -> None:
-    config = LoaderConfig(view=ImageView(num_slices=2, rows=8, columns=8), num_threads=2)
+    fields = {"image": sf.Slices(num_slices=2, size=(8, 8)), "report": sf.Text()}
     sizes = set()
-    with Loader(dataset, split="train", batch=SPECS["budget"], seed=SEED, config=config) as loader:
+    with open_loader(dataset, SPECS["budget"], fields, seed=SEED) as loader:
         for batch in loader:
             size = len(batch.sample_keys)
             sizes.add(size)
-            assert batch.arrays["image"].shape[0] == batch.arrays["weight"].shape[0] == size
-            for slot, row in enumerate(batch.arrays["row"].tolist()):
-                if row >= 0:
-                    facts = dataset.samples.gather("text_bytes", row)
-                    assert len(batch.text(slot).encode()) == int(facts)
-            weights = batch.arrays["weight"]
-            assert np.array_equal(weights, (batch.arrays["row"] >= 0).astype(np.float32))
+            assert len(batch["image"]) == len(batch["report"]) == len(batch.info.weight) == size
+            for slot, row in slots_of(batch):
+                facts = dataset.samples.gather("text_bytes", row)
+                assert len(batch["report"][slot].encode()) == int(facts)
+            assert batch.info.weight.tolist() == [key is not None for key in batch.sample_keys]
     assert len(sizes) > 1
 
 
 def test_a_state_of_other_lanes_or_another_budget_is_refused_by_name(dataset: Dataset) -> None:
-    def loader(spec: BatchSpec) -> Loader:
-        return Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
-
     lanes, budget = SPECS["lanes"], SPECS["budget"]
     others = {
         "lanes": (lanes, replace(lanes, lanes=2)),
@@ -150,11 +148,11 @@ def test_a_state_of_other_lanes_or_another_budget_is_refused_by_name(dataset: Da
     }
     for name, (saved, opened) in others.items():
         with pytest.raises(StateError, match=rf"^{name} of the loader state"):
-            loader(opened).load_state_dict(loader(saved).state_dict())
+            _loader(dataset, opened).load_state_dict(_loader(dataset, saved).state_dict())
     plain = replace(lanes, lanes=0)
     for one, other in ((plain, lanes), (lanes, plain)):
         with pytest.raises(StateError, match=r"^lanes of the loader state"):
-            loader(one).load_state_dict(loader(other).state_dict())
+            _loader(dataset, one).load_state_dict(_loader(dataset, other).state_dict())
 
 
 @pytest.fixture
@@ -178,18 +176,18 @@ def test_a_resume_plans_its_own_epoch_and_no_other(
 ) -> None:
     """S5: a start in epoch 5 costs what one in epoch 0 costs, counted in epochs that are planned."""
     spec = SPECS[name]
-    saved = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
+    saved = _loader(dataset, spec)
     saved.set_epoch(5)
     first = step % saved.num_steps
     expected = [entry for entry in planned(dataset, spec, 5, World()) if entry[1] >= first]
 
     planned_epochs.clear()
-    fresh = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
+    fresh = _loader(dataset, spec)
     list(fresh)
     assert planned_epochs == [0]
 
     planned_epochs.clear()
-    resumed = Loader(dataset, split="train", batch=spec, seed=SEED, config=DRY)
+    resumed = _loader(dataset, spec)
     resumed.load_state_dict(saved.state_dict() | {"step": first})
     assert len(resumed) == resumed.num_steps * 4
     received = [entry for batch in resumed for entry in received_keys([batch])]
@@ -200,7 +198,7 @@ def test_a_resume_plans_its_own_epoch_and_no_other(
 def test_a_loader_that_deals_by_itself_plans_its_own_epoch_only(
     dataset: Dataset, planned_epochs: list[int]
 ) -> None:
-    shards = ShardIterableDataset(dataset, split="train", batch=SPECS["budget"], seed=SEED, config=DRY)
+    shards = ShardIterableDataset(dataset, split="train", batch=SPECS["budget"], seed=SEED, fields={})
     shards.set_epoch(3)
     for _ in DataLoader(shards, batch_size=None, num_workers=0):
         pass

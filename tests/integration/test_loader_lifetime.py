@@ -18,28 +18,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.errors import ShardflowError
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec, EpochPlan
 from shardflow.storage import ByteRange
 from tests.factories import make_dataset
-from tests.integration.loader_support import hooked, loader_threads, received_keys
+from tests.integration.loader_support import frozen, hooked, loader_threads, open_loader, received_keys
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
-VIEW = ImageView(num_slices=4, rows=32, columns=32)
+FIELDS = {"image": sf.Slices(num_slices=4, size=(32, 32)), "report": sf.Text()}
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=40, samples_per_shard=16)
+    folder = tmp_path_factory.mktemp("dataset") / "a"
+    return make_dataset(folder, num_samples=40, samples_per_shard=16, facts=True)
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(
-        dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(**{"view": VIEW, **settings})
-    )
+    return open_loader(dataset, SPEC, FIELDS, **settings)
 
 
 # ---- threads -------------------------------------------------------------------------------------
@@ -152,12 +152,11 @@ def test_many_loaders_leave_no_descriptors_and_no_threads(url: str) -> None:
 def test_a_process_can_exit_in_the_middle_of_an_iteration(url: str) -> None:
     code = f"""
 import sys
-from shardflow.sampling import BatchSpec
-from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.format import Dataset
-config = LoaderConfig(view=ImageView(num_slices=4, rows=64, columns=64), num_threads=4)
-spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
-loader = Loader(Dataset.open({url!r}), split="train", batch=spec, seed=1, config=config)
+import shardflow as sf
+fields = {{"image": sf.Slices(num_slices=4, size=(64, 64)), "report": sf.Text()}}
+spec = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=2)
+config = sf.LoaderConfig(num_threads=4)
+loader = sf.Loader(sf.open({url!r}), split="train", batch=spec, seed=1, fields=fields, config=config)
 iterator = iter(loader)
 next(iterator)
 assert not {{"torch", "pydicom", "imagecodecs"}} & set(sys.modules)
@@ -179,14 +178,13 @@ print("one")
 
 def test_batches_that_are_kept_are_never_overwritten(url: str) -> None:
     loader = _loader(Dataset.open(url), num_threads=3)
-    copies = [{name: array.copy() for name, array in batch.arrays.items()} for batch in loader]
+    copies = [{name: frozen(value) for name, value in batch.items()} for batch in loader]
     loader.set_epoch(0)
     kept = list(loader)
     loader.set_epoch(1)
     list(loader)  # another epoch through the same pool
     for batch, copy in zip(kept, copies, strict=True):
-        for name, array in batch.arrays.items():
-            assert np.array_equal(array, copy[name])
+        assert {name: frozen(value) for name, value in batch.items()} == copy
     addresses = {batch.buffer.ctypes.data for batch in kept}
     assert len(addresses) == len(kept)
 
@@ -195,7 +193,7 @@ def test_a_slice_of_an_array_keeps_its_batch(url: str) -> None:
     loader = _loader(Dataset.open(url))
     slices, copies = [], []
     for batch in loader:
-        slices.append(batch.arrays["image"][0, 0])
+        slices.append(batch["image"][0, 0])
         copies.append(slices[-1].copy())
         del batch
     list(loader)

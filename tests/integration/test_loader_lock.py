@@ -17,7 +17,7 @@ from shardflow.format import Dataset, manifest
 from shardflow.format.facts import attach_facts
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.series import open_series
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, World
 from shardflow.loading.lock import encode_lock
 from shardflow.sampling import BatchSpec
 from tests.field_cases import make_case_dataset
@@ -69,10 +69,9 @@ def test_the_identity_of_a_run_covers_plan_seed_and_content(folder: Path) -> Non
         _loader(dataset, seed=6),
         _loader(dataset, fields={"report": sf.Text(missing="pad")}),
         _loader(dataset, batch=dataclasses.replace(SPEC, micro_batch_size=4)),
-        _loader(dataset, fields=None),
-        _loader(dataset, fields=None, config=LoaderConfig(view=ImageView(num_slices=2, rows=8, columns=8))),
+        _loader(dataset, fields={}),
     ]
-    assert len({first.run_id, *(one.run_id for one in others)}) == 6
+    assert len({first.run_id, *(one.run_id for one in others)}) == 5
 
 
 def test_a_resume_opens_the_version_of_the_lock_where_a_newer_one_exists(folder: Path) -> None:
@@ -132,9 +131,7 @@ def test_a_state_of_other_tables_is_refused_and_older_states_load(folder: Path) 
         loader.load_state_dict({**state, "lock": "0" * 32})
     loader.load_state_dict({key: value for key, value in state.items() if key != "lock"})
     loader.load_state_dict({**state, "content_id": loader.lock()["content_id"]})  # all 64 digits
-    plain = _loader(Dataset.open(folder), fields=None)
-    former = {key: value for key, value in plain.state_dict().items() if key != "lock"}
-    plain.load_state_dict(former)
-    # The view of a run without fields may change, as before.
-    view = LoaderConfig(view=ImageView(num_slices=2, rows=8, columns=8, dtype="float32"))
-    _loader(Dataset.open(folder), fields=None, config=view).load_state_dict(plain.state_dict())
+    former = {key: value for key, value in state.items() if key not in ("lock", "content_id")}
+    with pytest.raises(StateError, match="accept_content_change"):
+        loader.load_state_dict(former)
+    _loader(Dataset.open(folder), accept_content_change=True).load_state_dict(former)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.errors import (
-    ConfigError,
     LoaderProcessError,
     NotFoundError,
     SampleError,
@@ -26,26 +25,31 @@ from shardflow.errors import (
     WaitTimeoutError,
 )
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
+from shardflow.loading import Batch, Loader, World
 from shardflow.loading.process import LoaderProcess
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
-from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate
-from tests.integration.loader_transforms import stall
+from tests.integration.loader_support import digest_of, flip_bit, hooked, loader_threads, locate, open_loader
+from tests.integration.loader_transforms import fail_oddly, stall
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
 RAGGED = BatchSpec(
     budget=TokenBudget(max_tokens=64, max_samples=3), micro_batches_per_step=2, tail="mask", lanes=2
 )
-VIEW = ImageView(num_slices=4, rows=32, columns=32, slice_choice="random")
+FIELDS: Mapping[str, sf.Field] = {
+    "image": sf.Slices(num_slices=4, size=(32, 32), sampling="random"),
+    "report": sf.Text(),
+}
+NATIVE: Mapping[str, sf.Field] = {"image": sf.Slices(), "report": sf.Text()}
 TRANSFORMS = "tests.integration.loader_transforms"
 DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=40, samples_per_shard=16)
+    folder = tmp_path_factory.mktemp("dataset") / "a"
+    return make_dataset(folder, num_samples=40, samples_per_shard=16, facts=True)
 
 
 @pytest.fixture
@@ -54,26 +58,12 @@ def own_url(url: str, tmp_path: Path) -> str:
     return str(shutil.copytree(url, tmp_path / "own"))
 
 
-def _loader(
-    dataset: Dataset | str, *, world: World | None = None, spec: BatchSpec = SPEC, **settings: Any
-) -> Loader:
-    config = LoaderConfig(**{"view": VIEW, "execution": "process", **settings})
-    opened = Dataset.open(dataset) if isinstance(dataset, str) else dataset
-    return Loader(opened, split="train", batch=spec, seed=5, world=world, config=config)
+def _loader(dataset: Dataset | str, spec: BatchSpec = SPEC, fields: Any = FIELDS, **settings: Any) -> Loader:
+    return open_loader(dataset, spec, fields, **{"execution": "process", **settings})
 
 
 def _digests(batches: Iterable[Batch]) -> list[str]:
-    """Digest of all that each micro-batch says, but for the room that a native view did not need."""
-    found = []
-    for batch in batches:
-        digest = hashlib.sha256(repr(batch.descriptor).encode())
-        for name in sorted(batch.arrays):
-            if name == "pixels":
-                digest.update(b"".join(batch.image(slot).tobytes() for slot in range(batch.num_slots)))
-            else:
-                digest.update(batch.arrays[name].tobytes())
-        found.append(digest.hexdigest())
-    return found
+    return [digest_of(batch) for batch in batches]
 
 
 def _pids(loader: Loader) -> list[int]:
@@ -106,19 +96,17 @@ def _wait_for_end(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "spec", "transform"),
-    [(VIEW, SPEC, f"{TRANSFORMS}:jitter"), (NativeView(), RAGGED, ""), (None, SPEC, "")],
+    ("fields", "spec", "transform"),
+    [(FIELDS, SPEC, f"{TRANSFORMS}:jitter"), (NATIVE, RAGGED, None), ({"report": sf.Text()}, SPEC, None)],
     ids=["slices changed", "native, ragged", "text"],
 )
 def test_every_execution_yields_the_same_bytes_in_the_same_order(
-    url: str, view: Any, spec: BatchSpec, transform: str
+    url: str, fields: Any, spec: BatchSpec, transform: str | None
 ) -> None:
     world = World(rank=1, world_size=2)
     found = {}
     for execution in ("threads", "process", "workers"):
-        with _loader(
-            url, world=world, spec=spec, view=view, execution=execution, num_threads=2, transform=transform
-        ) as loader:
+        with _loader(url, spec, fields, world=world, execution=execution, transform=transform) as loader:
             epochs = [_digests(loader), _digests(loader)]
             found[execution] = epochs
             assert [len(digests) for digests in epochs] == [loader.num_micro_batches_in(e) for e in (0, 1)]
@@ -197,11 +185,11 @@ def test_a_bad_sample_is_masked_and_told(own_url: str) -> None:
     _damage(own_url)
     found = []
     for execution in ("threads", "process"):
-        with _loader(own_url, execution=execution, view=NativeView()) as loader:
+        with _loader(own_url, fields=NATIVE, execution=execution) as loader:
             found.append((_digests(loader), loader.masks()))
     assert found[0] == found[1]
     assert [row["reason"] for row in found[0][1]] == ["CHECKSUM_MISMATCH"]
-    with _loader(own_url, view=NativeView()) as again:
+    with _loader(own_url, fields=NATIVE) as again:
         again.load_masks(found[0][1])
         assert _digests(again) == found[0][0]
 
@@ -209,8 +197,8 @@ def test_a_bad_sample_is_masked_and_told(own_url: str) -> None:
 def test_errors_have_their_class_and_sentence(own_url: str) -> None:
     _damage(own_url)
 
-    def message(kind: type[BaseException], execution: str, **settings: Any) -> str:
-        with _loader(own_url, execution=execution, **settings) as loader, pytest.raises(kind) as caught:
+    def message(kind: type[BaseException], execution: str, source: Any = own_url, **settings: Any) -> str:
+        with _loader(source, execution=execution, **settings) as loader, pytest.raises(kind) as caught:
             for _ in loader:
                 pass
         if execution != "threads":
@@ -219,20 +207,13 @@ def test_errors_have_their_class_and_sentence(own_url: str) -> None:
         return str(caught.value)
 
     for kind, settings in (
-        (SampleError, {"view": NativeView(), "on_bad_sample": "raise"}),
-        (ZeroDivisionError, {"transform": f"{TRANSFORMS}:fail"}),
-        (ConfigError, {"transform": f"{TRANSFORMS}:nothing"}),
+        (SampleError, {"fields": NATIVE, "on_bad_sample": "raise"}),
+        (SampleError, {"transform": f"{TRANSFORMS}:fail"}),
     ):
         assert message(kind, "process", **settings) == message(kind, "threads", **settings)
-    assert "OddError" in message(LoaderProcessError, "workers", transform=f"{TRANSFORMS}:fail_oddly")
+    assert "OddError" in message(LoaderProcessError, "workers", hooked(own_url, fail_oddly)[0])
     next((Path(own_url) / "shards").glob("train-*.tar")).unlink()
     assert message(NotFoundError, "process") == message(NotFoundError, "threads")
-
-
-@pytest.mark.parametrize("name", ["no_colon", "__main__:function", "a b:c", ":f", "m:"])
-def test_a_transform_must_be_one_that_others_can_import(name: str) -> None:
-    with pytest.raises(ConfigError, match="transform must be"):
-        LoaderConfig(transform=name)
 
 
 def test_a_wait_that_takes_too_long_names_what_the_process_waits_for(url: str) -> None:
@@ -310,15 +291,12 @@ def test_signals_to_the_whole_group_do_not_end_it(url: str, monkeypatch: pytest.
 
 _TRAINER = """
 import sys, time
-from shardflow.sampling import BatchSpec
-from shardflow.loading import ImageView, Loader, LoaderConfig
-from shardflow.format import Dataset
-loader = Loader(
-    Dataset.open(sys.argv[1]), split="train", seed=5,
-    batch=BatchSpec(micro_batch_size=2, micro_batches_per_step=2),
-    config=LoaderConfig(
-        view=ImageView(num_slices=4, rows=32, columns=32), execution=sys.argv[2], wait_timeout_s=60.0
-    ),
+import shardflow as sf
+loader = sf.Loader(
+    sf.open(sys.argv[1]), split="train", seed=5,
+    batch=sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=2),
+    fields={"image": sf.Slices(num_slices=4, size=(32, 32)), "report": sf.Text()},
+    config=sf.LoaderConfig(execution=sys.argv[2], wait_timeout_s=60.0),
 )
 iterator = iter(loader)
 kept = next(iterator)
@@ -394,7 +372,7 @@ def test_descriptors_and_memory_stand_still(url: str) -> None:
     with _loader(url, prefetch_bytes=1 << 20) as loader:
         for _ in range(2):
             for batch in loader:
-                assert np.isfinite(batch.arrays["weight"]).all()
+                assert np.isfinite(batch.info.weight).all()
         before = descriptors()
         for _ in range(3):
             for batch in loader:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.errors import ConfigError, PlanError, StateError
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
-from tests.integration.loader_support import planned_keys, received_keys
+from tests.integration.loader_support import open_loader, planned_keys, received_keys
 
 NUM_SAMPLES = 29
 SEED = 11
-# Sequences need no pixels: without view and text a loader reads nothing.
-DRY = LoaderConfig(text=False, num_threads=2)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("dataset")
     return Dataset.open(
-        make_dataset(folder / "a", splits={"train": NUM_SAMPLES, "val": 5}, samples_per_shard=6)
+        make_dataset(folder / "a", splits={"train": NUM_SAMPLES, "val": 5}, samples_per_shard=6, facts=True)
     )
 
 
@@ -33,14 +33,9 @@ def _spec(tail: Literal["drop", "repeat", "mask"] = "mask", micro_batches_per_st
     return BatchSpec(micro_batch_size=2, micro_batches_per_step=micro_batches_per_step, tail=tail)
 
 
-def _loader(
-    dataset: Dataset,
-    spec: BatchSpec,
-    world: World | None = None,
-    config: LoaderConfig = DRY,
-    seed: int = SEED,
-) -> Loader:
-    return Loader(dataset, split="train", batch=spec, seed=seed, world=world, config=config)
+def _loader(dataset: Dataset, spec: BatchSpec, world: World | None = None, **settings: Any) -> Loader:
+    """Open a loader, by default without fields: sequences need no pixels."""
+    return open_loader(dataset, spec, settings.pop("fields", {}), world=world, **{"seed": SEED, **settings})
 
 
 @pytest.mark.parametrize("tail", ["drop", "repeat", "mask"])
@@ -50,7 +45,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
     dataset: Dataset, world_size: int, num_threads: int, tail: Literal["drop", "repeat", "mask"]
 ) -> None:
     spec = _spec(tail)
-    config = LoaderConfig(text=False, num_threads=num_threads, prefetch_bytes=1000)
+    how = {"num_threads": num_threads, "prefetch_bytes": 1000}
     for rank in range(world_size):
         world = World(rank=rank, world_size=world_size)
         expected = [
@@ -59,7 +54,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
             )
             for epoch in range(2)
         ]
-        loader = _loader(dataset, spec, world, config)
+        loader = _loader(dataset, spec, world, **how)
         states = [loader.state_dict()]
         assert len(loader) == len(expected[0])
         received = []
@@ -75,7 +70,7 @@ def test_every_rank_yields_the_plan_and_resumes_at_every_step(
             (2, 0),
         ]
         for state in states[:-1]:
-            again = _loader(dataset, spec, world, config)
+            again = _loader(dataset, spec, world, **how)
             again.load_state_dict(json.loads(json.dumps(state)))
             assert list(received_keys(again)) == [
                 entry for entry in expected[int(str(state["epoch"]))] if entry[1] >= int(str(state["step"]))
@@ -115,28 +110,30 @@ def test_every_sample_comes_exactly_once_with_tail_mask(dataset: Dataset) -> Non
         for batch in _loader(dataset, spec, World(rank=rank, world_size=3)):
             keys += [
                 key
-                for key, weight in zip(batch.sample_keys, batch.arrays["weight"], strict=True)
+                for key, weight in zip(batch.sample_keys, batch.info.weight, strict=True)
                 if key and weight
             ]
     assert sorted(keys) == sorted(dataset.samples.sample_key(row) for row in dataset.splits["train"])
 
 
-def test_fillers_have_every_array_in_the_right_shape(dataset: Dataset) -> None:
-    view = ImageView(num_slices=2, rows=8, columns=8)
-    loader = _loader(dataset, _spec(), World(rank=2, world_size=3), LoaderConfig(view=view))
+def test_padding_micro_batches_have_every_entry_in_the_right_shape(dataset: Dataset) -> None:
+    fields = {"image": sf.Slices(num_slices=2, size=(8, 8)), "report": sf.Text()}
+    loader = _loader(dataset, _spec(), World(rank=2, world_size=3), fields=fields)
     batches = list(loader)
     assert len(batches) == len(loader) == 2 * loader.num_steps
-    fillers = [batch for batch in batches if batch.micro >= 4]
-    assert len(fillers) == loader.num_steps
-    for batch in fillers:
-        assert {name: array.shape for name, array in batch.arrays.items()} == {
-            name: (0,) if name == "text_bytes" else array.shape for name, array in batches[0].arrays.items()
+    padding = [batch for batch in batches if batch.micro >= 4]
+    assert len(padding) == loader.num_steps
+    for batch in padding:
+        assert {name: np.shape(value) for name, value in batch.items()} == {
+            name: np.shape(value) for name, value in batches[0].items()
         }
-        assert batch.sample_keys == [None, None]
-        assert batch.arrays["row"].tolist() == [-1, -1]
-        for name in ("weight", "image", "slice_mask", "display_range", "text_offsets"):
-            assert not batch.arrays[name].any(), name
-        assert batch.text(0) == ""
+        assert batch.info.sample_keys == [None, None]
+        for name in ("image_mask", "image_range", "report_mask"):
+            assert not batch[name].any(), name
+        assert not batch.info.weight.any()
+        assert (batch["image"] == -1024).all()
+        assert (batch["image_index"] == -1).all()
+        assert batch["report"] == ["", ""]
 
 
 # ---- the state (S4) ------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ def test_a_state_of_another_run_is_refused_by_field(dataset: Dataset, tmp_path: 
     refused = {
         "seed": _loader(dataset, _spec(), seed=SEED + 1),
         "dataset_id": _loader(other, _spec()),
-        "split": Loader(dataset, split="val", batch=_spec("repeat"), seed=SEED),
+        "split": _loader(dataset, _spec("repeat"), split="val"),
         "micro_batch_size": _loader(
             dataset, BatchSpec(micro_batch_size=1, micro_batches_per_step=4, tail="mask")
         ),
@@ -283,18 +280,19 @@ def test_an_exhausted_iteration_stays_exhausted(dataset: Dataset) -> None:
 
 def test_wrong_settings_are_refused_when_the_loader_is_made(dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"split .*train, val"):
-        Loader(dataset, split="test", batch=_spec(), seed=SEED)
+        _loader(dataset, _spec(), split="test")
     with pytest.raises(PlanError, match="world_size"):
         _loader(dataset, _spec(), World(rank=0, world_size=5))
     with pytest.raises(PlanError, match="num_steps"):
-        Loader(dataset, split="val", batch=_spec("drop"), seed=SEED)
+        _loader(dataset, _spec("drop"), split="val")
 
 
 def test_spec_is_the_former_name_of_batch(dataset: Dataset) -> None:
+    spec = _spec("repeat")
     with pytest.warns(DeprecationWarning, match=r"Loader\(batch=\)"):
-        former = Loader(dataset, split="train", spec=_spec("repeat"), seed=SEED)
-    assert former.plan_id == Loader(dataset, split="train", batch=_spec("repeat"), seed=SEED).plan_id
+        former = Loader(dataset, split="train", spec=spec, seed=SEED, fields={})
+    assert former.plan_id == _loader(dataset, spec).plan_id
     with pytest.raises(TypeError, match="needs batch="):
-        Loader(dataset, split="train", seed=SEED)
+        Loader(dataset, split="train", seed=SEED, fields={})
     with pytest.raises(TypeError, match="both 'batch' and 'spec'"):
-        Loader(dataset, split="train", batch=_spec("repeat"), spec=_spec("repeat"), seed=SEED)
+        Loader(dataset, split="train", batch=spec, spec=spec, seed=SEED, fields={})

@@ -11,10 +11,8 @@ import pytest
 from PIL import Image
 
 import shardflow as sf
-from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
-from shardflow.loading import Batch, Loader, LoaderConfig
+from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from shardflow.viewing.slot_sheet import render_slot, show_entries
 from tests.factories import make_dataset
@@ -117,8 +115,7 @@ def test_masks_and_boxes_lie_over_the_picture_that_they_are_of() -> None:
 
 
 def test_stored_regions_lie_over_the_pictures_of_the_field_that_they_follow(tmp_path: Path) -> None:
-    dataset = Dataset.open(make_dataset(tmp_path / "a", num_samples=6, make=make_annotated))
-    attach_facts(dataset)
+    dataset = Dataset.open(make_dataset(tmp_path / "a", num_samples=6, make=make_annotated, facts=True))
     num_planes = num_boxes = 0
     for batch in _batches(dataset, fields=REGIONS):
         for slot in range(batch.num_slots):
@@ -176,12 +173,8 @@ def test_values_of_every_kind_are_shown() -> None:
     assert render_slot("a", list(shown.values())).png
 
 
-def test_a_slot_that_is_not_there_and_a_view_are_refused(dataset: Dataset) -> None:
+def test_a_slot_that_is_not_there_is_refused(dataset: Dataset) -> None:
     batch = _batches(dataset)[0]
     assert batch.show(-1).title == batch.show(4).title
     with pytest.raises(IndexError, match="slot 5 is none of the 5 slots"):
         batch.show(5)
-    view = LoaderConfig(view=sf.ImageView(num_slices=2, rows=8, columns=8, dtype="float32"))
-    (first, *_) = _batches(dataset, fields=None, config=view)
-    with pytest.raises(ConfigError, match="shows fields"):
-        first.show()

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
+import shardflow as sf
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
+from tests.integration.loader_support import open_loader
 
 _MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    url = make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=400, samples_per_shard=50)
+    url = make_dataset(
+        tmp_path_factory.mktemp("dataset") / "a", num_samples=400, samples_per_shard=50, facts=True
+    )
     return Dataset.open(url)
 
 
@@ -39,9 +42,8 @@ def _num_descriptors(pids: list[int | str]) -> int:
 def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
     """Iterate; compare what the first and the last fifth of the run take, after a warm-up."""
     spec = BatchSpec(micro_batch_size=16, micro_batches_per_step=2, tail="mask")
-    view = ImageView(num_slices=2, rows=16, columns=16, slice_choice="random")
-    config = LoaderConfig(view=view, prefetch_bytes=2 * _MIB, **settings)
-    with Loader(dataset, split="train", batch=spec, seed=1, config=config) as loader:
+    fields = {"image": sf.Slices(num_slices=2, size=(16, 16), sampling="random"), "report": sf.Text()}
+    with open_loader(dataset, spec, fields, prefetch_bytes=2 * _MIB, **settings) as loader:
         per_epoch = 400
         for _ in range(4):
             for batch in loader:
@@ -58,7 +60,7 @@ def _soak(dataset: Dataset, num_samples: int, **settings: Any) -> None:
             memory.append(_memory_bytes(pids))
             descriptors.add(_num_descriptors(pids))
         # As many as may be under way, those in the pool, and what the loop holds.
-        assert loader.num_buffers_allocated <= 3 * config.prefetch_bytes // (64 << 10)
+        assert loader.num_buffers_allocated <= 3 * loader.config.prefetch_bytes // (64 << 10)
     assert max(descriptors) - min(descriptors) <= 2  # the listing itself
     fifth = max(len(memory) // 5, 1)
     growth = statistics.median(memory[-fifth:]) - statistics.median(memory[:fifth])

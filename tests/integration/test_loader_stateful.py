@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardflow.errors import StateError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, LoaderConfig
+from shardflow.loading import Batch
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
@@ -31,8 +31,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _dataset(url: str, seed: int = SEED) -> ShardIterableDataset:
-    config = LoaderConfig(text=False, num_threads=1)
-    return ShardIterableDataset(Dataset.open(url), split="train", batch=SPEC, seed=seed, config=config)
+    return ShardIterableDataset(Dataset.open(url), split="train", batch=SPEC, seed=seed, fields={})
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

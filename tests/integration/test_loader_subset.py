@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+import shardflow as sf
 from shardflow.errors import StateError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Batch, Loader, World
 from shardflow.loading.selection import choose_rows
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
+from tests.integration.loader_support import open_loader, slots_of
 
 SEED = 11
-DRY = LoaderConfig(text=False)
 TERMS = ("num_slices>=2", "text_bytes<70")
 SPECS = {
     "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
@@ -33,12 +34,12 @@ SPECS = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("subset") / "dataset"
-    return Dataset.open(make_dataset(folder, splits={"test": 3, "train": 60}, slices=(0, 5)))
+    return Dataset.open(make_dataset(folder, splits={"test": 3, "train": 60}, slices=(0, 5), facts=True))
 
 
 def loader_of(dataset: Dataset, spec: BatchSpec, rank: int = 0, world_size: int = 1) -> Loader:
     world = World(rank=rank, world_size=world_size)
-    return Loader(dataset, split="train", subset=TERMS, batch=spec, seed=SEED, world=world, config=DRY)
+    return open_loader(dataset, spec, {}, subset=TERMS, seed=SEED, world=world)
 
 
 def steps_of(batches: list[Batch]) -> dict[tuple[int, int], tuple[str | None, ...]]:
@@ -68,25 +69,23 @@ def test_other_terms_are_refused_by_name_and_other_words_for_them_are_not(datase
     spec = SPECS["fixed"]
     state = loader_of(dataset, spec).state_dict()
     for terms in ((), ("num_slices>=3",)):
-        other = Loader(dataset, split="train", subset=terms, batch=spec, seed=SEED, config=DRY)
+        other = open_loader(dataset, spec, {}, subset=terms, seed=SEED)
         with pytest.raises(StateError, match=r"^subset of the loader state must be this run's"):
             other.load_state_dict(state)
-    same = Loader(
-        dataset, split="train", subset=["text_bytes<=69", "num_slices>1"], batch=spec, seed=SEED, config=DRY
-    )
+    same = open_loader(dataset, spec, {}, subset=["text_bytes<=69", "num_slices>1"], seed=SEED)
     same.load_state_dict(state)
     assert same.plan_id == state["plan_id"]
 
 
 def test_content_comes_with_the_chosen_samples(dataset: Dataset) -> None:
-    config = LoaderConfig(view=ImageView(num_slices=2, rows=16, columns=16))
-    loader = Loader(dataset, split="test+train", subset=TERMS, batch=SPECS["fixed"], seed=SEED, config=config)
+    fields = {"image": sf.Slices(num_slices=2, size=(16, 16)), "report": sf.Text()}
+    loader = open_loader(dataset, SPECS["fixed"], fields, split="test+train", subset=TERMS, seed=SEED)
     for batch in loader:
-        for slot, row in enumerate(batch.arrays["row"].tolist()):
-            if row >= 0:
-                assert batch.sample_keys[slot] == dataset.samples.sample_key(row)
-                assert len(batch.text(slot)) < 70
-                assert batch.arrays["slice_mask"][slot].sum() == 2
+        for slot, row in slots_of(batch):
+            stored = dataset.read_fields(row, ["report.txt"])["report.txt"]
+            assert batch["report"][slot] == stored.decode()
+            assert len(stored) < 70
+            assert batch["image_mask"][slot].sum() == 2
 
 
 def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_torchs_dataloader_takes_a_subset(dataset: Dataset, tmp_path: Path) -> N
     keys = [dataset.samples.sample_key(row) for row in list(dataset.splits["train"])[::2]]
     path.write_text("\n".join(keys), encoding="utf-8")
     streamed = ShardIterableDataset(
-        dataset, split="train", subset=[f"keys={path}"], batch=SPECS["fixed"], seed=SEED, config=DRY
+        dataset, split="train", subset=[f"keys={path}"], batch=SPECS["fixed"], seed=SEED, fields={}
     )
     found = list(DataLoader(streamed, batch_size=None))
     assert sorted(key for batch in found for key in batch.sample_keys if key) == sorted(keys)

@@ -12,10 +12,11 @@ import torch
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, Loader, LoaderConfig
+from shardflow.loading import Loader
 from shardflow.loading.tensors import to_tensors
 from shardflow.sampling import BatchSpec
 from tests.field_cases import make_case_dataset
+from tests.integration.loader_support import open_loader
 
 pytestmark = pytest.mark.fast
 
@@ -34,7 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", batch=SPEC, seed=5, fields=FIELDS, config=LoaderConfig(**settings))
+    return open_loader(dataset, SPEC, FIELDS, **settings)
 
 
 def _assert_equal(found: Any, wanted: Any) -> None:
@@ -81,16 +82,6 @@ def test_memory_is_the_loaders_again_only_when_the_last_tensor_is_gone(dataset: 
         for _ in iterator:
             gc.collect()
         assert torch.equal(kept.int(), before.int())
-
-
-def test_a_batch_without_fields_gives_its_arrays(dataset: Dataset) -> None:
-    view = sf.ImageView(num_slices=2, rows=8, columns=8, dtype="float32")
-    config = LoaderConfig(view=view, text=False)
-    with Loader(dataset, split="train", batch=SPEC, seed=5, config=config) as loader:
-        batch: Batch = next(iter(loader))
-        tensors = batch.torch()
-        assert tensors.keys() == batch.arrays.keys()
-        assert torch.equal(tensors["image"], torch.from_numpy(batch.arrays["image"]))
 
 
 def test_what_torch_cannot_share_is_copied_and_what_it_lacks_stays() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+import shardflow as sf
 from shardflow.fields.slots import SlotAssembler
 from shardflow.format import Dataset
-from shardflow.loading import Loader, LoaderConfig
+from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
-from tests.integration.loader_support import flip_bit, hooked, locate
+from tests.integration.loader_support import flip_bit, hooked, locate, open_loader
 
 SPEC = BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
 
@@ -23,16 +24,16 @@ def url(tmp_path: Path) -> str:
     return make_dataset(tmp_path / "a", num_samples=40, samples_per_shard=16)
 
 
-def _loader(dataset: Dataset, **settings: Any) -> Loader:
-    return Loader(dataset, split="train", batch=SPEC, seed=5, config=LoaderConfig(view=None, **settings))
+def _loader(dataset: Dataset) -> Loader:
+    return open_loader(dataset, SPEC, {"report": sf.Text()})
 
 
 def _texts(loader: Loader) -> dict[str, str]:
     return {
-        key: batch.text(slot)
+        key: batch["report"][slot]
         for batch in loader
         for slot, key in enumerate(batch.sample_keys)
-        if key is not None and batch.arrays["weight"][slot]
+        if key is not None and batch.info.weight[slot]
     }
 
 

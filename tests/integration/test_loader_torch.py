@@ -16,13 +16,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import shardflow as sf
 from shardflow.errors import SampleError, StateError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, World
+from shardflow.loading import Batch, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
-from tests.integration.loader_support import flip_bit, loader_threads, locate, planned_keys, received_keys
+from tests.integration.loader_support import (
+    flip_bit,
+    frozen,
+    loader_threads,
+    locate,
+    open_loader,
+    planned_keys,
+    received_keys,
+)
 
 # torch warns of more workers than processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -30,21 +39,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 # Workers, how they start, and whether they live on from epoch to epoch.
 WAYS = [(0, "", False), (2, "fork", False), (3, "fork", True), (2, "spawn", True), (1, "spawn", False)]
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
-VIEW = ImageView(num_slices=3, rows=16, columns=16)
+FIELDS = {"image": sf.Slices(num_slices=3, size=(16, 16)), "report": sf.Text()}
 SEED = 11
-DRY = LoaderConfig(text=False, num_threads=1)
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_dataset(tmp_path_factory.mktemp("dataset") / "a", num_samples=29, samples_per_shard=6)
+    return make_dataset(
+        tmp_path_factory.mktemp("dataset") / "a", num_samples=29, samples_per_shard=6, facts=True
+    )
 
 
 def _dataset(
-    url: str, config: LoaderConfig = DRY, world: World | None = None, seed: int = SEED
+    url: str, fields: Any = None, world: World | None = None, seed: int = SEED, **settings: Any
 ) -> ShardIterableDataset:
+    """Open a dataset, by default without fields: sequences need no pixels."""
     return ShardIterableDataset(
-        Dataset.open(url), split="train", batch=SPEC, seed=seed, world=world, config=config
+        Dataset.open(url),
+        split="train",
+        batch=SPEC,
+        seed=seed,
+        fields=fields or {},
+        world=world,
+        config=LoaderConfig(**settings),
     )
 
 
@@ -90,24 +107,22 @@ def test_order_is_the_plans_and_resumes_at_every_step(url: str, world_size: int,
 
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
 def test_content_is_the_loaders(url: str, num_workers: int) -> None:
-    config = LoaderConfig(view=VIEW)
-    expected = list(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
-    dataset = _dataset(url, config)
+    expected = list(open_loader(url, SPEC, FIELDS, seed=SEED))
+    dataset = _dataset(url, FIELDS)
     received = list(_data_loader(dataset, num_workers))
     assert len(received) == len(expected)
     for one, other in zip(received, expected, strict=True):
         assert isinstance(one, Batch)
         assert one.sample_keys == other.sample_keys
-        assert [one.text(slot) for slot in range(2)] == [other.text(slot) for slot in range(2)]
-        for name, array in other.arrays.items():
-            assert one.arrays[name].dtype == array.dtype
-            assert np.array_equal(one.arrays[name], array)
-        assert torch.from_numpy(one.arrays["image"]).shape == (2, 3, 16, 16)  # writable, or torch would warn
+        assert {name: frozen(value) for name, value in one.items()} == {
+            name: frozen(value) for name, value in other.items()
+        }
+        assert torch.from_numpy(one["image"]).shape == (2, 3, 1, 16, 16)  # writable, or torch would warn
     assert not loader_threads()
 
 
 def test_batches_of_a_worker_come_in_shared_memory(url: str) -> None:
-    dataset = _dataset(url, LoaderConfig(view=VIEW))
+    dataset = _dataset(url, FIELDS)
     for batch in _data_loader(dataset, 2):
         base: Any = batch.buffer
         while isinstance(base, np.ndarray):
@@ -181,7 +196,7 @@ def test_a_loop_left_at_any_micro_batch_goes_on_from_its_step(
         done = number
         if done == len(expected):
             break
-        resumed = Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=DRY)
+        resumed = open_loader(url, SPEC, {}, seed=SEED)
         resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
         assert resumed.position == dataset.position
     assert done == len(expected)
@@ -229,7 +244,7 @@ def test_breaking_off_counts_what_was_received(url: str) -> None:
 
 
 def test_states_pass_between_loader_and_data_loader(url: str) -> None:
-    loader = Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=DRY)
+    loader = open_loader(url, SPEC, {}, seed=SEED)
     for batch in loader:
         if (batch.step, batch.slot) == (1, 3):
             break
@@ -271,18 +286,18 @@ def test_what_a_data_loader_does_to_batches_is_refused_where_it_could_not_be_cou
                 next(iter(loader))
     dataset = _dataset(url)
     with pytest.raises(StateError, match="Leave out collate_fn"):
-        next(iter(_data_loader(dataset, 1, collate_fn=lambda batch: batch["row"])))
+        next(iter(_data_loader(dataset, 1, collate_fn=lambda batch: batch.sample_keys)))
     (wrapped,) = next(iter(_data_loader(dataset, 1, collate_fn=lambda batch: (batch,))))
     with pytest.raises(StateError, match="leave out collate_fn"):
-        wrapped.arrays["row"]
+        wrapped.sample_keys  # noqa: B018
     assert dataset.position.step == 0
-    kept = _data_loader(dataset, 0, collate_fn=lambda batch: batch["row"].tolist())
+    kept = _data_loader(dataset, 0, collate_fn=lambda batch: batch.sample_keys)
     assert sum(1 for _ in kept) == len(dataset)  # without workers it is counted before
     assert dataset.epoch == 1
 
 
 def test_batches_that_are_handed_out_in_another_order_are_refused(url: str) -> None:
-    dataset = _dataset(url, LoaderConfig(view=VIEW))
+    dataset = _dataset(url, FIELDS)
     loader = _data_loader(dataset, 2, in_order=False, worker_init_fn=_first_worker_is_slow)
     with pytest.raises(StateError, match="leave in_order=True"):
         list(loader)
@@ -304,27 +319,26 @@ def test_track_is_a_plain_loop_by_now(url: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_masks_and_their_bound_reach_the_main_process(tmp_path: Path, num_workers: int) -> None:
-    url = make_dataset(tmp_path / "a", num_samples=29, samples_per_shard=6)
+    url = make_dataset(tmp_path / "a", num_samples=29, samples_per_shard=6, facts=True)
     for row in (3, 9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
-    config = LoaderConfig(view=VIEW)
-    dataset = _dataset(url, config)
+    dataset = _dataset(url, FIELDS)
     first = list(received_keys(_data_loader(dataset, num_workers)))
     assert sorted(found.row for found in dataset.quarantined) == [3, 9]
     for row in (3, 9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
-    replay = _dataset(url, config)
+    replay = _dataset(url, FIELDS)
     replay.load_masks(dataset.masks())
     assert list(received_keys(_data_loader(replay, num_workers))) == first
     for row in (3, 9):
         path, offset, _ = locate(Dataset.open(url), row, "report.txt")
         flip_bit(path, offset)
-    strict = _dataset(url, LoaderConfig(view=VIEW, max_bad_samples=1))
+    strict = _dataset(url, FIELDS, max_bad_samples=1)
     with pytest.raises(SampleError, match="at most 1, got 2"):
         list(_data_loader(strict, num_workers))
-    raising = _dataset(url, LoaderConfig(view=VIEW, on_bad_sample="raise"))
+    raising = _dataset(url, FIELDS, on_bad_sample="raise")
     with pytest.raises(SampleError, match="CHECKSUM_MISMATCH"):
         list(_data_loader(raising, num_workers))
     gc.collect()  # torch's iterator hangs in a cycle with the error it raised, and its workers with it
@@ -332,9 +346,8 @@ def test_masks_and_their_bound_reach_the_main_process(tmp_path: Path, num_worker
 
 def test_workers_start_after_this_process_used_threads(url: str) -> None:
     """The parent's threads, locks and memory are none of the children's."""
-    config = LoaderConfig(view=VIEW)
-    running = iter(Loader(Dataset.open(url), split="train", batch=SPEC, seed=SEED, config=config))
+    running = iter(open_loader(url, SPEC, FIELDS, seed=SEED))
     next(running)
-    dataset = _dataset(url, config)
+    dataset = _dataset(url, FIELDS)
     assert len(list(_data_loader(dataset, 2))) == len(dataset)
     assert next(running).slot == 1

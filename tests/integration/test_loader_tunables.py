@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import os
 import pickle
 import threading
@@ -19,40 +18,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardflow as sf
 from shardflow.errors import ConfigError, SampleError
 from shardflow.format import Dataset
-from shardflow.loading import Batch, ImageView, Loader, LoaderConfig, NativeView, World
+from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec, Position
 from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
-from tests.integration.loader_support import flip_bit, hooked, loader_threads, locate
+from tests.integration.loader_support import digest_of, flip_bit, hooked, loader_threads, locate, open_loader
 from tests.object_stores import WebServer
 
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
-VIEW = ImageView(num_slices=2, rows=16, columns=16, slice_choice="random")
+REPORT = {"report": sf.Text()}
+READ: Mapping[str, Mapping[str, sf.Field]] = {
+    "text": REPORT,
+    "images": {"image": sf.Slices(num_slices=2, size=(16, 16), sampling="random"), **REPORT},
+    "native": {"image": sf.Slices(), **REPORT},
+}
 DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("dataset")
-    return make_dataset(folder / "a", num_samples=48, samples_per_shard=10, size=(24, 24))
+    return make_dataset(folder / "a", num_samples=48, samples_per_shard=10, size=(24, 24), facts=True)
 
 
-def _loader(dataset: Dataset | str, *, world: World | None = None, **how: Any) -> Loader:
-    config = LoaderConfig(**{"view": VIEW, **how})
-    opened = Dataset.open(dataset) if isinstance(dataset, str) else dataset
-    return Loader(opened, split="train", batch=SPEC, seed=5, world=world, config=config)
-
-
-def _digest(batch: Batch) -> str:
-    digest = hashlib.sha256(repr(batch.descriptor).encode())
-    for name in sorted(batch.arrays):
-        if name == "pixels":  # a native view has room that it did not need
-            digest.update(b"".join(batch.image(slot).tobytes() for slot in range(batch.num_slots)))
-        else:
-            digest.update(batch.arrays[name].tobytes())
-    return digest.hexdigest()
+def _loader(dataset: Dataset | str, *, fields: Any = READ["images"], **settings: Any) -> Loader:
+    return open_loader(dataset, SPEC, fields, **settings)
 
 
 def _eventually(condition: Callable[[], bool]) -> bool:
@@ -67,7 +60,7 @@ def _eventually(condition: Callable[[], bool]) -> bool:
 @pytest.fixture(scope="module")
 def expected(url: str) -> list[str]:
     with _loader(url) as loader:
-        return [_digest(batch) for batch in loader]
+        return [digest_of(batch) for batch in loader]
 
 
 # ---- threads and bytes -----------------------------------------------------------------------------
@@ -78,7 +71,7 @@ def test_threads_come_and_go_while_the_same_micro_batches_come_out(url: str, exp
         most = loader.tunables.limits()["loader.num_threads"].most
         found = []
         for number, batch in enumerate(loader):
-            found.append(_digest(batch))
+            found.append(digest_of(batch))
             wanted = (1, most, 2)[number % 3]
             loader.tunables.set("loader.num_threads", wanted)
             assert _eventually(lambda wanted=wanted: len(loader_threads()) in (wanted, 0))  # type: ignore[misc]
@@ -90,7 +83,7 @@ def test_threads_come_and_go_while_the_same_micro_batches_come_out(url: str, exp
 def test_a_lower_bound_holds_for_what_is_opened_afterwards(url: str, expected: list[str]) -> None:
     with _loader(url, prefetch_bytes=1 << 26) as loader:
         iterator = iter(loader)
-        found = [_digest(next(iterator))]
+        found = [digest_of(next(iterator))]
         (stream,) = loader._runtime.streams
         engine = stream._engine
         # The whole epoch fits, and is made ahead.
@@ -100,7 +93,7 @@ def test_a_lower_bound_holds_for_what_is_opened_afterwards(url: str, expected: l
         loader.change({"loader.prefetch_bytes": 200_000})
         assert engine.buffered_bytes == before  # nothing is dropped
         for batch in iterator:
-            found.append(_digest(batch))
+            found.append(digest_of(batch))
         assert found == expected
         # A batch that its consumer let go lies in the pool: as much as the new bound, and two of them.
         del batch
@@ -145,7 +138,7 @@ def test_executions_change_inside_an_epoch(url: str, expected: list[str]) -> Non
     with _loader(url, world=world, num_threads=1, prefetch_bytes=1 << 22) as loader:
         found, handed_over, pids = [], [], set()
         for number, batch in enumerate(loader):
-            found.append(_digest(batch))
+            found.append(digest_of(batch))
             if number < len(expected) - 1:
                 assert loader.position == Position(0, (number + 1) // 2)
             for name, value in _turns(number):
@@ -201,9 +194,9 @@ def test_the_loaders_of_a_node_stay_within_their_memory(url: str) -> None:
 
 
 def test_an_error_comes_out_of_its_own_micro_batch_while_threads_change(url: str, tmp_path: Path) -> None:
-    own = make_dataset(tmp_path / "own", num_samples=48, samples_per_shard=10, size=(24, 24))
+    own = make_dataset(tmp_path / "own", num_samples=48, samples_per_shard=10, size=(24, 24), facts=True)
     dataset = Dataset.open(own)
-    with _loader(own, view=None) as loader:
+    with _loader(own, fields=REPORT) as loader:
         keys = [batch.sample_keys for batch in loader]
     row = int(Dataset.open(own).samples.column("shard").argmax())
     path, offset, _ = locate(dataset, row, "report")
@@ -245,11 +238,10 @@ CHANGES = st.lists(
 
 @pytest.fixture(scope="module")
 def read(url: str) -> dict[str, list[str]]:
-    views = {"text": None, "images": VIEW, "native": NativeView()}
     found = {}
-    for name, view in views.items():
-        with _loader(url, view=view) as loader:
-            found[name] = [_digest(batch) for batch in loader]
+    for name, fields in READ.items():
+        with _loader(url, fields=fields) as loader:
+            found[name] = [digest_of(batch) for batch in loader]
     return found
 
 
@@ -267,7 +259,7 @@ def test_no_change_at_any_time_changes_a_micro_batch_or_the_position(
     url: str, read: dict[str, list[str]], tmp_path: Path, what: str, num_examples: int
 ) -> None:
     expected = read[what]
-    view = {"text": None, "images": VIEW, "native": NativeView()}[what]
+    fields = READ[what]
     folders = count()
 
     @settings(max_examples=num_examples)
@@ -276,9 +268,9 @@ def test_no_change_at_any_time_changes_a_micro_batch_or_the_position(
         cache = replace(CACHE, directory=tmp_path / f"cache-{next(folders)}")
         found: list[str] = []
         state: Mapping[str, object] = {}
-        with _loader(Dataset.open(url, cache=cache), view=view, prefetch_bytes=300_000) as loader:
+        with _loader(Dataset.open(url, cache=cache), fields=fields, prefetch_bytes=300_000) as loader:
             for number, batch in enumerate(loader):
-                found.append(_digest(batch))
+                found.append(digest_of(batch))
                 del batch
                 for _, (name, value) in (change for change in changes if change[0] == number):
                     loader.change({name: value})
@@ -290,11 +282,11 @@ def test_no_change_at_any_time_changes_a_micro_batch_or_the_position(
             assert found == expected
             loader.load_state_dict(state)
             # Another run goes on from there, and so does this one, with its settings as they are.
-            with _loader(url, view=view) as other:
+            with _loader(url, fields=fields) as other:
                 other.load_state_dict(state)
                 begin = other.position.step * 2 if other.epoch == 0 else 0
-                rest = [_digest(batch) for batch in other]
-                assert [_digest(batch) for batch in loader] == rest
+                rest = [digest_of(batch) for batch in other]
+                assert [digest_of(batch) for batch in loader] == rest
                 assert rest == (expected[begin:] if begin else rest)
         assert not loader_threads()
 
@@ -350,12 +342,12 @@ def test_a_loader_may_be_closed_and_its_process_fork_while_settings_change(
                 loader.set_epoch(1)
                 loader.set_epoch(0)
                 iterator = iter(loader)
-                assert _digest(next(iterator)) == expected[0]
+                assert digest_of(next(iterator)) == expected[0]
                 pid = os.fork()
                 if not pid:
                     # The parent's locks may be held in here, by threads that are not.
                     iterator.close()
-                    again = list(map(_digest, loader)) == expected[loader.position.step * 2 :]
+                    again = list(map(digest_of, loader)) == expected[loader.position.step * 2 :]
                     os._exit(0 if again else 3)
                 assert os.waitpid(pid, 0)[1] == 0
                 loader.close()
@@ -371,7 +363,7 @@ def test_requests_at_once_change_while_a_remote_store_is_read(url: str, expected
         assert limits.is_live
         found = []
         for number, batch in enumerate(loader):
-            found.append(_digest(batch))
+            found.append(digest_of(batch))
             loader.tunables.set("store.max_concurrency", 1 + number % 4)
         assert found == expected
         assert loader.tunables.values()["store.max_concurrency"] == 1 + (len(expected) - 1) % 4
@@ -383,20 +375,20 @@ def test_what_a_process_beside_the_trainer_reads_through_is_told_too(
     cache = replace(CACHE, directory=tmp_path / "cache", read_ahead_bytes=0)
     low = 40_000
     with _loader(Dataset.open(url, cache=cache), execution="process", prefetch_bytes=1 << 20) as loader:
-        found = [_digest(batch) for batch in loader]
+        found = [digest_of(batch) for batch in loader]
         loader.set_epoch(0)
         full = _folder_bytes(tmp_path / "cache")
         assert full > 2 * low
         iterator = iter(loader)
-        again = [_digest(next(iterator))]
+        again = [digest_of(next(iterator))]
         loader.tunables.set("cache.max_bytes", low)
         loader.tunables.set("loader.num_threads", 2)
-        again += [_digest(batch) for batch in iterator]
+        again += [digest_of(batch) for batch in iterator]
         assert found == again == expected
         assert _eventually(lambda: _folder_bytes(tmp_path / "cache") <= low)
         # Blocks that go on being read stay out, whichever process reads them.
         loader.set_epoch(0)
-        assert [_digest(batch) for batch in loader] == expected
+        assert [digest_of(batch) for batch in loader] == expected
         assert _folder_bytes(tmp_path / "cache") <= low
 
 
@@ -412,10 +404,10 @@ def test_processes_that_cannot_start_leave_all_as_it_was(url: str, expected: lis
     dataset, _ = hooked(url, lambda path, ranges: None)  # a function that crosses no process boundary
     with _loader(dataset) as loader:
         iterator = iter(loader)
-        found = [_digest(next(iterator))]
+        found = [digest_of(next(iterator))]
         loader.tunables.set("loader.execution", "process")
         with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
             loader.apply_pending()
         assert loader.tunables.values()["loader.execution"] == "threads"
         assert not loader.apply_pending()
-        assert found + [_digest(batch) for batch in iterator] == expected
+        assert found + [digest_of(batch) for batch in iterator] == expected
