@@ -254,6 +254,7 @@ class BoundSlices(BoundPixels):
     """Slices of one series of a sample, bound to a selection."""
 
     spec: Slices
+    is_stack = True
 
     def __init__(self, name: str, spec: Slices, context: FieldContext) -> None:
         super().__init__(name, spec, context)
@@ -335,7 +336,7 @@ class BoundSlices(BoundPixels):
 
     def describe(self) -> dict[str, Any]:
         """Return what `present_pixels` needs; slices share one display range."""
-        return {**super().describe(), "stack": True}
+        return {**super().describe(), "stack": self.is_stack}
 
     def _sample(self, series: SeriesImages, most: int | None, draw: DrawKey) -> list[int]:
         """Return the positions of the slices to deliver, ascending; of a finding its center first."""

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,6 +220,8 @@ class BoundPixels(BoundField):
     """
 
     selected: SelectedSeries
+    is_stack: ClassVar[bool] = False
+    """Whether the pictures are slices of one series."""
 
     def __init__(self, name: str, spec: PixelField, context: FieldContext) -> None:
         super().__init__(name)
@@ -624,14 +626,18 @@ class SlotPixels:
         cut_tiles(canvas, tiles, thread.scratch)
 
     def close(self) -> None:
-        """Set the display ranges: those of the series, or else the extremes of the pixels."""
+        """Set the display ranges: those of the series, or else the extremes of the pixels; slices share one."""
         name, slot = self._field.name, self._request.slot
+        ranges = self._arrays[f"{name}_range"][slot]
         for place, picture in enumerate(self._pictures):
             found = self._ranges.get(picture.series)
             if found is None:
                 pixels = self._pixels(place)
                 found = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
-            self._arrays[f"{name}_range"][slot, self._spans[place]] = found
+            ranges[self._spans[place]] = found
+        if self._field.is_stack and self._pictures:
+            delivered = ranges[: self._spans[-1].stop]
+            delivered[:] = delivered[:, 0].min(), delivered[:, 1].max()
 
     def _pixels(self, place: int) -> NDArray[Any]:
         """Return the pixels of a picture, or of its tiles."""

@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import shardflow as sf
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.format import Dataset
 from shardflow.format.tokens import tokens_folder
-from shardflow.loading import Loader
+from shardflow.loading import Loader, Selection, open_blend
 from shardflow.sampling import BatchSpec
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
@@ -105,7 +105,7 @@ def _fields(tokenizer: TextTokenizer) -> Mapping[str, sf.Field]:
     }
 
 
-def _loader(dataset: Dataset, fields: Mapping[str, sf.Field], **settings: Any) -> Loader:
+def _loader(dataset: Dataset | Selection, fields: Mapping[str, sf.Field], **settings: Any) -> Loader:
     return open_loader(dataset, SPEC, fields, **settings)
 
 
@@ -264,6 +264,8 @@ def test_damaged_tokens_mask_their_slots(
     replayed = _loader(Dataset.open(tmp_path / "a"), fields)
     replayed.load_masks(first.masks())
     assert batches_of(replayed) == found
+    with pytest.raises(SampleError, match=r"CHECKSUM_MISMATCH \(shard train-000001, field ids\)"):
+        list(_loader(Dataset.open(tmp_path / "a"), fields, on_bad_sample="raise"))
 
 
 def test_tokens_are_missed_before_step_0(dataset: Dataset, tokenizer: TextTokenizer) -> None:
@@ -276,6 +278,27 @@ def test_tokens_are_missed_before_step_0(dataset: Dataset, tokenizer: TextTokeni
         assert next(iter(dropped))["x"].shape == (2, longest)
     with pytest.raises(ConfigError, match="run: shardflow tokenize"):
         _loader(dataset, {"x": sf.Tokens(tokenizer="ab" * 32)})
+
+
+def test_a_blend_takes_the_tokens_of_each_component(
+    tmp_path: Path, tokenizer: TextTokenizer, dataset: Dataset
+) -> None:
+    make_dataset(tmp_path / "b", num_samples=6, samples_per_shard=2, seed=3)
+    component = '[[component]]\ndataset = "{}"\nsplit = "train"\n'
+    (tmp_path / "blend.toml").write_text(component.format(dataset.store.url) + component.format("b"))
+    fields = {"ids": sf.Tokens(tokenizer=tokenizer.digest, missing="pad"), "report": sf.Text(missing="pad")}
+    with pytest.raises(ConfigError, match="run: shardflow tokenize"):
+        _loader(open_blend(tmp_path / "blend.toml"), fields)
+    tokenize_dataset(Dataset.open(tmp_path / "b"), tokenizer)
+    seen = set()
+    with _loader(open_blend(tmp_path / "blend.toml"), fields) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                text = batch["report"][slot]
+                ids = batch["ids"][slot][batch["ids_mask"][slot] > 0].tolist()
+                assert ids == (tokenizer.encode([text])[0] if text else [])
+                seen.add((batch.components[slot], number))
+    assert len(seen) == NUM_SAMPLES + 6
 
 
 def test_other_tokens_are_another_content(tmp_path: Path, dataset: Dataset, tokenizer: TextTokenizer) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.loading import LoaderConfig, NativeView
+from shardflow.fields.registry import FieldSet
+from shardflow.loading import LoaderConfig
 from shardflow.loading.assembly import PartSize
 from shardflow.loading.selection import Selection
 
@@ -22,8 +23,9 @@ def cut(
     sizes: list[int], shards: list[int], *, is_local: bool = True, num_threads: int = 2, images: bool = True
 ) -> list[list[int]]:
     selection = cast("Selection", SimpleNamespace(is_local=is_local))
-    config = LoaderConfig(view=NativeView() if images else None, num_threads=num_threads)
-    parts = PartSize(selection, config).cut(
+    report = None if images else "the only field"
+    fields = cast("FieldSet", SimpleNamespace(reads_members=images, reads_shards=True, report=report))
+    parts = PartSize(selection, LoaderConfig(num_threads=num_threads), fields).cut(
         np.arange(len(sizes)),
         shards=np.array(shards, np.int64),
         offsets=np.arange(len(sizes), dtype=np.int64)[::-1].copy(),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading import ImageView, Loader, LoaderConfig
+from shardflow.loading import Loader
 from shardflow.loading.config import check_fits
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
@@ -17,12 +18,12 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_micro_batch_larger_than_the_machine_is_an_error_of_configuration(tmp_path: Path) -> None:
-    url = make_dataset(tmp_path / "a", num_samples=2)
-    view = ImageView(num_slices=10**6, rows=10**4, columns=10**4)
+    url = make_dataset(tmp_path / "a", num_samples=2, facts=True)
+    fields = {"image": sf.Slices(num_slices=2**16, size=(2**16, 2**16))}
     spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=1)
-    loader = Loader(Dataset.open(url), split="train", batch=spec, seed=1, config=LoaderConfig(view=view))
+    loader = Loader(Dataset.open(url), split="train", batch=spec, seed=1, fields=fields)
     with pytest.raises(
-        ConfigError, match=r"image int16 \[2, 1000000, 10000, 10000\] must fit into the .* GB"
+        ConfigError, match=r"image int16 \[2, 65536, 1, 65536, 65536\] must fit into the .* GB"
     ):
         next(iter(loader))
 

@@ -6,11 +6,9 @@ from collections import Counter
 
 import pytest
 
-from shardflow.errors import ConfigError
-from shardflow.fields.images import ORIGINAL, choose_variant
-from shardflow.fields.views import DrawKey
+from shardflow.fields.field import DrawKey
+from shardflow.fields.pictures import ORIGINAL, choose_variant
 from shardflow.format.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
-from shardflow.loading import ImageView
 
 pytestmark = pytest.mark.fast
 
@@ -42,8 +40,3 @@ def test_names_of_variants_are_no_slices() -> None:
     assert parse_slice_field(name) is parse_small_field(name) is None
     for other in ("s002.v00.i0012.b2nd", "s002.v007.i0012.b2nd", "s002.i0012.b2nd", "s002.v07.i00012.b2nd"):
         assert parse_variant_field(other) is None
-
-
-def test_variants_of_small_slices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resolution"):
-        ImageView(num_slices=1, rows=8, columns=8, augment_pool=0.5, resolution="small")
