@@ -626,7 +626,7 @@ class SlotPixels:
         cut_tiles(canvas, tiles, thread.scratch)
 
     def close(self) -> None:
-        """Set the display ranges: those of the series, or else the extremes of the pixels; slices share one."""
+        """Set the display ranges: those of the series, or else extremes of the pixels; slices share one."""
         name, slot = self._field.name, self._request.slot
         ranges = self._arrays[f"{name}_range"][slot]
         for place, picture in enumerate(self._pictures):

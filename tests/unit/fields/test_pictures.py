@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from shardflow.fields.field import DrawKey
-from shardflow.fields.pictures import ORIGINAL, choose_variant
+from shardflow.fields.pictures import choose_variant
+from shardflow.fields.pixels import ORIGINAL
 from shardflow.format.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
 pytestmark = pytest.mark.fast
