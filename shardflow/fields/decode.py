@@ -174,6 +174,23 @@ def convert_picture(source: NDArray[Any], target: NDArray[Any], scratch: Scratch
     return num_saturated
 
 
+def cut_tiles(canvas: NDArray[Any], tiles: NDArray[Any], scratch: Scratch) -> None:
+    """Cut an image into tiles, with an overview first where there are several.
+
+    Args:
+        canvas: ``(C, rows, columns)``, whole numbers of tiles.
+        tiles: ``(T, C, H, W)`` to fill.
+        scratch: The thread's memory.
+    """
+    _, channels, rows, columns = tiles.shape
+    high, wide = canvas.shape[1] // rows, canvas.shape[2] // columns
+    if len(tiles) > high * wide:
+        for channel in range(channels):
+            convert_slice(canvas[channel], tiles[0, channel], scratch)
+    pieces = canvas.reshape(channels, high, rows, wide, columns).transpose(1, 3, 0, 2, 4)
+    tiles[-high * wide :] = pieces.reshape(high * wide, channels, rows, columns)
+
+
 def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
     """Decode a JPEG or PNG as stored: gray stays gray, 16 bits stay 16 bits; alpha is left out.
 

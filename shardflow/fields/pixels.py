@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries
-from shardflow.fields.decode import Scratch, ThreadState, convert_picture, convert_slice, decode_slice
+from shardflow.fields.decode import ThreadState, convert_picture, cut_tiles, decode_slice
 from shardflow.fields.field import (
     Arrays,
     ArraySpec,
@@ -668,23 +668,6 @@ class SlotPixels:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             reason = BadSampleReason.TEXT_UNREADABLE
             raise self._shard.bad(reason, "study.json", type(error).__name__) from None
-
-
-def cut_tiles(canvas: NDArray[Any], tiles: NDArray[Any], scratch: Scratch) -> None:
-    """Cut an image into tiles, with an overview first where there are several.
-
-    Args:
-        canvas: ``(C, rows, columns)``, whole numbers of tiles.
-        tiles: ``(T, C, H, W)`` to fill.
-        scratch: The thread's memory.
-    """
-    _, channels, rows, columns = tiles.shape
-    high, wide = canvas.shape[1] // rows, canvas.shape[2] // columns
-    if len(tiles) > high * wide:
-        for channel in range(channels):
-            convert_slice(canvas[channel], tiles[0, channel], scratch)
-    pieces = canvas.reshape(channels, high, rows, wide, columns).transpose(1, 3, 0, 2, 4)
-    tiles[-high * wide :] = pieces.reshape(high * wide, channels, rows, columns)
 
 
 def present_pixels(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
