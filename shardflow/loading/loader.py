@@ -672,13 +672,7 @@ class Loader:
             if self._fields is not None:
                 self._fields = self._fields.reopened(selection, counters)
             self._runtime = LoaderRuntime(
-                selection,
-                self._schedule,
-                self.world,
-                self._state,
-                runtime.config,
-                counters,
-                self._fields,
+                selection, self._schedule, self.world, self._state, runtime.config, counters, self._fields
             )
             weakref.finalize(self, self._runtime.close)
         return self._runtime
