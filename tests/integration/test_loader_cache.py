@@ -18,9 +18,8 @@ import pytest
 
 import shardflow as sf
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import SlotRequest
+from shardflow.fields.field import DrawKey, SlotRequest
 from shardflow.fields.reader import FieldReader
-from shardflow.fields.views import DrawKey
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, Selection, World, open_blend
 from shardflow.loading.selection import select
