@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.cli.common import (
     add_json,
-    add_subset,
     add_unit,
+    add_where,
     human_bytes,
     named_fields,
     open_dataset,
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--with-model that of the configuration",
     )
     add("--split", metavar="NAME", help="split to read (the largest)")
-    add_subset(parser)
+    add_where(parser)
     add("--fields", metavar="FILE", help="batches of the fields of this TOML file (those of a loader)")
     add_unit(parser)
     add("--threads", metavar="N", type=positive_number, help="threads (all processors)")
@@ -158,13 +158,13 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("DATASET must hold samples, got none.")
     options = BenchOptions(
         split=arguments.split or max(sorted(splits), key=lambda split: len(splits[split])),
-        subset=tuple(arguments.subset),
+        where=arguments.where,
+        keys=arguments.keys,
         num_threads=arguments.threads or os.cpu_count() or 1,
         num_repeats=arguments.repeats,
         max_bytes=(arguments.mib or _MIB) << 20,
         fields=named_fields(arguments.fields or "default"),
         unit=arguments.unit or "study",
-        where=arguments.where,
     )
     busy = os.getloadavg()[0]
     with step_progress("measuring") as progress:
@@ -174,7 +174,7 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    for name in ("split", "subset", "fields", "unit", "where", "threads", "mib", "need"):
+    for name in ("split", "where", "keys", "fields", "unit", "threads", "mib", "need"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{name} must be left out with --with-model, got it; the configuration says what is read, "
@@ -273,7 +273,7 @@ def _tier_shares(num_bytes: Mapping[str, float]) -> dict[str, float]:
 
 
 def _show_dataset(facts: dict[str, Any]) -> None:
-    part = ", of a subset" if facts["subset"] else ""
+    part = ", a part of it" if facts["where"] or facts["keys"] else ""
     stored, decoded = human_bytes(facts["stored_bytes"]), human_bytes(facts["decoded_bytes"])
     show_facts(
         [

@@ -59,11 +59,11 @@ class BenchOptions:
     """What to measure."""
 
     split: str
-    subset: tuple[str, ...] = ()
     unit: str = "study"
     """What a sample is."""
     where: str | None = None
-    """Of series and images: which of them are samples."""
+    """Which of them."""
+    keys: str | None = None
     num_threads: int
     num_repeats: int
     max_bytes: int
@@ -131,7 +131,7 @@ class _Bench:
     def __init__(self, dataset: Dataset, options: BenchOptions) -> None:
         self._dataset = dataset
         self._options = options
-        selection = select(dataset, options.split, options.subset, unit=options.unit, where=options.where)
+        selection = select(dataset, options.split, unit=options.unit, where=options.where, keys=options.keys)
         self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
         has_texts_alone = not any(isinstance(one, PixelField) for one in self._fields.specs.values())
         self.spec = BatchSpec(
@@ -168,13 +168,13 @@ class _Bench:
         return Loader(
             self._dataset,
             split=self._options.split,
-            subset=self._options.subset,
+            where=self._options.where,
+            keys=self._options.keys,
             batch=self.spec,
             seed=_SEED,
             world="single",
             fields=self._options.fields,
             unit=self._options.unit,
-            where=self._options.where,
             config=LoaderConfig(num_threads=num_threads),
         )
 
@@ -330,9 +330,9 @@ def describe_dataset(
     return {
         "dataset_id": dataset.dataset_id,
         "split": options.split,
-        "subset": list(options.subset),
         "unit": options.unit,
         "where": options.where,
+        "keys": options.keys is not None,
         "fields": "default" if options.fields == "default" else list(options.fields),
         "tier": scheme if separator else "local",
         "threads": options.num_threads,

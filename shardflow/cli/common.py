@@ -150,15 +150,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON for tools instead of text for people")
 
 
-def add_subset(parser: argparse.ArgumentParser) -> None:
-    """Add ``--subset``, which may be given several times."""
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add ``--where`` and ``--keys``."""
     parser.add_argument(
-        "--subset",
-        action="append",
-        default=[],
-        metavar="TERM",
-        help='only samples for which this holds: "modality=CT", num_slices>=16, keys=FILE (repeatable)',
+        "--where",
+        metavar="EXPRESSION",
+        help="only samples for which this is true, such as \"facts.modality == 'CT' and any(series.rows >= "
+        '512)"; shardflow columns lists what it may name',
     )
+    parser.add_argument("--keys", metavar="FILE", help="only samples whose keys this file lists, one a line")
 
 
 def add_unit(parser: argparse.ArgumentParser) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardflow.cli.common import (
     add_dataset,
     add_json,
-    add_subset,
+    add_where,
     counted,
     human_bytes,
     open_dataset,
@@ -27,18 +26,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardflow.format import Dataset
+    from shardflow.loading.selection import SplitRows
 
 DESCRIPTION = """\
 Samples, shards, bytes, splits, identity, fields and facts of a dataset, and its images by role where it has a
 series table. Nothing of a sample is read; to check its bytes use: shardflow verify DATASET
 
-With --subset, also how many samples of each split belong to it, and facts are those of its samples.
+With --where, also how many samples of each split it selects, and facts are those of these samples.
 """
 EXAMPLES = """\
 examples:
   shardflow info my-dataset
   shardflow info my-dataset --json
-  shardflow info my-dataset --subset "modality=CT" --subset "num_slices>=16"
+  shardflow info my-dataset --where "facts.modality == 'CT' and facts.num_slices >= 16"
 """
 # Indexes grow with the number of fields; so many are read to count the kinds of fields, evenly spread.
 _MAX_INDEXES_READ = 64
@@ -52,13 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow info``."""
     add_dataset(parser)
     parser.add_argument("--version", type=positive_number, metavar="N", help="version to show (the newest)")
-    add_subset(parser)
+    add_where(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    facts = describe(open_dataset(arguments.dataset, version=arguments.version), arguments.subset)
+    dataset = open_dataset(arguments.dataset, version=arguments.version)
+    facts = describe(dataset, arguments.where, arguments.keys)
     if arguments.json:
         write_json(facts)
     else:
@@ -66,15 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
+def describe(dataset: Dataset, where: str | None = None, keys: str | None = None) -> dict[str, Any]:
     """Collect what is known of a dataset, as a JSON object; sizes in bytes.
 
     Args:
         dataset: The dataset.
-        subset: Terms of a subset, over all splits; the facts are those of its samples.
+        where: Expression that selects samples of all splits; the facts are those of these samples.
+        keys: File of keys that selects samples.
 
     Raises:
-        ConfigError: A term cannot be read, or no sample is left.
+        ConfigError: The expression or the file cannot be read, or no sample is left.
     """
     import numpy as np
 
@@ -82,7 +84,8 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
 
     manifest, samples = dataset.manifest, dataset.samples
     files = manifest.files()
-    rows = _subset_rows(dataset, subset) if subset else slice(None)
+    chosen = None if where is None and keys is None else _chosen(dataset, where, keys)
+    rows = slice(None) if chosen is None else np.fromiter(chosen.rows, np.int64)
     columns = {name: samples.column(name)[rows] for name in ("modality", *_COUNTED, *_MEASURED)}
     modalities = np.bincount(columns["modality"], minlength=len(samples.modalities))
     return {
@@ -108,7 +111,7 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
             }
             for split, counts in manifest.splits.items()
         },
-        **({"subset": _subset(dataset, rows)} if isinstance(rows, np.ndarray) else {}),
+        **({} if chosen is None else {"selected": _selected(dataset, rows, chosen.num_missing)}),
         "fields": _fields(dataset),
         "facts": {
             "modality": dict(zip(samples.modalities, modalities.tolist(), strict=True)),
@@ -119,19 +122,17 @@ def describe(dataset: Dataset, subset: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _subset_rows(dataset: Dataset, terms: Sequence[str]) -> NDArray[np.int64]:
-    # The loader takes a moment to import, and only subsets need it.
-    import numpy as np
-
+def _chosen(dataset: Dataset, where: str | None, keys: str | None) -> SplitRows:
+    # The loader takes a moment to import, and only a selection needs it.
     from shardflow.loading.selection import choose_rows
 
-    held = "+".join(name for name, span in dataset.splits.items() if span)
-    return np.fromiter(choose_rows(dataset, held, terms).rows, np.int64)
+    return choose_rows(dataset, "+".join(name for name, span in dataset.splits.items() if span), where, keys)
 
 
-def _subset(dataset: Dataset, rows: NDArray[np.int64]) -> dict[str, Any]:
+def _selected(dataset: Dataset, rows: Any, num_missing: int) -> dict[str, Any]:
     return {
         "samples": len(rows),
+        "left_out_for_missing_values": num_missing,
         "bytes": int(dataset.samples.column("num_bytes")[rows].sum(dtype="int64")),
         "splits": {
             split: int(((rows >= span.start) & (rows < span.stop)).sum())
@@ -206,11 +207,14 @@ def _show(facts: dict[str, Any]) -> None:
             ("inputs", inputs),
         ]
     )
-    subset = facts.get("subset")
-    if subset is not None:
-        counts = ", ".join(f"{count:,} of {split}" for split, count in subset["splits"].items())
-        show_facts([("subset", f"{subset['samples']:,} samples ({counts}), {human_bytes(subset['bytes'])}")])
-    of = "" if subset is None else ", of the subset"
+    selected = facts.get("selected")
+    if selected is not None:
+        counts = ", ".join(f"{count:,} of {split}" for split, count in selected["splits"].items())
+        missing = selected["left_out_for_missing_values"]
+        lacking = f"; {missing:,} left out because a value is missing" if missing else ""
+        size = human_bytes(selected["bytes"])
+        show_facts([("selected", f"{selected['samples']:,} samples ({counts}), {size}{lacking}")])
+    of = "" if selected is None else ", of those selected"
     show_table(
         "splits",
         ("", "samples", "shards", "size"),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.cli.common import (
     CommandParser,
     add_json,
-    add_subset,
     add_unit,
+    add_where,
     counted,
     human_bytes,
     named_fields,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardflow.sampling.measures import BlendMix
 
 DESCRIPTION = """\
-Plans one epoch of a split, a subset (--subset), or a blend of datasets (--blend). The samples of a step
+Plans one epoch of a split, a part of it (--where), or a blend of datasets (--blend). The samples of a step
 depend on dataset, seed, epoch and batch spec only, never on the world size. A micro-batch has a fixed size
 (--micro-batch-size), or is filled to a budget of tokens that are estimated from the bytes of the reports
 (--max-tokens).
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--blend", metavar="FILE", help="plan a blend file instead of a dataset and its split")
     add("--view", metavar="NAME", help="plan an entity view of the dataset (full_study: its studies)")
     add("--split", metavar="S", help="split to plan, such as train, or several: train+val")
-    add_subset(parser)
+    add_where(parser)
     add(
         "--fields",
         metavar="FILE",
@@ -161,9 +161,9 @@ def _selection(arguments: argparse.Namespace) -> Selection:
         alone = {
             **named,
             "--view": arguments.view,
-            "--subset": arguments.subset or None,
             "--unit": arguments.unit,
             "--where": arguments.where,
+            "--keys": arguments.keys,
         }
         for name, value in alone.items():
             if value is not None:
@@ -183,9 +183,9 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     return select(
         dataset,
         arguments.split,
-        arguments.subset,
         unit=arguments.unit or "study",
         where=arguments.where,
+        keys=arguments.keys,
     )
 
 

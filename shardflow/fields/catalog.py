@@ -23,7 +23,7 @@ from shardflow.format.keys import sha256_hex
 from shardflow.format.series import FactColumn, SeriesTable, encode_no_series, open_series
 from shardflow.format.table import Table
 from shardflow.format.units import UnitTable
-from shardflow.sampling.expressions import Expression, parse_expression
+from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
 Int64Array = NDArray[np.int64]
 _ROLE: Final = "role"
@@ -225,19 +225,35 @@ class TableSelection:
 
     Only a flag per series and per image of mixed series stays in memory; columns are mapped, and sums over
     them are made when they are asked for, which is when a loader is made.
+
+    Args:
+        table: The series table.
+        expression: What is selected; None for all.
+        columns: The columns that it names, by the rows of the table; by default those of the table.
+
+    Attributes:
+        num_missing: Series that are not selected because a value is missing.
     """
 
-    def __init__(self, table: SeriesTable, expression: Expression | None) -> None:
+    def __init__(
+        self,
+        table: SeriesTable,
+        expression: Expression | None,
+        columns: Mapping[str, ExpressionColumn] | None = None,
+    ) -> None:
         self.table = table
         self._first_series, self._first_image = table.array("first_series"), table.array("first_image")
+        self.num_missing = 0
         self._order, self._number = table.array("acquisition_order"), table.array("series")
         self._columns = [table.array(name) for name in ("num_slices", "channels", "rows", "columns")]
         if expression is None:
             self.is_selected = np.ones(table.num_series, bool)
             self._is_image_selected = np.ones(int(self._first_image[-1]), bool)
         else:
-            columns = {name: _column(table, name) for name in expression.names}
-            self.is_selected = expression.select(columns, table.num_series).rows
+            if columns is None:
+                columns = {name: _column(table, name) for name in expression.names}
+            found = expression.select(columns, table.num_series)
+            self.is_selected, self.num_missing = found.rows, found.num_missing
             self._is_image_selected = self._select_images(expression, columns)
         mixed, num_selected = self._mixed()
         self.is_selected[mixed] = num_selected > 0
@@ -271,11 +287,13 @@ class TableSelection:
         num_selected: Int64Array = totals[starts[mixed + 1]] - totals[starts[mixed]]
         return mixed, num_selected
 
-    def _select_images(self, expression: Expression, columns: Mapping[str, FactColumn]) -> NDArray[np.bool_]:
+    def _select_images(
+        self, expression: Expression, columns: Mapping[str, ExpressionColumn]
+    ) -> NDArray[np.bool_]:
         """Return which images of series with several roles are selected."""
         starts = self._first_image.astype(np.int64)
         owners = np.repeat(np.arange(self.table.num_series), starts[1:] - starts[:-1])
-        of_images = {
+        of_images: dict[str, ExpressionColumn] = {
             name: FactColumn(
                 column.values[owners],
                 None if column.is_missing is None else column.is_missing[owners],

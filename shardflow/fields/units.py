@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import TableSelection
 from shardflow.fields.pixels import DEFAULT_SERIES
+from shardflow.fields.where import SeriesWhere
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.manifest import Manifest
 from shardflow.format.series import open_series
 from shardflow.format.tables import AttachedTables
 from shardflow.format.units import ChosenSeries, DerivedUnit, UnitTable, check_unit
-from shardflow.sampling.expressions import parse_expression
 from shardflow.storage import ByteStore
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class UnitDataset(Dataset):
         store: Where the dataset is stored.
         manifest: Its version.
         unit: What a sample is.
-        where: Expression over the series table that selects series, and single images of series with
-            several roles; None selects all but localizers and secondary captures (`DEFAULT_SERIES`). Series
-            without images have no rows.
+        where: Expression over facts of series, of their study (``facts.age_years``) and attached tables: it
+            selects series, and single images of series with several roles; None selects all but localizers
+            and secondary captures (`DEFAULT_SERIES`). Series without images have no rows.
         tables: Attached tables; None for the newest.
 
     Raises:
@@ -61,17 +61,19 @@ class UnitDataset(Dataset):
         super().__init__(store, manifest, tables)
         self.unit, self.where = unit, where
         table, _ = open_series(self)
-        expression = parse_expression(where or DEFAULT_SERIES, table.column_names)
-        found = TableSelection(table, expression)
+        chosen_by = SeriesWhere(self, DEFAULT_SERIES if where is None else where)
+        found = TableSelection(table, chosen_by.expression, chosen_by.columns)
         rows = np.flatnonzero(found.selected_images)
         if not len(rows):
             raise ConfigError(
-                f"where={where!r} selects no series with images; `shardflow plan` lists their roles."
+                f"where={where!r} selects no series with images; of {table.num_series:,} series "
+                f"{found.num_missing:,} lack a value. `shardflow columns DATASET` lists values."
             )
         chosen = ChosenSeries(rows, found.selected_images[rows], found.image_ids)
         self.samples = UnitTable(self.studies, table, unit, chosen)
         self.dataset_id = self.samples.digest(manifest.dataset_id)
         self.num_series_left_out = table.num_series - len(rows)
+        self.num_series_missing = found.num_missing
 
     @classmethod
     def beside(cls, dataset: Dataset, unit: DerivedUnit, where: str | None = None) -> UnitDataset:
@@ -113,7 +115,7 @@ def open_unit(dataset: Dataset, unit: str, where: str | None = None) -> Dataset:
     Args:
         dataset: The dataset; one that is seen as something already is returned as it is.
         unit: ``study``, ``series``, ``image``, or ``entity`` for the entity view of that name.
-        where: For series and images, an expression over the series table, see `UnitDataset`.
+        where: For series and images, the expression that selects them, see `UnitDataset`.
 
     Raises:
         ConfigError: The unit is unknown, does not fit the dataset or the expression, or lacks its table.
@@ -121,8 +123,7 @@ def open_unit(dataset: Dataset, unit: str, where: str | None = None) -> Dataset:
     check_unit(unit)
     if where is not None and unit not in ("series", "image"):
         raise ConfigError(
-            f"where= selects series, which needs unit='series' or unit='image', got unit={unit!r}; to select "
-            "studies, write subset=."
+            f"where= of open_unit needs unit='series' or unit='image', whose rows it selects, got {unit!r}."
         )
     current = unit_of(dataset)
     if current != "study":
@@ -140,11 +141,12 @@ def open_unit(dataset: Dataset, unit: str, where: str | None = None) -> Dataset:
     samples = derived.samples
     studies = derived.study_rows(np.arange(samples.num_samples))  # ascending
     _LOGGER.info(
-        "unit=%r: %d rows of %d of %d studies; %d series left out",
+        "unit=%r: %d rows of %d of %d studies; %d series left out, %d of them because a value is missing",
         unit,
         samples.num_samples,
         1 + np.count_nonzero(np.diff(studies)),
         dataset.studies.num_samples,
         derived.num_series_left_out,
+        derived.num_series_missing,
     )
     return derived

@@ -7,17 +7,27 @@ repeats for its series and images. Nothing is read before a column is asked for,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.series import open_series
+from shardflow.format.series import (
+    ANSWERS,
+    COUNTS,
+    FLAG_PREFIX,
+    MEASURES,
+    STRINGS,
+    SeriesTable,
+    open_series,
+)
+from shardflow.format.studies import STUDY_NUMBERS, STUDY_STRINGS, StudyTable, open_studies
 from shardflow.format.tables import (
     ROWS_NAME,
     ColumnKind,
@@ -30,13 +40,16 @@ from shardflow.format.tables import (
 from shardflow.format.units import UnitTable
 from shardflow.storage import ByteStore
 
+FACTS_PREFIX: Final = "facts."
+SERIES_PREFIX: Final = "series."
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnInfo:
     """Description of a column, without its values."""
 
     name: str
-    """As in expressions: ``TABLE.COLUMN``."""
+    """``facts.NAME`` of a study, ``series.NAME`` of a series, ``TABLE.COLUMN`` of an attached table."""
     unit: TableUnit
     """What has a value: a study, a series or an image."""
     kind: ColumnKind
@@ -54,7 +67,7 @@ class ColumnValues:
     is_missing: NDArray[np.bool_] | None = None
     """``(n,)``, whose values are arbitrary; None if every row has a value."""
     names: tuple[str, ...] | None = None
-    """Vocabulary of a category or of strings."""
+    """Vocabulary of a category or of strings; None for ``facts.patient_key``, whose values are bytes."""
 
 
 class ColumnSource(ABC):
@@ -115,9 +128,9 @@ class Columns(Mapping[str, ColumnInfo]):
         source = self._sources[name]
         return source.gather(name, self._source_rows(name, source.unit, rows))
 
-    def stored(self, name: str) -> ColumnValues:
-        """Return a whole column by the rows of its own unit, not aligned with the dataset."""
-        return self._sources[name].gather(name, None)
+    def stored(self, name: str, rows: NDArray[np.int64] | None = None) -> ColumnValues:
+        """Return rows of a column by its own unit, not aligned with the dataset; by default all."""
+        return self._sources[name].gather(name, rows)
 
     def _source_rows(self, name: str, unit: TableUnit, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         samples = self._dataset.samples
@@ -190,6 +203,102 @@ class _TableSource(ColumnSource):
         return ColumnValues(stored.values, stored.is_missing if stored.is_missing.any() else None, names)
 
 
+_SAMPLE_COUNTS: Final = ("num_series", "num_slices", "rows", "columns", "text_bytes", "num_bytes")
+"""Columns of the samples table that are facts of a study."""
+
+
+class _StudySource(ColumnSource):
+    """Facts of studies: the samples table and, where there is one, the table of study facts."""
+
+    unit = "study"
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    @cached_property
+    def _table(self) -> StudyTable:
+        return open_studies(self._dataset)[0]
+
+    def infos(self) -> Mapping[str, ColumnInfo]:
+        kinds: dict[str, ColumnKind] = {"modality": "category", "has_report": "bool"}
+        kinds |= dict.fromkeys(_SAMPLE_COUNTS, "int")
+        names = {"modality": tuple(filter(None, self._dataset.studies.modalities))}
+        if not self._dataset.is_foreign:
+            kinds |= dict.fromkeys(STUDY_STRINGS, "category")
+            kinds |= {name: "int" if dtype == "<i4" else "float" for name, dtype in STUDY_NUMBERS.items()}
+            kinds |= {"patient_key": "string", "previous_row": "int"}
+            with suppress(ConfigError):  # without the table, its columns are an error when they are read
+                names |= {name: self._table.vocabulary(name)[1:] for name in STUDY_STRINGS}
+        return {
+            FACTS_PREFIX + name: ColumnInfo(FACTS_PREFIX + name, self.unit, kind, names.get(name, ()))
+            for name, kind in kinds.items()
+        }
+
+    def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
+        studies, name, places = self._dataset.studies, name.removeprefix(FACTS_PREFIX), _places(rows)
+        if name == "modality":
+            return _named(studies.column(name)[places], studies.modalities)
+        if name == "has_report":
+            return ColumnValues(studies.column("text_bytes")[places] > 0)
+        if name in _SAMPLE_COUNTS:
+            return ColumnValues(studies.column(name)[places])
+        found = self._table.column(name, places)
+        return (
+            _named(found.values, found.names) if found.names else ColumnValues(found.values, found.is_missing)
+        )
+
+
+class _SeriesSource(ColumnSource):
+    """Facts of series: the series table."""
+
+    unit = "series"
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    @cached_property
+    def _table(self) -> SeriesTable:
+        return open_series(self._dataset)[0]
+
+    def infos(self) -> Mapping[str, ColumnInfo]:
+        if self._dataset.is_foreign:
+            return {}
+        kinds: dict[str, ColumnKind] = dict.fromkeys(STRINGS, "category")
+        kinds |= {**dict.fromkeys(COUNTS, "int"), **dict.fromkeys(MEASURES, "float")}
+        kinds |= dict.fromkeys(ANSWERS, "bool")
+        names: dict[str, tuple[str, ...]] = {}
+        with suppress(ConfigError):  # without the table, its columns are an error when they are read
+            names = {name: self._table.vocabulary(name)[1:] for name in STRINGS}
+            kinds |= {name: "bool" for name in self._table.column_names if name.startswith(FLAG_PREFIX)}
+        return {
+            SERIES_PREFIX + name: ColumnInfo(SERIES_PREFIX + name, self.unit, kind, names.get(name, ()))
+            for name, kind in kinds.items()
+        }
+
+    def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
+        found = self._table.column(name.removeprefix(SERIES_PREFIX), _places(rows))
+        return (
+            _named(found.values, found.names) if found.names else ColumnValues(found.values, found.is_missing)
+        )
+
+
+def _named(codes: NDArray[Any], names: Sequence[str]) -> ColumnValues:
+    """Return a column of names; the empty one, always the first, is a missing value and no category."""
+    if names[:1] != ("",):
+        return ColumnValues(codes, None, tuple(names))
+    # What is missing becomes the largest number of the type: the others stay positions in the names.
+    return ColumnValues(codes - codes.dtype.type(1), codes == 0, tuple(names[1:]))
+
+
+def _places(rows: NDArray[np.int64] | None) -> Any:
+    """Return an index of rows; a slice where they follow each other, which copies nothing."""
+    if rows is None:
+        return slice(None)
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
 def num_unit_rows(dataset: Dataset, unit: TableUnit) -> int:
     """Return how many rows a table of a unit has beside a dataset."""
     if unit == "study":
@@ -198,7 +307,7 @@ def num_unit_rows(dataset: Dataset, unit: TableUnit) -> int:
 
 
 def open_columns(dataset: Dataset) -> Columns:
-    """Return the columns of a dataset: those of its attached tables, ``TABLE.COLUMN``.
+    """Return the columns of a dataset: facts of studies and series, and those of its attached tables.
 
     Args:
         dataset: The dataset; its rows are studies, series, images or findings.
@@ -207,10 +316,8 @@ def open_columns(dataset: Dataset) -> Columns:
         FormatError: A table cannot be trusted.
         StorageError: Reading failed.
     """
-    sources: list[ColumnSource] = [
-        _TableSource(dataset, name, place) for name, place in dataset.tables.places.items()
-    ]
-    return Columns(dataset, sources)
+    tables = [_TableSource(dataset, name, place) for name, place in dataset.tables.places.items()]
+    return Columns(dataset, [_StudySource(dataset), _SeriesSource(dataset), *tables])
 
 
 def carry_tables(store: ByteStore, former: Dataset, new: Dataset) -> None:

@@ -296,12 +296,12 @@ class SeriesTable:
         """Return the strings that a column of strings indexes; the first one is empty, a missing value."""
         return self._vocabularies[name]
 
-    def column(self, name: str) -> FactColumn:
-        """Return a column of `column_names` for an expression, ``(num_series,)``."""
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
+        """Return some rows of a column of `column_names` for an expression; by default all."""
         if name.startswith(FLAG_PREFIX):
             place = np.uint64(self.flags.index(name.removeprefix(FLAG_PREFIX)))
-            return FactColumn((self.array("flags") >> place & np.uint64(1)).astype(bool))
-        values = self.array(name)
+            return FactColumn((self.array("flags")[rows] >> place & np.uint64(1)).astype(bool))
+        values = self.array(name)[rows]
         if name in self._vocabularies:
             return FactColumn(values, values == 0, self._vocabularies[name])
         if name in ANSWERS:

@@ -226,8 +226,8 @@ class StudyTable:
         """Return the strings that a column of names indexes; the first one is empty, a missing value."""
         return self._vocabularies[name]
 
-    def column(self, name: str, rows: slice = slice(None)) -> FactColumn:
-        """Return some rows of a column of `column_names` for an expression."""
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
+        """Return some rows of a column of `column_names` for an expression; by default all."""
         values = self.array(name)[rows]
         if name in STUDY_STRINGS:
             return FactColumn(values, values == 0, self._vocabularies[name])

@@ -9,7 +9,7 @@
 
     [[component]]
     dataset = "records"
-    subset = ["text_bytes>0"]
+    where = "facts.text_bytes > 0"
     repeat = 2.5
 
 With ``epoch_samples`` at the top, components have a ``weight`` instead of a ``repeat``.
@@ -26,7 +26,7 @@ from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
-from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view, resolve_terms
+from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view
 from shardflow.sampling.blend import (
     BLEND_SPLIT,
     MAX_COMPONENTS,
@@ -55,11 +55,11 @@ class ComponentSettings:
     unit: str = "study"
     """Unit of the samples: ``study``, ``series`` or ``image``."""
     where: str | None = None
-    """For series and images, an expression over the series table."""
+    """Expression that selects samples, such as ``facts.modality == 'CT'``."""
+    keys: str | None = None
+    """File of sample keys, one a line, relative to the folder of the blend file."""
     split: str = "train"
     """Split, or several joined by ``+``."""
-    subset: tuple[str, ...] = ()
-    """Terms that all samples must satisfy."""
     repeat: Annotated[float, Bounds(0.0, float(_MAX_REPEAT))] | None = None
     """Passes over the samples per epoch; 1 by default."""
     weight: Annotated[float, Bounds(0.0)] | None = None
@@ -133,7 +133,8 @@ def read_blend(path: str | Path) -> BlendFile:
     parts = []
     for part in file.component:
         url = part.dataset if "://" in part.dataset else str(folder / Path(part.dataset).expanduser())
-        parts.append(replace(part, dataset=url, subset=resolve_terms(part.subset, folder)))
+        keys = None if part.keys is None else str(folder / Path(part.keys).expanduser())
+        parts.append(replace(part, dataset=url, keys=keys))
     return replace(file, component=tuple(parts))
 
 
@@ -166,12 +167,15 @@ def open_blend(
     for number, (part, saved) in enumerate(zip(file.component, found, strict=True), start=1):
         try:
             version = part.version or saved
-            place = (part.dataset, version, part.view, part.unit, part.where)
+            # Series and images are rows that `where` makes; studies and findings it chooses from all.
+            of_series = part.where if part.unit in ("series", "image") else None
+            place = (part.dataset, version, part.view, part.unit, of_series)
             if place not in opened:
                 dataset = open_view(Dataset.open(part.dataset, version=version, cache=cache), part.view)
-                opened[place] = open_unit(dataset, part.unit, part.where)
+                opened[place] = open_unit(dataset, part.unit, of_series)
             datasets.append(opened[place])
-            chosen.append(choose_rows(datasets[-1], part.split, part.subset))
+            where = part.where if of_series is None else None
+            chosen.append(choose_rows(datasets[-1], part.split, where, part.keys))
         except ConfigError as error:
             raise ConfigError(f"component {number} of the blend: {error.message}") from None
         except ShardflowError as error:

@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -196,7 +196,6 @@ class Loader:
         split: One of its splits, or several joined by ``+``. Left out for a blend.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        subset: Terms that all samples must satisfy, such as ``"modality=CT"``, see `select`.
         fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
             view, text and tokens of ``config``. ``"default"``: all pictures (``image``), the first volume
             (``slices``) and the report, each where there is any. ``{}``: rows, keys and weights alone, for
@@ -204,8 +203,10 @@ class Loader:
         unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
             fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
             finding of the entity view. `BatchInfo.units` has the places of the samples.
-        where: For series and images, an expression over the series table, such as ``"modality == 'CT'"``;
-            None selects all but localizers and secondary captures.
+        where: Expression that selects samples, such as ``"facts.modality == 'CT' and any(series.rows >=
+            512)"``; of series and images ``"modality == 'CT'"``, where None selects all but localizers and
+            secondary captures. What it leaves out because a value is missing is logged. See docs/fields.md.
+        keys: File with the key of a sample, or ``sha256:`` and its SHA-256, a line: only these are samples.
         sampling: How often each sample is drawn, see `Sampling`; a blend's components have their own.
         transform: What is done to each sample: a callable that gets a dict of the field values and
             ``__key__``, ``__facts__`` and ``__rng__``, and whose result is used; its name
@@ -248,10 +249,10 @@ class Loader:
         split: str = "",
         batch: BatchSpec | None = None,
         seed: int,
-        subset: Sequence[str] = (),
         fields: Mapping[str, Field] | Literal["default"] | None = None,
         unit: str = "study",
         where: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
         sampling: Sampling | None = None,
         transform: Any = None,
         outputs: Mapping[str, Any] | OutputContract | None = None,
@@ -269,7 +270,7 @@ class Loader:
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)
         config = config or LoaderConfig()
-        selection = select(dataset, split, subset, unit=unit, where=where)
+        selection = select(dataset, split, unit=unit, where=where, keys=keys)
         if fields is None and {"series", "image"} & {*selection.units}:
             raise ConfigError("Samples that are series or images need fields=, which say what is delivered.")
         self._fields: FieldSet | None = None

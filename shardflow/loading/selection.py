@@ -1,25 +1,20 @@
-"""Selection of the samples to iterate over: splits of a dataset, a subset of them, or a blend of datasets.
+"""Selection of the samples to iterate over: splits of a dataset, a part of them, or a blend of datasets.
 
-A subset is a list of terms, and holds the samples for which all of them are true::
-
-    modality=CT,MR      one of these; modality!=... none of these; for an entity view also label, anatomy,
-                        assertion and laterality
-    num_slices>=16      an integer column of the samples table: = != < <= > >=
-    keys=wanted.txt     a text file with one sample key per line, or ``sha256:`` and the SHA-256 of a key
-
-Training configurations, blend files and ``--subset`` use the same terms. Only the resulting rows count: their
-digest is part of the plan's identity, the terms are not.
+``where`` is an expression over columns (`shardflow.fields.where`), ``keys`` a text file with one sample key
+per line, or ``sha256:`` and the SHA-256 of a key. Only the resulting rows count: their digest is part of the
+plan's identity, the words are not.
 """
 
 from __future__ import annotations
 
 import hashlib
-import operator
+import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +22,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.field import by_rows
 from shardflow.fields.units import UnitDataset, open_unit, unit_of
+from shardflow.fields.where import Where
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
@@ -45,23 +41,10 @@ from shardflow.sampling.layout import (
 from shardflow.sampling.spec import Sampling
 from shardflow.storage import LocalStore
 
+_LOGGER = logging.getLogger(__name__)
 _DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TERM = re.compile(r"([a-z_]+)\s*(<=|>=|!=|=|<|>)\s*(\S.*)")
-_NUMBER = re.compile(r"\d{1,18}")
-_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-# Columns of places are no facts about a sample; modality and keys have terms of their own.
-_NOT_FACTS = frozenset({"sample_key", "shard", "row_in_shard", "offset_bytes", "modality"})
 _SEPARATOR = "+"
-Choice = Callable[[int, int], NDArray[np.bool_]]
-"""Function that returns which of the rows ``[start, stop)`` of the samples table are chosen."""
 FULL_STUDY = "full_study"
 """View whose samples are whole studies."""
 Int64Array = NDArray[np.int64]
@@ -161,11 +144,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line.strip()
     except FileNotFoundError:
         raise ConfigError(
-            f"the key list of a subset must exist, got no file of the name {path.name!r}; correct the path."
+            f"the key list must exist, got no file of the name {path.name!r}; correct the path."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the key list of a subset must be a text file that can be read, got {type(error).__name__} "
+            f"the key list must be a text file that can be read, got {type(error).__name__} "
             f"({path.name}); check it."
         ) from None
 
@@ -178,46 +161,60 @@ class SplitRows:
     """Name of the split; several are joined by ``+``, in the order of the table."""
     rows: Rows
     digest: str | None
-    """Digest of the rows of a subset; None for whole splits."""
+    """Digest of the rows, if they are not all of the splits."""
+    num_missing: int = 0
+    """Rows of the splits that an expression leaves out because a value is missing."""
 
 
-def choose_rows(dataset: Dataset, split: str, terms: Sequence[str] = ()) -> SplitRows:
-    """Return the rows of a split, or of several such as ``train+val``, that satisfy some terms.
+def choose_rows(
+    dataset: Dataset, split: str, where: str | None = None, keys: str | os.PathLike[str] | None = None
+) -> SplitRows:
+    """Return the rows of a split, or of several such as ``train+val``, or a part of them.
 
     Args:
         dataset: The dataset.
         split: Names of splits, joined by ``+``.
-        terms: Terms that must all be true; none selects whole splits.
+        where: Expression that is true for the rows, see `shardflow.fields.where`; None for all. Rows that it
+            leaves out because a value is missing are counted and logged.
+        keys: File of sample keys, see `listed_rows`; None for all.
 
     Raises:
-        ConfigError: There is no such split, column, modality or key, a term is malformed, or no sample is
-            left.
+        ConfigError: There is no such split, column or key, the expression is malformed, or no sample is left.
     """
     names = split_names(dataset, split)
     spans = [dataset.splits[name] for name in names]
-    choices = [_choice(dataset, spans, term) for term in terms]
+    joined, whole = _SEPARATOR.join(names), sum(len(span) for span in spans)
     hull = range(spans[0].start, spans[-1].stop)
+    if where is None and keys is None and whole == len(hull):
+        return SplitRows(joined, hull, None)
+    condition = None if where is None else Where(dataset, where)
+    listed = None if keys is None else listed_rows(dataset, spans, Path(keys).expanduser())
+    num_missing = 0
 
     def choose(start: int, stop: int) -> NDArray[np.bool_]:
+        nonlocal num_missing
         chosen = np.zeros(stop - start, bool)
         for span in spans:
             chosen[max(span.start - start, 0) : max(span.stop - start, 0)] = True
-        for choice in choices:
-            chosen &= choice(start, stop)
+        if listed is not None:
+            chosen &= mask_of(listed, start, stop)
+        if condition is not None:
+            selected = condition.select(start, stop)
+            num_missing += int(np.count_nonzero(chosen & selected.is_missing))
+            chosen &= selected.rows
         return chosen
 
-    whole = sum(len(span) for span in spans)
-    if not terms and whole == len(hull):
-        return SplitRows(_SEPARATOR.join(names), hull, None)
     rows = select_rows(hull, choose)
+    missing = f"; {num_missing:,} lack a value that it compares" if num_missing else ""
     if not rows:
         raise ConfigError(
-            f"a subset must hold at least one sample, got none of {whole:,} of split {split!r} "
-            f"({_quoted(terms)}); loosen a term."
+            f"where= selects none of the {whole:,} samples of split {split!r}{missing}; loosen it. "
+            "`shardflow columns DATASET NAME` lists the values of a column."
         )
-    if len(rows) == whole:
-        return SplitRows(_SEPARATOR.join(names), rows, None)
-    return SplitRows(_SEPARATOR.join(names), rows, rows_digest(rows))
+    if condition is not None:
+        _LOGGER.info("where= selects %d of %d samples of split %s%s", len(rows), whole, joined, missing)
+    digest = None if len(rows) == whole else rows_digest(rows)
+    return SplitRows(joined, rows, digest, num_missing)
 
 
 def split_names(dataset: Dataset, split: str) -> list[str]:
@@ -235,79 +232,6 @@ def split_names(dataset: Dataset, split: str) -> list[str]:
     if len(set(names)) < len(names):
         raise ConfigError(f"split must name each split once, got {split!r}; remove the second one.")
     return sorted(names, key=lambda name: known[name].start)
-
-
-def resolve_terms(terms: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return terms with the paths of their files resolved from a folder."""
-    resolved = []
-    for term in terms:
-        name, sign, value = _parse(term)
-        path = folder / Path(value).expanduser() if name == "keys" else value
-        resolved.append(f"{name}{sign}{path}")
-    return tuple(resolved)
-
-
-def _parse(term: str) -> tuple[str, str, str]:
-    match = _TERM.fullmatch(term.strip())
-    if match is None:
-        raise ConfigError(
-            f"a term of a subset must be a name, a sign of {' '.join(_COMPARISONS)} and a value, such as "
-            f'"num_slices>=16" or "modality=CT", got {term!r}; correct it.'
-        )
-    return match[1], match[2], match[3].strip()
-
-
-def _choice(dataset: Dataset, spans: Sequence[range], term: str) -> Choice:
-    name, sign, value = _parse(term)
-    vocabularies = dataset.samples.vocabularies
-    if name == "keys" or name in vocabularies:
-        allowed = ("=", "!=") if name in vocabularies else ("=",)
-        if sign not in allowed:
-            raise ConfigError(
-                f"{name} of a subset must come with {' or '.join(allowed)}, got {sign!r} ({term!r})."
-            )
-        if name in vocabularies:
-            return _named(dataset, name, value, is_wanted=sign == "=")
-        listed = listed_rows(dataset, spans, Path(value))
-        return lambda start, stop: mask_of(listed, start, stop)
-    facts = sorted(
-        column
-        for column in dataset.samples.column_names
-        if column not in _NOT_FACTS
-        and column not in vocabularies
-        and dataset.samples.gather(column, np.zeros(0, np.int64)).dtype.kind in "iu"
-    )
-    if name not in facts:
-        raise ConfigError(
-            f"a term of a subset must begin with modality, keys or one of {', '.join(facts)}, got {name!r}; "
-            f"correct it."
-        )
-    if not _NUMBER.fullmatch(value):
-        raise ConfigError(
-            f"{name} of a subset must be compared with an integer of at least 0, got {value!r}; correct it."
-        )
-    compare, bound = _COMPARISONS[sign], np.int64(value)
-    column = dataset.samples.column(name)
-    return lambda start, stop: np.asarray(compare(column[start:stop].astype(np.int64), bound))
-
-
-def _named(dataset: Dataset, column_name: str, value: str, *, is_wanted: bool) -> Choice:
-    known = dataset.samples.vocabularies[column_name]
-    names = [name.strip() for name in value.split(",")]
-    for name in names:
-        if name not in known:
-            held = ", ".join(name or "(none)" for name in known)
-            raise ConfigError(
-                f"{column_name} of a subset must be one of the dataset ({held}), got {name!r}; correct it."
-            )
-    column = dataset.samples.column(column_name)
-    table = np.full(max(len(known), 1 << 8), not is_wanted)
-    table[[known.index(name) for name in names]] = is_wanted
-    return lambda start, stop: table[column[start:stop]]
-
-
-def _quoted(terms: Sequence[str]) -> str:
-    return ", ".join(repr(term) for term in terms if not term.startswith("keys")) or "a key list"
 
 
 def rows_layout(dataset: Dataset, rows: Rows | ListedRows, spec: BatchSpec) -> SampleLayout:
@@ -629,43 +553,44 @@ def open_view(dataset: Dataset, view: str = FULL_STUDY) -> Dataset:
 def select(
     source: Dataset | Selection,
     split: str = "",
-    subset: Sequence[str] = (),
     *,
     unit: str = "study",
     where: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
 ) -> Selection:
-    """Return the samples of a split or a subset; a selection, such as a blend, is returned as it is.
+    """Return the samples of a split or a part of it; a selection, such as a blend, is returned as it is.
 
     Args:
         source: A dataset, or a selection.
         split: Of a dataset: its split, or several joined by ``+``.
-        subset: Of a dataset: terms that all samples must satisfy, see `shardflow.loading.selection`.
         unit: Of a dataset: what a sample is, see `shardflow.fields.units.open_unit`.
-        where: Of a dataset: which series are samples, or hold samples.
+        where: Of a dataset: expression that selects samples; of series and images see `open_unit`.
+        keys: Of a dataset: file of the keys of the samples.
 
     Raises:
-        ConfigError: There is no such split, a term is malformed, no sample is left, the unit does not fit the
-            dataset, or a split, subset or unit of a selection is requested.
+        ConfigError: There is no such split, the expression is malformed, no sample is left, the unit does not
+            fit the dataset, or any of this is given for a selection.
     """
-    if isinstance(subset, str):
-        raise ConfigError(f"subset is a list of terms; write subset=[{subset!r}].")
     if not isinstance(source, Dataset | Selection):
         raise ConfigError(f"A loader takes a dataset, such as sf.open(path), got {type(source).__name__}.")
     if isinstance(source, Selection):
-        if split or subset:
-            raise ConfigError(
-                "split and subset must be left out where a blend is given, got "
-                f"{'a subset' if subset else f'split {split!r}'}; write them for each component of its file."
-            )
-        if unit != "study" or where is not None:
-            raise ConfigError(
-                "unit= and where= must be left out where a blend is given; write them for each component of "
-                "its file."
-            )
+        given = {
+            "split=": split or None,
+            "unit=": None if unit == "study" else unit,
+            "where=": where,
+            "keys=": keys,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} must be left out where a blend is given; write it for each component of its "
+                    "file."
+                )
         return source
-    source = open_unit(source, unit, where)
-    chosen = choose_rows(source, split, subset)
-    return Selection(datasets=(source,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
+    is_derived = unit in ("series", "image")
+    dataset = open_unit(source, unit, where if is_derived else None)
+    chosen = choose_rows(dataset, split, None if is_derived else where, keys)
+    return Selection(datasets=(dataset,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
 
 
 def _bases(sizes: list[int]) -> Int64Array:

@@ -20,7 +20,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, Literal, NoReturn, cast
 
 import torch
@@ -68,10 +68,10 @@ class ShardIterableDataset(IterableDataset[Batch]):
         split: As in `Loader`, like the arguments below.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        subset: Terms that all samples must satisfy.
         fields: What a batch holds, by name.
         unit: What a sample is.
-        where: For series and images, which ones.
+        where: Which samples.
+        keys: File of the keys of the samples.
         transform: What is done to each sample.
         outputs: What the transform returns.
         collate: What is made of the samples of a micro-batch.
@@ -100,10 +100,10 @@ class ShardIterableDataset(IterableDataset[Batch]):
         split: str = "",
         batch: BatchSpec,
         seed: int,
-        subset: Sequence[str] = (),
         fields: Mapping[str, Field] | None = None,
         unit: str = "study",
         where: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
         transform: Any = None,
         outputs: Mapping[str, Any] | None = None,
         collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | str | None = None,
@@ -116,10 +116,10 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "split": split,
             "batch": batch,
             "seed": seed,
-            "subset": tuple(subset),
             "fields": fields,
             "unit": unit,
             "where": where,
+            "keys": keys,
             "transform": transform,
             "outputs": outputs,
             "collate": collate,

@@ -4,6 +4,7 @@
     modality in ('CT', 'PT')                membership, also `not in`
     kernel is missing                       a value that the table does not have, also `is not missing`
     has_contrast and not (1 < thickness_mm <= 3)
+    any(series.rows >= 512)                 of rows that have series: one of them; all(...): each of them
 
 An expression is parsed with `ast` against a whitelist of nodes and never evaluated as Python. Logic has three
 values, as in SQL: a comparison with a missing value is neither true nor false, nor is its negation, and a row
@@ -29,6 +30,8 @@ from shardflow.errors import ConfigError
 Literal: TypeAlias = str | int | float | bool
 _Mask: TypeAlias = NDArray[np.bool_]
 _MISSING: Final = "missing"
+_SERIES: Final = "series."
+_MAX_LISTED: Final = 40
 _MAX_CHARACTERS: Final = 4096
 _MAX_DEPTH: Final = 50
 _COMPARISONS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = MappingProxyType(
@@ -68,8 +71,23 @@ class Selected:
 
     rows: NDArray[np.bool_]
     """``(n,)``, whether the row is selected."""
-    num_missing: int
-    """Rows that are not selected because a value is missing."""
+    is_missing: NDArray[np.bool_]
+    """``(n,)``, whether it is not selected because a value is missing."""
+
+    @property
+    def num_missing(self) -> int:
+        """Rows that are not selected because a value is missing."""
+        return int(np.count_nonzero(self.is_missing))
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Series of rows, over which ``any()`` and ``all()`` run."""
+
+    columns: Mapping[str, ExpressionColumn]
+    """The named columns of series, ``m`` long each."""
+    owners: NDArray[np.integer[Any]]
+    """``(m,)``, the row of each series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +96,39 @@ class Expression:
 
     Attributes:
         text: As written.
-        names: Columns that it names.
+        names: Columns that it names outside of ``any()`` and ``all()``.
+        series_names: Columns of series that it names inside of them.
     """
 
     text: str
     names: frozenset[str]
+    series_names: frozenset[str]
     _body: ast.expr
 
-    def select(self, columns: Mapping[str, ExpressionColumn], num_rows: int) -> Selected:
+    def select(
+        self, columns: Mapping[str, ExpressionColumn], num_rows: int, members: Members | None = None
+    ) -> Selected:
         """Return the rows for which the expression is true.
 
         Args:
             columns: The named columns, ``num_rows`` long each.
             num_rows: Number of rows.
+            members: The series of the rows; needed if there are ``series_names``.
 
         Raises:
             ConfigError: A column is compared with a value of another type.
         """
-        is_true, is_known = _Evaluation(self.text, columns, num_rows).of(self._body)
-        return Selected(is_true & is_known, int(np.count_nonzero(~is_known)))
+        is_true, is_known = _Evaluation(self.text, columns, num_rows, members).of(self._body)
+        return Selected(is_true & is_known, ~is_known)
 
 
-def parse_expression(text: str, known: Collection[str]) -> Expression:
+def parse_expression(text: str, known: Collection[str], series: Collection[str] = ()) -> Expression:
     """Parse an expression.
 
     Args:
         text: The expression, such as ``"role == 'frontal' and rows >= 512"``.
         known: Names of the columns that it may use.
+        series: Names of columns of series, which it may use inside of ``any()`` and ``all()``.
 
     Raises:
         ConfigError: It is no expression of this grammar, or names an unknown column; the message points at
@@ -120,9 +144,9 @@ def parse_expression(text: str, known: Collection[str]) -> Expression:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         column = (error.offset or 1) - 1 if isinstance(error, SyntaxError) else 0
         raise _pointed(text.strip(), column, _HINTS.get(_slip(text), "This is not an expression")) from None
-    names: set[str] = set()
-    _check(body, text.strip(), known, names, depth=0)
-    return Expression(text.strip(), frozenset(names), body)
+    check = _Check(text.strip(), known, series)
+    check.node(body, depth=0)
+    return Expression(text.strip(), frozenset(check.names), frozenset(check.series_names), body)
 
 
 _HINTS: Final = {
@@ -138,61 +162,98 @@ def _slip(text: str) -> str:
     return "" if found is None else found[0]
 
 
-def _check(node: ast.expr, text: str, known: Collection[str], names: set[str], depth: int) -> None:
-    """Refuse every node outside the whitelist; collect the names of columns."""
-    if depth > _MAX_DEPTH:
-        raise _pointed(text, 0, f"An expression nests at most {_MAX_DEPTH} levels")
-    match node:
-        case ast.BoolOp(values=values):
-            for value in values:
-                _check(value, text, known, names, depth + 1)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            _check(operand, text, known, names, depth + 1)
-        case ast.Compare():
-            _check_comparison(node, text, known, names)
-        case ast.Name() | ast.Attribute():
-            _check_name(node, text, known, names)
-        case _:
-            raise _pointed(
-                text, node.col_offset, "Expected comparisons of columns with values, joined by and, or, not"
+class _Check:
+    """Check of an expression against the whitelist of nodes, which collects the names of columns."""
+
+    def __init__(self, text: str, known: Collection[str], series: Collection[str]) -> None:
+        self._text, self._known, self._series = text, known, series
+        self._is_inside = False
+        self.names: set[str] = set()
+        self.series_names: set[str] = set()
+
+    def node(self, node: ast.expr, depth: int) -> None:
+        """Refuse every node outside the whitelist."""
+        if depth > _MAX_DEPTH:
+            raise self._error(0, f"An expression nests at most {_MAX_DEPTH} levels")
+        match node:
+            case ast.BoolOp(values=values):
+                for value in values:
+                    self.node(value, depth + 1)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                self.node(operand, depth + 1)
+            case ast.Compare():
+                self._comparison(node)
+            case ast.Call(func=ast.Name(id=("any" | "all")), args=[body], keywords=[]):
+                self._quantifier(node, body, depth)
+            case ast.Name() | ast.Attribute():
+                self._name(node)
+            case _:
+                hint = "Expected comparisons of columns with values, joined by and, or, not"
+                raise self._error(node.col_offset, hint)
+
+    def _quantifier(self, node: ast.Call, body: ast.expr, depth: int) -> None:
+        if not self._series:
+            hint = (
+                "any() and all() run over the series of a study; here a row has none, name columns directly"
             )
+            raise self._error(node.col_offset, hint)
+        if self._is_inside:
+            raise self._error(node.col_offset, "any() and all() do not nest")
+        self._is_inside = True
+        self.node(body, depth + 1)
+        self._is_inside = False
 
+    def _comparison(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for place, sign in enumerate(node.ops):
+            left, right = operands[place], operands[place + 1]
+            if isinstance(sign, ast.Is | ast.IsNot):
+                if not (isinstance(right, ast.Name) and right.id == _MISSING):
+                    raise self._error(right.col_offset, "`is` is followed by `missing`; for values write ==")
+                self._name(left)
+            elif isinstance(sign, ast.In | ast.NotIn):
+                self._name(left)
+                if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
+                    hint = "('CT', 'MR'); one value has a comma too, ('CT',)"
+                    raise self._error(right.col_offset, f"`in` is followed by values, such as {hint}")
+                for element in right.elts:
+                    _literal(element, self._text)
+            else:
+                columns = [one for one in (left, right) if isinstance(one, ast.Name | ast.Attribute)]
+                if len(columns) != 1:
+                    hint = (
+                        "A comparison has a column on one side and a value on the other; strings have quotes"
+                    )
+                    raise self._error(right.col_offset, hint)
+                if any(isinstance(one, ast.Constant) and one.value is None for one in (left, right)):
+                    raise self._error(right.col_offset, "A missing value is asked for by `is missing`")
+                self._name(columns[0])
+                _literal(left if columns[0] is right else right, self._text)
 
-def _check_comparison(node: ast.Compare, text: str, known: Collection[str], names: set[str]) -> None:
-    operands = [node.left, *node.comparators]
-    for place, sign in enumerate(node.ops):
-        left, right = operands[place], operands[place + 1]
-        if isinstance(sign, ast.Is | ast.IsNot):
-            if not (isinstance(right, ast.Name) and right.id == _MISSING):
-                raise _pointed(text, right.col_offset, "`is` is followed by `missing`; for values write ==")
-            _check_name(left, text, known, names)
-        elif isinstance(sign, ast.In | ast.NotIn):
-            _check_name(left, text, known, names)
-            if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
-                hint = "('CT', 'MR'); one value has a comma too, ('CT',)"
-                raise _pointed(text, right.col_offset, f"`in` is followed by values, such as {hint}")
-            for element in right.elts:
-                _literal(element, text)
-        else:
-            columns = [one for one in (left, right) if isinstance(one, ast.Name | ast.Attribute)]
-            if len(columns) != 1:
-                hint = "A comparison has a column on one side and a value on the other; strings have quotes"
-                raise _pointed(text, right.col_offset, hint)
-            if any(isinstance(one, ast.Constant) and one.value is None for one in (left, right)):
-                raise _pointed(text, right.col_offset, "A missing value is asked for by `is missing`")
-            _check_name(columns[0], text, known, names)
-            _literal(left if columns[0] is right else right, text)
+    def _name(self, node: ast.expr) -> None:
+        name = _name_of(node)
+        if name is None:
+            raise self._error(node.col_offset, "Expected the name of a column")
+        known = self._series if self._is_inside else self._known
+        if name not in known:
+            raise self._error(node.col_offset, self._unknown(name, known))
+        (self.series_names if self._is_inside else self.names).add(name)
 
-
-def _check_name(node: ast.expr, text: str, known: Collection[str], names: set[str]) -> None:
-    name = _name_of(node)
-    if name is None:
-        raise _pointed(text, node.col_offset, "Expected the name of a column")
-    if name not in known:
+    def _unknown(self, name: str, known: Collection[str]) -> str:
+        of_series = name if name in self._series else _SERIES + name
+        if self._is_inside and name in self._known:
+            return f"{name} is not of series; write it outside of any() and all()"
+        if not self._is_inside and of_series in self._series:
+            return f"A study has many series; write any({of_series} ...) or all({of_series} ...)"
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        listed = f"did you mean {' or '.join(near)}" if near else f"there are {', '.join(sorted(known))}"
-        raise _pointed(text, node.col_offset, f"There is no column {name!r}; {listed}")
-    names.add(name)
+        if near:
+            return f"There is no column {name!r}; did you mean {' or '.join(near)}"
+        listed = sorted(known)
+        more = "" if len(listed) <= _MAX_LISTED else f" and {len(listed) - _MAX_LISTED} more"
+        return f"There is no column {name!r}; there are {', '.join(listed[:_MAX_LISTED])}{more}"
+
+    def _error(self, column: int, problem: str) -> ConfigError:
+        return _pointed(self._text, column, problem)
 
 
 def _name_of(node: ast.expr) -> str | None:
@@ -229,8 +290,14 @@ class _Evaluation:
     Every node becomes two masks: whether it is true, and whether it is known.
     """
 
-    def __init__(self, text: str, columns: Mapping[str, ExpressionColumn], num_rows: int) -> None:
-        self._text, self._columns, self._num_rows = text, columns, num_rows
+    def __init__(
+        self,
+        text: str,
+        columns: Mapping[str, ExpressionColumn],
+        num_rows: int,
+        members: Members | None = None,
+    ) -> None:
+        self._text, self._columns, self._num_rows, self._members = text, columns, num_rows, members
 
     def of(self, node: ast.expr) -> tuple[_Mask, _Mask]:
         match node:
@@ -246,6 +313,8 @@ class _Evaluation:
                     for place, sign in enumerate(node.ops)
                 ]
                 return self._joined(found, is_and=True)
+            case ast.Call(func=ast.Name(id=name), args=[body]) if self._members is not None:
+                return self._over_members(self._members, body, is_all=name == "all")
             case _:
                 column = self._column(node)
                 if column.values.dtype != bool:
@@ -256,6 +325,15 @@ class _Evaluation:
                     )
                 is_known = ~self._missing(column)
                 return column.values & is_known, is_known
+
+    def _over_members(self, members: Members, body: ast.expr, *, is_all: bool) -> tuple[_Mask, _Mask]:
+        """Join the series of each row: one that is false decides `all`, one that is true decides `any`."""
+        is_true, is_known = _Evaluation(self._text, members.columns, len(members.owners)).of(body)
+        decides = is_known & (~is_true if is_all else is_true)
+        decided = np.bincount(members.owners[decides], minlength=self._num_rows) > 0
+        is_unknown = np.bincount(members.owners[~is_known], minlength=self._num_rows) > 0
+        found_known = decided | ~is_unknown
+        return (~decided if is_all else decided) & found_known, found_known
 
     @staticmethod
     def _joined(found: list[tuple[_Mask, _Mask]], *, is_and: bool) -> tuple[_Mask, _Mask]:
@@ -293,6 +371,10 @@ class _Evaluation:
     ) -> _Mask:
         """Compare the values of a column with a literal; rows without a value are arbitrary."""
         value = _literal(node, self._text)
+        if column.values.dtype.kind == "S":  # surrogates, too many for a vocabulary
+            if not isinstance(value, str):
+                raise self._mismatch(name, node, "a string")
+            return np.asarray(compare(column.values, value.encode("utf-8")), bool)
         wanted = "a string" if column.names is not None else "True or False"
         if column.names is not None:
             if not isinstance(value, str):

@@ -58,8 +58,8 @@ class DataConfig:
     """What a sample is: ``full_study``, or the name of an entity view that ``shardflow entities`` made."""
     train_split: str = "train"
     """Split that is trained on, or several joined by ``+``."""
-    subset: tuple[str, ...] = ()
-    """Terms that all samples trained on must meet, such as ``"modality=CT"`` or ``"num_slices>=16"``."""
+    where: str | None = None
+    """Expression that selects the samples trained on, such as ``facts.modality == 'CT'``."""
     keys: Path | None = None
     """File of sample keys, one a line: only these are trained on."""
     eval_split: str = ""
@@ -70,11 +70,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if any(term.partition("=")[0].strip() == "keys" for term in self.subset):
-            raise ConfigError(
-                "data.subset must hold no keys=, got one; name the file as data.keys, a path relative to "
-                "the configuration's folder."
-            )
         if self.is_blend:
             of_run = {"dataset", "eval_split", "transform"}
             given = [name for name in changed_settings(self) if name not in of_run]
@@ -88,11 +83,6 @@ class DataConfig:
     def is_blend(self) -> bool:
         """Whether ``dataset`` names a blend file."""
         return self.dataset.endswith(".toml")
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """All terms of the subset that is trained on."""
-        return self.subset if self.keys is None else (*self.subset, f"keys={self.keys}")
 
 
 def _in_field(setting: str) -> str:

@@ -108,7 +108,7 @@ def open_data(
                 f"data.{key} must be a split of the dataset ({known}), got {split!r}; correct it."
             )
     return TrainingData(
-        training=select(dataset, settings.train_split, settings.terms),
+        training=select(dataset, settings.train_split, where=settings.where, keys=settings.keys),
         evaluation=select(dataset, settings.eval_split) if settings.eval_split else None,
     )
 

@@ -7,7 +7,6 @@ must accumulate as many micro-batches as a rank has in a step (`ShardDataModule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,8 +18,8 @@ from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
 from shardflow.training.frameworks import Convert, EvaluationBatches, TrainingBatches, check_accumulation
 
-Part: TypeAlias = str | tuple[str, Sequence[str]]
-"""A split, or a split and the terms of a subset of it, such as ``("val", ["modality=CT"])``."""
+Part: TypeAlias = str | tuple[str, str]
+"""A split, or a split and which of its samples, such as ``("val", "facts.modality == 'CT'")``."""
 
 
 class ShardDataModule(LightningDataModule):
@@ -30,19 +29,19 @@ class ShardDataModule(LightningDataModule):
         dataset: Folder or address of a packed dataset.
         batch: How micro-batches and steps are formed.
         seed: Of the order.
-        train_split: Split that is trained on, or a split and a subset.
-        eval_split: What is validated on: a split, a split and a subset, or a list of these, each of which
-            becomes a loader with a ``dataloader_idx`` of its own; empty for none. Every sample counts once:
-            padding slots of the last batches have weight 0.
+        train_split: Split that is trained on, or a split and an expression.
+        eval_split: What is validated on: a split, a split and an expression, or a list of these, each of
+            which becomes a loader with a ``dataloader_idx`` of its own; empty for none. Every sample counts
+            once: padding slots of the last batches have weight 0.
         test_split: What is tested on, likewise.
         convert: Makes what the module's steps get from a batch; `shardflow.loading.Batch.torch` by default,
             whose tensors Lightning moves to the device.
-        **settings: More arguments of every `shardflow.loading.Loader`, such as ``fields``, ``subset`` and
-            ``config``; terms of a single part are added to ``subset``.
+        **settings: More arguments of every `shardflow.loading.Loader`, such as ``fields``, ``where`` and
+            ``config``; the expression of a single part holds beside ``where``.
 
     Example::
 
-        parts = ["val", ("val", ["modality=CT"])]
+        parts = ["val", ("val", "facts.modality == 'CT'")]
         data = ShardDataModule("chest", batch=spec, fields=fields, eval_split=parts, test_split="test")
         trainer = Trainer(accumulate_grad_batches=data.accumulation(world_size))
         trainer.fit(module, data, ckpt_path="last")
@@ -105,8 +104,10 @@ class ShardDataModule(LightningDataModule):
 
     def _open(self, part: Part, spec: BatchSpec) -> Loader:
         trainer: Any = self.trainer
-        split, terms = (part, ()) if isinstance(part, str) else part
-        settings = {**self._settings, "subset": [*self._settings.get("subset", ()), *terms]}
+        split, own = (part, None) if isinstance(part, str) else part
+        conditions = [one for one in (self._settings.get("where"), own) if one is not None]
+        where = " and ".join(f"({one})" for one in conditions) or None
+        settings = {**self._settings, "where": where}
         loader = Loader(
             Dataset.open(self._dataset),
             split=split,
