@@ -155,25 +155,18 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         metavar="EXPRESSION",
-        help="only samples for which this is true, such as \"facts.modality == 'CT' and any(series.rows >= "
-        '512)"; shardflow columns lists what it may name',
+        help="only samples for which this is true, such as \"facts.modality == 'CT' and any(series.rows > 9)\"; "
+        "of series and images \"modality == 'CT'\"; shardflow columns lists what it may name",
     )
     parser.add_argument("--keys", metavar="FILE", help="only samples whose keys this file lists, one a line")
 
 
 def add_unit(parser: argparse.ArgumentParser) -> None:
-    """Add ``--unit`` and ``--where``, which say what a sample is."""
-    add = parser.add_argument
-    add(
+    """Add ``--unit``, which says what a sample is."""
+    parser.add_argument(
         "--unit",
         choices=UNITS,
         help="a sample is a study, a series, an image, or a finding of the entity view (study)",
-    )
-    add(
-        "--where",
-        metavar="EXPRESSION",
-        help="which series or images are samples, such as \"modality == 'CT'\" (all but localizers and "
-        "secondary captures)",
     )
 
 

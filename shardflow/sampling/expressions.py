@@ -244,7 +244,8 @@ class _Check:
         if self._is_inside and name in self._known:
             return f"{name} is not of series; write it outside of any() and all()"
         if not self._is_inside and of_series in self._series:
-            return f"A study has many series; write any({of_series} ...) or all({of_series} ...)"
+            own = f"facts.{name} of the study, or " if f"facts.{name}" in self._known else ""
+            return f"A study has many series; write {own}any({of_series} ...) or all({of_series} ...)"
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         if near:
             return f"There is no column {name!r}; did you mean {' or '.join(near)}"

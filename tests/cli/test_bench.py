@@ -50,11 +50,11 @@ def test_json_counts_what_the_split_holds(call: Call, dataset: Path) -> None:
     assert facts["share_of_limit"] > 0
 
 
-def test_a_subset_is_measured(call: Call, dataset: Path) -> None:
+def test_a_part_of_a_split_is_measured(call: Call, dataset: Path) -> None:
     samples = Dataset.open(dataset).samples
     rows = [row for row in samples.splits["train"] if samples.column("num_slices")[row] >= 3]
-    (facts,) = call("bench", dataset, "--repeats", 1, "--subset", "num_slices>=3", "--json").lines
-    assert (facts["samples"], facts["subset"]) == (len(rows), ["num_slices>=3"])
+    (facts,) = call("bench", dataset, "--repeats", 1, "--where", "facts.num_slices >= 3", "--json").lines
+    assert (facts["samples"], facts["where"]) == (len(rows), "facts.num_slices >= 3")
     assert facts["slices"] == sum(int(samples.column("num_slices")[row]) for row in rows)
 
 

@@ -35,23 +35,24 @@ def test_json_counts_what_lies_in_the_tars(call: Call, dataset: Path) -> None:
     assert facts["dataset_id"] == Dataset.open(dataset).dataset_id
 
 
-def test_a_subset_is_counted_and_its_facts_are_shown(call: Call, dataset: Path) -> None:
+def test_selected_samples_are_counted_and_its_facts_are_shown(call: Call, dataset: Path) -> None:
     samples = Dataset.open(dataset).samples
     rows = [row for row in range(16) if samples.column("num_slices")[row] >= 3]
     assert 0 < len(rows) < 16
-    (facts,) = call("info", dataset, "--subset", "num_slices>=3", "--json").lines
-    assert facts["subset"] == {
+    (facts,) = call("info", dataset, "--where", "facts.num_slices >= 3", "--json").lines
+    assert facts["selected"] == {
         "samples": len(rows),
+        "left_out_for_missing_values": 0,
         "bytes": sum(int(samples.column("num_bytes")[row]) for row in rows),
         "splits": {split: len(set(rows) & set(span)) for split, span in Dataset.open(dataset).splits.items()},
     }
     assert facts["facts"]["num_slices"]["min"] == 3
     assert facts["facts"]["modality"] == {"CT": len(rows)}
     assert facts["samples"] == 16
-    shown = call("info", dataset, "--subset", "num_slices>=3").out
+    shown = call("info", dataset, "--where", "facts.num_slices >= 3").out
     assert f"{len(rows)} samples (" in shown
-    assert "facts of a sample, of the subset" in shown
-    assert call("info", dataset, "--subset", "num_slices>=99").code == 2
+    assert "facts of a sample, of those selected" in shown
+    assert call("info", dataset, "--where", "facts.num_slices >= 99").code == 2
 
 
 def test_images_are_counted_by_role(call: Call, dataset: Path, tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_images_are_counted_by_role(call: Call, dataset: Path, tmp_path: Path) -
         "lateral": 4,
         "localizer": 2,
     }
-    (facts,) = call("info", cases.store.url, "--subset", "modality=CR", "--json").lines
+    (facts,) = call("info", cases.store.url, "--where", "facts.modality == 'CR'", "--json").lines
     assert facts["images_by_role"] == {"frontal": 4, "lateral": 2}
     shown = call("info", cases.store.url).out
     assert "images by role" in shown

@@ -285,15 +285,15 @@ def test_a_samples_table_that_does_not_fit_its_manifest(
     assert called.err.count("\n") == 1
 
 
-def test_a_subset_is_planned_and_named(call: Call, dataset: Path) -> None:
-    lines = _plan(call, dataset, "--tail", "mask", "--json", "--subset", "num_slices>=3").lines
+def test_a_part_of_a_split_is_planned_and_named(call: Call, dataset: Path) -> None:
+    lines = _plan(call, dataset, "--tail", "mask", "--json", "--where", "facts.num_slices >= 3").lines
     samples = Dataset.open(dataset).samples
     wanted = [row for row in samples.splits["train"] if samples.column("num_slices")[row] >= 3]
     held = sorted(key for line in lines for key in line["keys"] if key)
     assert held == sorted(samples.sample_key(row) for row in wanted)
-    shown = _plan(call, dataset, "--subset", "num_slices>=3", "--tail", "mask", "--summary")
+    shown = _plan(call, dataset, "--where", "facts.num_slices >= 3", "--tail", "mask", "--summary")
     assert ", subset " in shown.out
-    assert _plan(call, dataset, "--subset", "num_slices>=99").code == 2
+    assert _plan(call, dataset, "--where", "facts.num_slices >= 99").code == 2
 
 
 def test_a_blend_is_planned_with_its_components(call: Call, dataset: Path, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_blend_is_planned_with_its_components(call: Call, dataset: Path, tmp_p
     # Draws 33 to 65 of 13 samples: 6 finish the third pass, one whole pass, a start of 1.
     first = numbers[0]
     assert (first["num_finished"], first["num_whole_passes"], first["num_begun"]) == (6, 2, 1)
-    for more in ((dataset,), ("--split", "train"), ("--subset", "rows>1")):
+    for more in ((dataset,), ("--split", "train"), ("--where", "facts.rows > 1"), ("--keys", "wanted.txt")):
         assert call("plan", "--blend", file, *options, *more).code == 2
     assert call("plan", *options).code == 2
     assert "--blend" in call("plan", file, "--split", "train", *options).err

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from shardflow.fields.pictures import Slices
 from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
+from shardflow.format.facts import attach_facts, series_of_study
 from shardflow.loading import (
     Batch,
     EntityNames,
@@ -69,7 +71,7 @@ repeat = 0.75
 [[component]]
 dataset = "data"
 view = "entity"
-subset = ["label=pneumonia,nodule", "assertion=uncertain"]
+where = "label in ('pneumonia', 'nodule') and assertion == 'uncertain'"
 """
 Held = dict[tuple[int, int, int], tuple[tuple[str | None, ...], tuple[int, ...]]]
 
@@ -541,29 +543,50 @@ def test_the_view_is_part_of_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "terms", [["label=pneumonia"], ["assertion!=present"], ["laterality=L,R", "num_slices<=4"]]
+    "where",
+    [
+        "label == 'pneumonia'",
+        "assertion != 'present'",
+        "laterality in ('L', 'R') and num_slices <= 4",
+        "facts.text_bytes > 250 and any(series.num_slices > 4)",
+    ],
 )
-def test_subsets_by_names(entities: EntityDataset, terms: list[str]) -> None:
-    selection = select(entities, "train", terms)
+def test_findings_are_selected_by_names(entities: EntityDataset, where: str) -> None:
+    attach_facts(Dataset.open(entities.store.url))
+    selection = select(entities, "train", where=where)
     table = entities.samples
     rows = [
         row
         for row in entities.splits["train"]
         if {
-            "label=pneumonia": table.labels[int(table.gather("label", row))] == "pneumonia",
-            "assertion!=present": int(table.gather("assertion", row)) == 1,
-            "laterality=L,R": int(table.gather("laterality", row)) in (1, 2)
+            "label == 'pneumonia'": table.labels[int(table.gather("label", row))] == "pneumonia",
+            "assertion != 'present'": int(table.gather("assertion", row)) == 1,
+            "laterality in ('L', 'R') and num_slices <= 4": int(table.gather("laterality", row)) in (1, 2)
             and int(table.gather("num_slices", row)) <= 4,
-        }[terms[0]]
+            "facts.text_bytes > 250 and any(series.num_slices > 4)": _has_long_text_and_series(entities, row),
+        }[where]
     ]
     with Loader(selection, batch=SPECS["fixed"], seed=SEED, fields={}) as loader:
         found = sorted(row for batch in loader for row in batch.arrays["row"].tolist() if row >= 0)
     assert found == rows
 
 
+def _has_long_text_and_series(entities: EntityDataset, row: int) -> bool:
+    study = int(entities.study_rows(np.array([row]))[0])
+    spans = [series.counts["num_slices"] for series in series_of_study(_study(entities, study))]
+    return int(entities.studies.column("text_bytes")[study]) > 250 and max(spans, default=0) > 4
+
+
+def _study(entities: EntityDataset, row: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(entities.read_fields(row, ["study.json"])["study.json"])
+    return found
+
+
 def test_unknown_names_are_refused(entities: EntityDataset) -> None:
-    with pytest.raises(ConfigError, match="label of a subset must be one of the dataset"):
-        select(entities, "train", ["label=unicorn"])
+    with pytest.raises(ConfigError, match="did you mean label"):
+        select(entities, "train", where="lable == 'nodule'")
+    with pytest.raises(ConfigError, match="write where=\"label in \\('nodule', 'mass'\\)\""):
+        select(entities, "train", where="label=nodule,mass")
 
 
 def test_through_a_cache_the_same_comes_and_the_future_is_told(folder: Path, tmp_path: Path) -> None:

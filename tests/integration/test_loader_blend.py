@@ -29,7 +29,7 @@ repeat = 0.6
 
 [[component]]
 dataset = "images"
-subset = ["num_slices>=3"]
+where = "facts.num_slices >= 3"
 """
 SPECS = {
     "fixed": BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask"),
@@ -204,7 +204,7 @@ def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder
 
 
 def test_a_blend_is_not_narrowed_down_again(blend: Selection) -> None:
-    with pytest.raises(ConfigError, match="split and subset must be left out where a blend is given"):
+    with pytest.raises(ConfigError, match="split= must be left out where a blend is given"):
         open_loader(blend, SPECS["fixed"], {}, split="train", seed=SEED)
 
 

@@ -215,7 +215,7 @@ def test_a_blend_shares_one_cache(url: str, config: CacheConfig, tmp_path: Path)
     blend = tmp_path / "blend.toml"
     blend.write_text(
         f'[[component]]\ndataset = "{url}"\nrepeat = 1.5\n[[component]]\ndataset = "texts"\nrepeat = 0.5\n'
-        f'[[component]]\ndataset = "{url}"\nsubset = ["num_slices>=3"]\n'
+        f'[[component]]\ndataset = "{url}"\nwhere = "facts.num_slices >= 3"\n'
     )
     spec = SPECS["lanes"]
     expected = list(epochs(loader(open_blend(blend), spec)))

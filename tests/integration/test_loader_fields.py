@@ -480,12 +480,12 @@ def test_default_fields_deliver_every_picture_the_first_volume_and_the_report(da
 
 
 def test_default_fields_are_those_that_the_population_has(dataset: Dataset) -> None:
-    for terms, names in (
-        (["modality=CT"], {"slices", "report"}),
-        (["modality=DX"], {"image", "report"}),
-        (["text_bytes<1"], {"image"}),
+    for where, names in (
+        ("facts.modality == 'CT'", {"slices", "report"}),
+        ("facts.modality == 'DX'", {"image", "report"}),
+        ("not facts.has_report", {"image"}),
     ):
-        with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default", subset=terms) as loader:
+        with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default", where=where) as loader:
             batch = next(iter(loader))
             assert {name for name in batch if name in {"image", "slices", "report"}} == names
 

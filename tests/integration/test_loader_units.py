@@ -246,7 +246,10 @@ def test_a_row_without_the_content_of_a_field_is_dropped_or_padded(dataset: Data
     ("settings", "sentence"),
     [
         ({"unit": "slice"}, "unit is one of 'study', 'series', 'image', 'entity'"),
-        ({"unit": "study", "where": "modality == 'CT'"}, "needs unit='series'"),
+        (
+            {"unit": "study", "where": "modality == 'CT'"},
+            r"write facts.modality of the study, or any\(series.m",
+        ),
         ({"unit": "series", "where": "modalty == 'CT'"}, "did you mean modality"),
         ({"unit": "series", "where": "modality == 'MR'"}, "selects no series"),
         ({"unit": "series", "fields": None}, "need fields="),

@@ -12,6 +12,7 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.units import UnitDataset
 from shardflow.format import Dataset
 from shardflow.format.columns import image_starts, num_unit_rows, open_columns
+from shardflow.format.series import open_series
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.storage import LocalStore
 from tests.field_cases import make_case_dataset
@@ -47,7 +48,7 @@ def test_every_kind_comes_back(dataset: Dataset) -> None:
     attach(dataset, "labels")
     columns = open_columns(Dataset.open(dataset.store.url))
     num = dataset.studies.num_samples
-    assert {name: info.kind for name, info in columns.items()} == {
+    assert {name: info.kind for name, info in columns.items() if name.startswith("labels.")} == {
         f"labels.{one.name}": one.kind for one in columns_of(num)
     }
     assert columns["labels.label"].names == ("ct", "größer", "mr")
@@ -92,9 +93,9 @@ def test_chosen_versions_stay(dataset: Dataset) -> None:
     write_table(LocalStore(dataset.store.url), dataset.dataset_id, "labels", "study", columns_of(14)[:2])
     for same in (opened, pickle.loads(pickle.dumps(opened)), opened.reopened()):
         assert dict(same.tables) == first
-        assert len(open_columns(same)) == 6
+        assert len(names_of(same)) == 6
     newest = Dataset.open(dataset.store.url)
-    assert len(open_columns(newest)) == 2
+    assert len(names_of(newest)) == 2
     pinned = newest.tables.pinned(newest.store, newest.dataset_id, first)
     assert dict(pinned) == first
     with pytest.raises(ConfigError, match="no longer has"):
@@ -121,5 +122,22 @@ def test_damage_is_seen(dataset: Dataset) -> None:
 
 def read_all(dataset: Dataset) -> None:
     columns = open_columns(dataset)
-    for name in columns:
+    for name in names_of(dataset):
         columns.column(name)
+
+
+def names_of(dataset: Dataset) -> list[str]:
+    return [name for name in open_columns(dataset) if name.startswith("labels.")]
+
+
+def test_names_of_facts_are_positions_in_categories(dataset: Dataset) -> None:
+    columns, table = open_columns(dataset), open_series(dataset)[0]
+    for name, of_table in (
+        ("facts.modality", dataset.studies.modalities),
+        ("series.role", table.vocabulary("role")),
+    ):
+        found = columns.stored(name)
+        assert found.names == columns[name].names == tuple(one for one in of_table if one)
+        codes = dataset.studies.column("modality") if name == "facts.modality" else table.array("role")
+        for value, code in zip(found.values.tolist(), codes.tolist(), strict=True):
+            assert (found.names[value] if value < len(found.names) else "") == of_table[code]

@@ -43,7 +43,7 @@ def test_repeats_weights_splits_and_lists(folder: Path) -> None:
     assert counts_of(blend_of(folder, repeats)) == [3, 50]
     weights = "epoch_samples = 100\n" + repeats.replace("repeat", "weight")
     assert counts_of(blend_of(folder, weights)) == [11, 89]
-    plain = component("a", 'split = "train+val"') + component("a", 'subset = ["keys=wanted.txt"]')
+    plain = component("a", 'split = "train+val"') + component("a", 'keys = "wanted.txt"')
     blend = blend_of(folder, plain)
     assert counts_of(blend) == [12, 1]
     assert list(blend) == [*range(12), 12 + 3]
@@ -94,8 +94,8 @@ def test_the_digest_follows_samples_and_draws_and_not_the_words(folder: Path) ->
             "component 1 of the blend must be a dataset that can be",
         ),
         (
-            '[[component]]\ndataset = "a"\nsubset = ["rows>99"]',
-            "component 1 of the blend: a subset must hold at least one sample",
+            '[[component]]\ndataset = "a"\nwhere = "facts.rows > 99"',
+            "component 1 of the blend: where= selects none of the 10 samples",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_wrong_file_is_refused(folder: Path, text: str, message: str) -> None:
 
 
 def test_evaluation_takes_a_split_of_all_datasets_once(folder: Path) -> None:
-    text = component("a", "repeat = 3.0") + component("a", 'subset = ["rows>1"]') + component("b")
+    text = component("a", "repeat = 3.0") + component("a", 'where = "facts.rows > 1"') + component("b")
     (folder / "blend.toml").write_text(text, encoding="utf-8")
     blend = open_blend(folder / "blend.toml")
     held = evaluation_blend(blend, "val").population

@@ -1,15 +1,16 @@
-"""Subsets by rule: which rows the terms give, and what is said about terms that give none."""
+"""Parts of a split: which rows an expression and a list of keys give, and what each slip is answered with."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading.selection import choose_rows, resolve_terms
+from shardflow.loading.selection import choose_rows
 from tests.factories import make_dataset, sample_key
 
 pytestmark = pytest.mark.fast
@@ -25,27 +26,19 @@ def slices(dataset: Dataset) -> list[int]:
     return [int(value) for value in dataset.samples.column("num_slices")]
 
 
-def test_terms_choose_rows_and_all_must_hold(dataset: Dataset) -> None:
+def test_an_expression_chooses_rows(dataset: Dataset) -> None:
     train = dataset.splits["train"]
     numbers, lengths = slices(dataset), dataset.samples.column("text_bytes").tolist()
-    found = choose_rows(dataset, "train", ["num_slices>=3"])
+    found = choose_rows(dataset, "train", "facts.num_slices >= 3")
     assert list(found.rows) == [row for row in train if numbers[row] >= 3]
     assert found.digest is not None
-    both = choose_rows(dataset, "train", ["num_slices >= 3", " text_bytes < 60 ", "modality=CT"])
+    text = "3 <= facts.num_slices and facts.text_bytes < 60 and facts.modality in ('CT',)"
+    both = choose_rows(dataset, "train", text)
     assert list(both.rows) == [row for row in train if numbers[row] >= 3 and lengths[row] < 60]
-    for sign, wanted in {
-        "=": {2},
-        "!=": {0, 1, 3, 4, 5},
-        "<=": {0, 1, 2},
-        "<": {0, 1},
-        ">": {3, 4, 5},
-    }.items():
-        rows = list(choose_rows(dataset, "train", [f"num_slices{sign}2"]).rows)
-        assert rows == [row for row in train if numbers[row] in wanted]
 
 
-def test_a_subset_that_leaves_nothing_out_is_the_split(dataset: Dataset) -> None:
-    assert choose_rows(dataset, "train", ["rows>=0"]) == choose_rows(dataset, "train")
+def test_an_expression_that_leaves_nothing_out_is_the_split(dataset: Dataset) -> None:
+    assert choose_rows(dataset, "train", "facts.rows >= 0") == choose_rows(dataset, "train")
     assert choose_rows(dataset, "train").digest is None
     assert choose_rows(dataset, "train").rows == dataset.splits["train"]
 
@@ -64,39 +57,41 @@ def test_a_list_of_keys_and_digests(dataset: Dataset, tmp_path: Path) -> None:
     lines = [dataset.samples.sample_key(row) for row in rows]
     lines[1] = "sha256:" + hashlib.sha256(lines[1].encode()).hexdigest()
     (tmp_path / "wanted.txt").write_text("\n".join(["", *reversed(lines), ""]), encoding="utf-8")
-    terms = resolve_terms(["keys=wanted.txt"], tmp_path)
-    assert list(choose_rows(dataset, "train", terms).rows) == rows
+    wanted = tmp_path / "wanted.txt"
+    assert list(choose_rows(dataset, "train", keys=wanted).rows) == rows
     numbers = slices(dataset)
-    combined = choose_rows(dataset, "train", [*terms, "num_slices>1"])
+    combined = choose_rows(dataset, "train", "facts.num_slices > 1", wanted)
     assert list(combined.rows) == [row for row in rows if numbers[row] > 1]
 
 
 def test_a_list_that_an_editor_of_windows_wrote(dataset: Dataset, tmp_path: Path) -> None:
     keys = [dataset.samples.sample_key(row) for row in dataset.splits["train"][:2]]
     (tmp_path / "wanted.txt").write_text("\ufeff" + "\r\n".join(keys), encoding="utf-8", newline="")
-    rows = choose_rows(dataset, "train", [f"keys={tmp_path / 'wanted.txt'}"]).rows
+    rows = choose_rows(dataset, "train", keys=tmp_path / "wanted.txt").rows
     assert list(rows) == list(dataset.splits["train"][:2])
 
 
 @pytest.mark.parametrize(
-    ("terms", "message"),
+    ("where", "message"),
     [
-        (["num_slices"], "a term of a subset must be a name, a sign"),
-        (["num_slices>=many"], "num_slices of a subset must be compared with an integer"),
-        (["num_slices>=-1"], "num_slices of a subset must be compared with an integer"),
-        (["study_date>=2020"], "a term of a subset must begin with modality, keys or one of columns,"),
-        (["shard=0"], "a term of a subset must begin with modality, keys"),
-        (["modality=CT,PT"], "modality of a subset must be one of the dataset \\(CT\\), got 'PT'"),
-        (["modality>=CT"], "modality of a subset must come with = or !=, got '>='"),
-        (["keys!=a.txt"], "keys of a subset must come with =, got '!='"),
-        (["num_slices>=99"], "a subset must hold at least one sample, got none of 20 of split 'train'"),
-        (["modality!=CT"], "a subset must hold at least one sample"),
-        (["__import__('os')>=1"], "a term of a subset must be a name, a sign"),
+        ("facts.num_slices >= 99", "where= selects none of the 20 samples of split 'train'; loosen it"),
+        ("facts.modality != 'CT'", "where= selects none of the 20"),
+        ("facts.age_years > 60", "This needs the facts of studies, .* shardflow attach DATASET --facts"),
+        ("facts.age > 60", "There is no column 'facts.age'; did you mean .*facts.age_years"),
+        ("num_slices == 3", "A study has many series; write facts.num_slices of the study, or any\\(series."),
+        ("series.role == 'frontal'", "A study has many series; write any\\(series.role ...\\) or all"),
+        ("facts.shard == 0", "There is no column 'facts.shard'"),
+        (["facts.rows > 1"], "where= is one expression, .* got list; join several with `and`"),
+        # What former versions called terms of a subset.
+        ("modality=CT", "This is written as in former versions; write where=\"facts.modality == 'CT'\""),
+        ("modality!=CT,MR", ".* write where=\"facts.modality not in \\('CT', 'MR'\\)\""),
+        ("num_slices>=16", '.* write where="facts.num_slices >= 16"'),
+        ("keys=wanted.txt", "where= takes no list of keys; write it as keys=, such as keys='wanted.txt'"),
     ],
 )
-def test_a_term_that_cannot_be_used_is_refused(dataset: Dataset, terms: list[str], message: str) -> None:
+def test_an_expression_that_cannot_be_used_is_refused(dataset: Dataset, where: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        choose_rows(dataset, "train", terms)
+        choose_rows(dataset, "train", where)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +120,14 @@ def test_a_list_that_cannot_be_used_is_refused(
     path = tmp_path / "wanted.txt"
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"^{message}") as caught:
-        choose_rows(dataset, "train", [f"keys={path}"])
+        choose_rows(dataset, "train", keys=path)
     assert "Doe" not in caught.value.message
     assert str(tmp_path) not in caught.value.message
 
 
 def test_a_missing_list_and_a_missing_split_are_named(dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the key list of a subset must exist, got no file"):
-        choose_rows(dataset, "train", [f"keys={tmp_path / 'none.txt'}"])
+    with pytest.raises(ConfigError, match="the key list must exist, got no file"):
+        choose_rows(dataset, "train", keys=tmp_path / "none.txt")
     with pytest.raises(ConfigError, match="split must be one that holds samples"):
         choose_rows(dataset, "train+holdout")
     with pytest.raises(ConfigError, match="split must name each split once"):

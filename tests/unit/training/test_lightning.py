@@ -112,9 +112,9 @@ def test_every_validation_sees_every_sample_once_and_in_the_same_order(dataset: 
         assert [keys] == rounds[0]
 
 
-def test_several_validations_of_splits_and_subsets_and_a_test(dataset: str) -> None:
+def test_several_validations_of_splits_and_parts_and_a_test(dataset: str) -> None:
     module = Counting()
-    parts: list[Any] = ["val", ("val", ["modality=CR"]), "test"]
+    parts: list[Any] = ["val", ("val", "facts.modality == 'CR'"), "test"]
     module_data = data(dataset, eval_split=parts, test_split="test")
     run = trainer(max_steps=2, accumulate_grad_batches=2, val_check_interval=4, num_sanity_val_steps=0)
     run.fit(module, module_data)
@@ -129,10 +129,10 @@ def test_several_validations_of_splits_and_subsets_and_a_test(dataset: str) -> N
     assert len(set(other)) == SPLITS["test"]
 
 
-def test_a_subset_of_all_and_one_of_a_part_are_both_kept(dataset: str) -> None:
-    module, split = Counting(), ("train", ["modality=CR"])
+def test_a_condition_of_all_and_one_of_a_part_are_both_kept(dataset: str) -> None:
+    module, split = Counting(), ("train", "facts.modality == 'CR'")
     run = trainer(max_epochs=1, accumulate_grad_batches=2)
-    run.fit(module, data(dataset, train_split=split, subset=["modality=CR,DX"]))
+    run.fit(module, data(dataset, train_split=split, where="facts.modality in ('CR', 'DX')"))
     opened = Dataset.open(dataset)
     rows = {opened.samples.sample_key(row): opened.samples.modality(row) for row in opened.splits["train"]}
     assert {rows[key] for _, keys in module.trained for key in keys} == {"CR"}
