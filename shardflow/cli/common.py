@@ -155,8 +155,8 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         metavar="EXPRESSION",
-        help="only samples for which this is true, such as \"facts.modality == 'CT' and any(series.rows > 9)\"; "
-        "of series and images \"modality == 'CT'\"; shardflow columns lists what it may name",
+        help="only samples for which this is true: \"facts.modality == 'CT' and any(series.rows > 512)\"; of "
+        "series and images \"modality == 'CT'\". shardflow columns lists the names",
     )
     parser.add_argument("--keys", metavar="FILE", help="only samples whose keys this file lists, one a line")
 
