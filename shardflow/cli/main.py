@@ -71,6 +71,9 @@ COMMANDS: Final = {
         "shardflow.cli.report", "write one page about a dataset, a training run, or two runs (HTML)"
     ),
     "copy": Command("shardflow.cli.copy", "copy a dataset between stores, every byte checked"),
+    "columns": Command(
+        "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
+    ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
     "train-tokenizer": Command(
         "shardflow.cli.tokenize",
