@@ -548,7 +548,7 @@ def test_the_view_is_part_of_the_plan(tmp_path: Path) -> None:
         "label == 'pneumonia'",
         "assertion != 'present'",
         "laterality in ('L', 'R') and num_slices <= 4",
-        "facts.text_bytes > 250 and any(series.num_slices > 4)",
+        "facts.num_slices > 8 and any(series.num_slices > 4)",
     ],
 )
 def test_findings_are_selected_by_names(entities: EntityDataset, where: str) -> None:
@@ -563,7 +563,7 @@ def test_findings_are_selected_by_names(entities: EntityDataset, where: str) -> 
             "assertion != 'present'": int(table.gather("assertion", row)) == 1,
             "laterality in ('L', 'R') and num_slices <= 4": int(table.gather("laterality", row)) in (1, 2)
             and int(table.gather("num_slices", row)) <= 4,
-            "facts.text_bytes > 250 and any(series.num_slices > 4)": _has_long_text_and_series(entities, row),
+            "facts.num_slices > 8 and any(series.num_slices > 4)": _has_long_series(entities, row),
         }[where]
     ]
     with Loader(selection, batch=SPECS["fixed"], seed=SEED, fields={}) as loader:
@@ -571,10 +571,10 @@ def test_findings_are_selected_by_names(entities: EntityDataset, where: str) -> 
     assert found == rows
 
 
-def _has_long_text_and_series(entities: EntityDataset, row: int) -> bool:
+def _has_long_series(entities: EntityDataset, row: int) -> bool:
     study = int(entities.study_rows(np.array([row]))[0])
     spans = [series.counts["num_slices"] for series in series_of_study(_study(entities, study))]
-    return int(entities.studies.column("text_bytes")[study]) > 250 and max(spans, default=0) > 4
+    return int(entities.studies.column("num_slices")[study]) > 8 and max(spans, default=0) > 4
 
 
 def _study(entities: EntityDataset, row: int) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def test_a_bad_sample_is_masked_and_names_its_component(folder: Path, tmp_path: 
 def test_a_changed_component_is_refused_by_its_position(blend: Selection, folder: Path) -> None:
     state = open_loader(blend, SPECS["fixed"], {}, seed=SEED).state_dict()
     other = folder / "other.toml"
-    for change, number in (("repeat = 0.6", 2), ("num_slices>=3", 3)):
+    for change, number in (("repeat = 0.6", 2), ("num_slices >= 3", 3)):
         other.write_text(
             BLEND.replace(change, change.replace("0.6", "0.7").replace("3", "2")), encoding="utf-8"
         )
