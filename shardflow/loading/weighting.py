@@ -232,7 +232,7 @@ def _weighted(dataset: Dataset, rows: Rows, segments: tuple[tuple[int, str], ...
         if missing:
             raise ConfigError(
                 f"weights={name!r} must be known for every sample, got {missing:,} of {len(rows):,} without; "
-                "write 0 for samples that must not be drawn, or leave them out with where= or subset=."
+                "write 0 for samples that must not be drawn, or leave them out with where=."
             )
         levels = find_levels((block for (block,) in _blocks(rows, column.values)), name=name)
         if not levels.weights.any():
