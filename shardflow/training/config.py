@@ -449,6 +449,9 @@ class RunConfig:
     resume: str = "auto"
     """``auto``: the run folder's newest sound checkpoint, else step 0. ``never``: refuse a run folder that
     holds checkpoints. Or a checkpoint folder to start from where the run folder holds none yet."""
+    accept_content_change: bool = False
+    """Resume although ``[fields]``, their tables or ``data.transform`` are not those of the checkpoint, for
+    example with larger images; the order of samples is the same. It is logged."""
     max_failed_starts: CountOrZero = 3
     """So many starts in a row that end before a next checkpoint are enough: another one is refused, with exit
     code 2. 0 never refuses."""

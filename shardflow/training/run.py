@@ -125,6 +125,7 @@ def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str,
     images = config.image_field
     for name, value in {"type": type_name(type(images)), **asdict(images)}.items():
         bindings[f"fields.image.{name}"] = json.loads(json.dumps(value))
+    bindings["places of fields.image"] = num_places(images)
     # Recomputing activations changes memory, not results; compiling changes time.
     del bindings["model.activation_checkpointing"]
     del bindings["image.compile"]
@@ -144,8 +145,15 @@ def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str,
     return bindings
 
 
-def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that was trained with another model or view.
+def check_bindings(
+    checkpoint: Checkpoint, bindings: Mapping[str, Any], *, accepts_content: bool = False
+) -> None:
+    """Refuse a checkpoint that was trained with another model or other images.
+
+    Args:
+        checkpoint: The checkpoint.
+        bindings: Of this run.
+        accepts_content: Whether its images may differ, if they are as many.
 
     Raises:
         StateError: naming the first setting that differs.
@@ -154,6 +162,8 @@ def check_bindings(checkpoint: Checkpoint, bindings: Mapping[str, Any]) -> None:
     saved = {**_chosen_later(), **checkpoint.state["bindings"]}
     for name in [*bindings, *sorted(_OPTIONAL & saved.keys() - bindings.keys())]:
         value = bindings.get(name)
+        if accepts_content and name.startswith("fields."):
+            continue
         if saved.get(name) != value:
             raise StateError(
                 f"{name} is {value!r}, but checkpoint {checkpoint.name} was trained with "
@@ -235,7 +245,7 @@ def prepare_run(
     tokenizer = ReportTokenizer.load(config.text.tokenizer)
     bindings = model_bindings(config, tokenizer)
     if checkpoint is not None:
-        check_bindings(checkpoint, bindings)
+        check_bindings(checkpoint, bindings, accepts_content=config.run.accept_content_change)
     data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
     data.check_modalities("image.standardize", config.image.standardize)
     loader = stack.enter_context(_open_loader(config, ranks, data.training))
@@ -362,6 +372,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
         selection,
         batch=batch_spec(config.batch, images, config.text, selection, tail=tail),
         seed=config.run.seed,
+        accept_content_change=config.run.accept_content_change,
         fields=run_fields(
             config.fields, config.image, config.text.tokenizer, selection, is_evaluation=is_evaluation
         ),

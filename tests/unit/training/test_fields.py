@@ -125,6 +125,14 @@ def test_another_field_beside_is_other_content(tiny: TinyInput, tmp_path: Path) 
         run(tiny, tmp_path, "fields.study={type='json',member='study.json'}")
 
 
+def test_other_content_may_be_accepted_if_there_are_as_many_images(tiny: TinyInput, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "run.max_steps=1")
+    changed = ("run.accept_content_change=true", "fields.image.sampling=random")
+    assert run(tiny, tmp_path, *changed, "run.max_steps=2").resumed_from == "step-00000001"
+    with pytest.raises(StateError, match=r"places of fields\.image is 2"):
+        run(tiny, tmp_path, *changed, "fields.image.num_slices=2")
+
+
 def bare(tiny: TinyInput, tmp_path: Path, *overrides: str) -> TrainConfig:
     """Settings without [fields]."""
     text = (tiny.folder / "train.toml").read_text(encoding="utf-8")
