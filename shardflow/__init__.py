@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from shardflow.fields import adapters
     from shardflow.fields.events import Events
     from shardflow.fields.field import Field
-    from shardflow.fields.members import Array, Bytes, Json, Text
+    from shardflow.fields.members import Array, Bytes, Json
     from shardflow.fields.pictures import Image, Slices
-    from shardflow.fields.raw import FieldsView
     from shardflow.fields.regions import Boxes, Mask
     from shardflow.fields.registry import read_fields
-    from shardflow.fields.tokens import StoredTokens, Tokens
-    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
+    from shardflow.fields.text import Text
+    from shardflow.fields.tokens import Tokens
     from shardflow.format.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -72,15 +71,12 @@ __all__ = [
     "EpochPlan",
     "Events",
     "Field",
-    "FieldsView",
     "FormatError",
     "Image",
-    "ImageView",
     "Json",
     "Loader",
     "LoaderConfig",
     "Mask",
-    "NativeView",
     "NotFoundError",
     "PackConfig",
     "RemoteOptions",
@@ -89,14 +85,10 @@ __all__ = [
     "Selection",
     "ShardWriter",
     "ShardflowError",
-    "SizedView",
-    "SliceSize",
     "Slices",
     "StateError",
     "StorageError",
-    "StoredTokens",
     "Text",
-    "TileView",
     "TokenBudget",
     "Tokens",
     "VerifyReport",
@@ -125,15 +117,12 @@ _SOURCES: Final = {
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",
     "Events": "shardflow.fields.events:Events",
     "Field": "shardflow.fields.field:Field",
-    "FieldsView": "shardflow.fields.raw:FieldsView",
     "FormatError": "shardflow.errors:FormatError",
     "Image": "shardflow.fields.pictures:Image",
-    "ImageView": "shardflow.fields.views:ImageView",
     "Json": "shardflow.fields.members:Json",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
     "Mask": "shardflow.fields.regions:Mask",
-    "NativeView": "shardflow.fields.views:NativeView",
     "NotFoundError": "shardflow.errors:NotFoundError",
     "PackConfig": "shardflow.packing.config:PackConfig",
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
@@ -142,14 +131,10 @@ _SOURCES: Final = {
     "Selection": "shardflow.loading.selection:Selection",
     "ShardWriter": "shardflow.format.writer:ShardWriter",
     "ShardflowError": "shardflow.errors:ShardflowError",
-    "SizedView": "shardflow.fields.views:SizedView",
-    "SliceSize": "shardflow.fields.views:SliceSize",
     "Slices": "shardflow.fields.pictures:Slices",
     "StateError": "shardflow.errors:StateError",
     "StorageError": "shardflow.errors:StorageError",
-    "StoredTokens": "shardflow.fields.tokens:StoredTokens",
-    "Text": "shardflow.fields.members:Text",
-    "TileView": "shardflow.fields.views:TileView",
+    "Text": "shardflow.fields.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import DrawKey, Field, SlotRequest
+from shardflow.fields.members import is_image_field
 from shardflow.fields.pixels import PixelField
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.raw import is_image_field
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset, array_header, decode_array
@@ -218,7 +218,6 @@ class _Bench:
             draw=DrawKey(_SEED, 0, row, (), row),
             row_in_shard=self._number("row_in_shard", row),
             key="",
-            text_bytes=0,
             entity=self._selection.entity(row),
             study_row=int(self._selection.study_rows(at)[0]),
             table_row=row,

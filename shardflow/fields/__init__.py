@@ -1,12 +1,11 @@
 """Fields of a sample: what a batch contains of it, and how that is read and decoded.
 
 A `Field` is bound to samples as a `BoundField` (`field`); field types of other packages implement both
-(docs/extending.md). Views define which slices of the images to deliver (`views`), or which stored fields
-(`raw`). The reader finds
-and checks bytes (`reader`); `slots` assembles `images`, `text` and raw fields into the arrays of a
-micro-batch; `tokens` and `findings` add what is stored beside the shards. Which samples form a micro-batch is
-decided elsewhere. Names are imported on first use, because packing and training use parts of this package
-that need no decoder.
+(docs/extending.md). Images and slices are in `pictures`, on what they share (`pixels`, `layout`); masks and
+boxes in `regions`; texts, other members and stored tokens in modules of their names. `registry` knows all
+types. The reader finds and checks bytes (`reader`), which `slots` distributes to the arrays of a micro-batch.
+Which samples form a micro-batch is decided elsewhere. Names are imported on first use, because packing and
+training use parts of this package that need no decoder.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     )
     from shardflow.fields.findings import EntityNames
     from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
-    from shardflow.fields.raw import FieldsView
-    from shardflow.fields.tokens import StoredTokens
-    from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView, View
 
 __all__ = [
     "ALLOWED",
@@ -52,17 +48,9 @@ __all__ = [
     "EntityNames",
     "Field",
     "FieldContext",
-    "FieldsView",
-    "ImageView",
-    "NativeView",
     "QuarantineRow",
-    "SizedView",
-    "SliceSize",
     "SlotRequest",
     "Slots",
-    "StoredTokens",
-    "TileView",
-    "View",
     "Wanted",
     "Warp",
     "change_intensity",
@@ -73,7 +61,7 @@ __all__ = [
 _MODULES: Final = {
     "ALLOWED": "augmentation",
     "Allowance": "augmentation",
-    "ArraySpec": "views",
+    "ArraySpec": "field",
     "BadSampleReason": "quarantine",
     "BoundField": "field",
     "Coverage": "field",
@@ -81,17 +69,9 @@ _MODULES: Final = {
     "EntityNames": "findings",
     "Field": "field",
     "FieldContext": "field",
-    "FieldsView": "raw",
-    "ImageView": "views",
-    "NativeView": "views",
     "QuarantineRow": "quarantine",
-    "SizedView": "views",
-    "SliceSize": "views",
     "SlotRequest": "field",
     "Slots": "field",
-    "StoredTokens": "tokens",
-    "TileView": "views",
-    "View": "views",
     "Wanted": "augmentation",
     "Warp": "augmentation",
     "change_intensity": "augmentation",

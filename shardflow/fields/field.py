@@ -141,8 +141,6 @@ class SlotRequest:
     """Key of its random choices."""
     row_in_shard: int
     key: str
-    text_bytes: int
-    """Size of the text according to the samples table: of the report, or of a part of it."""
     entity: EntityPlace | None = None
     """Place of a finding in its study; None for the whole study."""
     component: int = 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardflow.fields.field import ArraySpec
 from shardflow.fields.reader import Samples
-from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityDataset, EntityPlace
+from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityDataset
 
 NO_ENTITY = -1
 _NAMED = {"label": "labels", "anatomy": "anatomies", "assertion": "assertions", "laterality": "lateralities"}
@@ -111,21 +111,3 @@ class FindingArrays:
             own = dataset.samples.vocabularies[name]
             found[name] = np.array([known[value] for value in own], np.int64)
         return found
-
-
-def centre_first(chosen: NDArray[np.int64], place: EntityPlace) -> NDArray[np.int64]:
-    """Return the slices of a finding to deliver: the center one first, then the others in order.
-
-    Args:
-        chosen: Positions among the finding's slices that a view chose; if the center is not among them, it
-            replaces its nearest neighbor.
-        place: The finding.
-
-    Returns:
-        As many indices of slices of the series.
-    """
-    if not len(chosen):
-        return chosen
-    nearest = int(np.argmin(np.abs(chosen - place.centre)))
-    others = np.delete(chosen, nearest)
-    return np.concatenate((place.slices[place.centre : place.centre + 1], place.slices[others]))

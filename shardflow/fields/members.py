@@ -1,7 +1,7 @@
-"""Fields of stored members as they are: texts, JSON, bytes and arrays.
+"""Fields of stored members as they are: JSON, bytes and arrays.
 
-The size of a report is a column of the samples table. Of other members no table knows the size, so their
-specs declare a bound, and a larger one masks its slot. Nothing is ever unpickled.
+No table knows the size of a member, so specs declare a bound, and a larger one masks its slot. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,11 @@ from shardflow.fields.field import (
     check_count,
 )
 from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.raw import is_pickle, read_npy
 from shardflow.fields.reader import Shard
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import num_samples_with
-from shardflow.format.keys import REPORT_FIELD
 
-_MAX_BYTES: Final = 1 << 40
+MAX_BYTES: Final = 1 << 40
 _MAX_AXES: Final = 8
 _NUMBERS: Final = "biufc"
 # What NumPy, zipfile and json raise for bytes that are not what their name says.
@@ -57,39 +56,27 @@ _UNREADABLE: Final = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_EXAMPLE_TEXT: Final = (
-    b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
+_IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
+# webdataset would unpickle these, which runs foreign code.
+_PICKLES: Final = frozenset({"pth", "pt", "pkl", "pickle", "pyd", "dill"})
+_NPY_HEAD: Final = 1 << 16
+# The header is matched, not evaluated: NumPy parses it as Python source, which fails at times where several
+# threads do so at once (CPython 3.11), and is slower.
+_NPY_VALUE: Final = rb"'[<>|=]?[biufc?]\d*'|True|False|\([\d,\sL]*\)"
+_NPY_ENTRY: Final = re.compile(rb"'(descr|fortran_order|shape)'\s*:\s*(" + _NPY_VALUE + rb")")
+_NPY_HEADER: Final = re.compile(
+    rb"\{\s*((?:'\w+'\s*:\s*(?:" + _NPY_VALUE + rb")\s*(?:,\s*|(?=\}))){3})\}", re.ASCII
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text(Field):
-    """Text of a sample: its report, or another text field.
+def is_image_field(name: str) -> bool:
+    """Tell whether a field is an image that can be decoded."""
+    return name.rpartition(".")[2] in _IMAGE_KINDS
 
-    The entry is a list of B strings; ``NAME_mask`` ``(B,)`` uint8 is 1 where there is a text.
 
-    Raises:
-        ConfigError: A setting is out of range.
-    """
-
-    type_name: ClassVar[str] = "text"
-
-    member: str | None = None
-    """Stored field that holds the text, UTF-8; None is the report, whose size tables know."""
-    max_bytes: int = 1 << 16
-    """Size that a text of ``member`` may have; a larger one masks its slot. Reports need no bound."""
-
-    def __post_init__(self) -> None:
-        _check_member(self)
-
-    def bind(self, name: str, context: FieldContext) -> BoundField:
-        """Bind the field to a selection."""
-        return BoundText(name, self, context)
-
-    @classmethod
-    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        """Return the texts and their mask."""
-        return present_texts(entry, arrays)
+def is_pickle(name: str) -> bool:
+    """Tell whether a field is a pickle, which nothing here reads."""
+    return name.rpartition(".")[2] in _PICKLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +98,7 @@ class Json(Field):
     """Size that it may have; a larger one masks its slot."""
 
     def __post_init__(self) -> None:
-        _check_member(self)
+        check_member(self)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -122,7 +109,7 @@ class Json(Field):
         """Return the values and their mask."""
         found = member_bytes(entry, arrays)
         values = [None if one is None else json.loads(one.tobytes()) for one in found]
-        return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
+        return {entry["name"]: values, f"{entry['name']}_mask": mask_of(found)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +131,7 @@ class Bytes(Field):
     """Size that it may have; a larger one masks its slot."""
 
     def __post_init__(self) -> None:
-        _check_member(self)
+        check_member(self)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -155,7 +142,7 @@ class Bytes(Field):
         """Return the bytes and their mask."""
         found = member_bytes(entry, arrays)
         values = [b"" if one is None else one.tobytes() for one in found]
-        return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
+        return {entry["name"]: values, f"{entry['name']}_mask": mask_of(found)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +178,7 @@ class Array(Field):
     """Size that the member may have; a larger one masks its slot."""
 
     def __post_init__(self) -> None:
-        _check_member(self)
+        check_member(self)
         kind = self.member.rpartition(".")[2]
         if is_pickle(self.member) or kind not in ("npy", "npz"):
             raise ConfigError(
@@ -228,9 +215,14 @@ class Array(Field):
         return {key: arrays[key] for key in beside if key in arrays}
 
 
-def _check_member(spec: Any) -> None:
+def check_member(spec: Any) -> None:
+    """Refuse settings of a member that cannot be.
+
+    Raises:
+        ConfigError: One is out of range.
+    """
     check_choice("missing", spec.missing, ("pad", "drop", "error"))
-    check_count("max_bytes", spec.max_bytes, _MAX_BYTES)
+    check_count("max_bytes", spec.max_bytes, MAX_BYTES)
     if spec.member is not None and (not isinstance(spec.member, str) or not spec.member):
         raise ConfigError(f"member is the name of a stored field, such as 'study.json', got {spec.member!r}.")
     # Names of fields in an index are lower case.
@@ -246,8 +238,8 @@ def _checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     if len(sides) > _MAX_AXES:
         raise ConfigError(f"{name} has at most {_MAX_AXES} axes, got {len(sides)}.")
     for side in sides:
-        check_count(f"each size of {name}", side, _MAX_BYTES)
-    check_count(f"the number of elements of {name}", math.prod(sides), _MAX_BYTES)
+        check_count(f"each size of {name}", side, MAX_BYTES)
+    check_count(f"the number of elements of {name}", math.prod(sides), MAX_BYTES)
     return sides
 
 
@@ -277,7 +269,7 @@ class BoundMember(BoundField):
     """
 
     def __init__(
-        self, name: str, spec: Field, context: FieldContext, member: str | None, max_bytes: int = _MAX_BYTES
+        self, name: str, spec: Field, context: FieldContext, member: str | None, max_bytes: int = MAX_BYTES
     ) -> None:
         super().__init__(name)
         self.spec, self.member, self._max_bytes = spec, member, max_bytes
@@ -345,7 +337,7 @@ class BoundBytes(BoundMember):
         context: The samples.
     """
 
-    def __init__(self, name: str, spec: Text | Json | Bytes, context: FieldContext) -> None:
+    def __init__(self, name: str, spec: Any, context: FieldContext) -> None:
         super().__init__(name, spec, context, spec.member, spec.max_bytes)
 
     def spaces(self, slots: Slots) -> NDArray[np.int64]:
@@ -377,7 +369,7 @@ class BoundBytes(BoundMember):
         fields = self.needed(shard, request)
         start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
         self.check_size(shard, fields, stop - start)
-        return _SlotBytes(self, shard, request.slot, arrays, start, fields)
+        return SlotBytes(self, shard, request.slot, arrays, start, fields)
 
     def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
         """Refuse a member that is larger than its space.
@@ -400,7 +392,7 @@ class BoundBytes(BoundMember):
         arrays[f"{self.name}.length"][slot] = -1
 
 
-class _SlotBytes:
+class SlotBytes:
     """Bytes of one slot."""
 
     __slots__ = ("_arrays", "_field", "_shard", "_slot", "_start", "fields")
@@ -555,119 +547,6 @@ def _copy_exactly(source: NDArray[Any], target: NDArray[Any]) -> bool:
         return bool((target == source).all())
 
 
-class BoundText(BoundBytes):
-    """Text of a sample, bound to a selection; the report's size is that of the samples table."""
-
-    def __init__(self, name: str, spec: Text, context: FieldContext) -> None:
-        datasets = context.samples.datasets
-        is_packed = not any(dataset.is_foreign for dataset in datasets)
-        is_report = spec.member is None or (spec.member == REPORT_FIELD and is_packed)
-        # Of a finding the text is a part of the report, of a series or an image that of its study.
-        self._sizes = [each.samples.column("text_bytes") for each in datasets] if is_report else None
-        self._has_text = None if self._sizes is None else [np.asarray(sizes) > 0 for sizes in self._sizes]
-        super().__init__(name, spec, context)
-        if self._has_text is not None:
-            self.member, self._max_bytes = None, _MAX_BYTES
-            self._num_missing = context.count_missing(self._has_text)
-            if self._num_missing and spec.missing == "error":
-                raise ConfigError(
-                    f"{self._num_missing:,} of {self._num_samples:,} samples have no report for the field "
-                    f"{name!r}; write missing='pad' for an empty text, or missing='drop' to leave them out."
-                )
-
-    @property
-    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
-        """Rows that have a report; for another member None, unless all samples have it."""
-        return super().has_content if self._has_text is None else self._has_text
-
-    @property
-    def is_report(self) -> bool:
-        """Whether the text is the report."""
-        return self._sizes is not None
-
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:
-        """Lay out the slots; the length of a report is known, so that its fast path need not write it."""
-        super().prepare(arrays, slots)
-        if self._sizes is not None:
-            spaces = self.spaces(slots)
-            np.copyto(arrays[f"{self.name}.length"], spaces, where=spaces > 0)
-
-    def _spaces(self, slots: Slots) -> NDArray[np.int64]:
-        if self._sizes is None:
-            return super()._spaces(slots)
-        spaces = np.zeros(len(slots), np.int64)
-        used = np.flatnonzero(slots.rows >= 0)
-        for component, dataset in enumerate(self._datasets):
-            here = used if len(self._datasets) == 1 else used[slots.components[used] == component]
-            spaces[here] = dataset.samples.gather("text_bytes", slots.table_rows[here])
-        return spaces
-
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
-        """Begin a slot; of a finding only its words are taken."""
-        if self._sizes is None or request.entity is None:
-            return super().open(shard, request, arrays)
-        fields = self.needed(shard, request)
-        start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
-        words = range(request.entity.text_start, request.entity.text_start + stop - start)
-        return _SlotWords(self, shard, request.slot, arrays, start, fields, words)
-
-    def find(self, shard: Shard, row_in_shard: int) -> int | None:
-        """Return the number of the text; an empty report is none."""
-        found = super().find(shard, row_in_shard)
-        is_empty = self._sizes is not None and found is not None and not shard.num_bytes(found)
-        return None if is_empty else found
-
-    def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
-        """Refuse a report of another size than the samples table says, and any other text that is larger."""
-        if self._sizes is None:
-            super().check_size(shard, fields, num_bytes)
-            return
-        found = shard.num_bytes(fields[0]) if fields else 0
-        if found != num_bytes:
-            reason = BadSampleReason.SIZE_MISMATCH if fields else BadSampleReason.FIELD_MISSING
-            raise shard.bad(reason, shard.index.text_field, f"{found} bytes instead of {num_bytes}")
-
-    def example(self, arrays: Arrays) -> None:
-        """Fill the only slot with a text, as much of it as there is place for."""
-        data = arrays[f"{self.name}.data"]
-        text = np.frombuffer(_EXAMPLE_TEXT, np.uint8)[: len(data)]
-        data[: len(text)] = text
-        arrays[f"{self.name}.length"][:] = len(text)
-
-    def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
-        """Refuse what is not UTF-8."""
-        try:
-            str(payload.data, "utf-8")
-        except UnicodeDecodeError:
-            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, "no UTF-8") from None
-
-
-class _SlotWords(_SlotBytes):
-    """Part of the report of one slot."""
-
-    __slots__ = ("_words",)
-
-    def __init__(
-        self,
-        field: BoundBytes,
-        shard: Shard,
-        slot: int,
-        arrays: Arrays,
-        start: int,
-        fields: Sequence[int],
-        words: range,
-    ) -> None:
-        super().__init__(field, shard, slot, arrays, start, fields)
-        self._words = words
-
-    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
-        """Copy the words into their place."""
-        if len(payload) < self._words.stop:
-            detail = f"{len(payload):,} bytes, and the words of a finding end at {self._words.stop:,}"
-            raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[place], detail)
-        super().put(place, payload[self._words.start : self._words.stop], thread)
-
-
 def member_bytes(entry: Mapping[str, Any], arrays: Arrays) -> list[NDArray[np.uint8] | None]:
     """Return the bytes of each slot without a copy; None where there is no member."""
     name = entry["name"]
@@ -679,12 +558,37 @@ def member_bytes(entry: Mapping[str, Any], arrays: Arrays) -> list[NDArray[np.ui
     ]
 
 
-def present_texts(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-    """Return the texts of a batch and their mask, see `Text`."""
-    found = member_bytes(entry, arrays)
-    values = ["" if one is None else str(one.data, "utf-8") for one in found]
-    return {entry["name"]: values, f"{entry['name']}_mask": _mask_of(found)}
-
-
-def _mask_of(found: Sequence[object]) -> NDArray[np.uint8]:
+def mask_of(found: Sequence[object]) -> NDArray[np.uint8]:
+    """Return 1 for each slot that has a member, ``(B,)`` uint8."""
     return np.array([one is not None for one in found], np.uint8)
+
+
+def read_npy(payload: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the array of an ``.npy`` file without a copy.
+
+    Args:
+        payload: ``(num_bytes,)``, the file.
+
+    Raises:
+        ValueError: It is no such file, holds objects, or has another size than its header says.
+    """
+    head = payload[:_NPY_HEAD].tobytes()
+    size_bytes = 2 if head[6:7] == b"\x01" else 4
+    start = 8 + size_bytes
+    if head[:6] != b"\x93NUMPY" or head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        raise ValueError("no .npy of a known version")
+    stop = start + int.from_bytes(head[8:start], "little")
+    header = _NPY_HEADER.fullmatch(head[start:stop].strip())
+    entries = {} if header is None else dict(_NPY_ENTRY.findall(header[1]))
+    if len(entries) != 3:
+        raise ValueError("no header of plain numbers")
+    dtype = np.dtype(entries[b"descr"].strip(b"'").decode("ascii"))
+    shape = tuple(int(size) for size in re.findall(rb"\d+", entries[b"shape"]))
+    is_fortran = entries[b"fortran_order"] == b"True"
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if len(payload) - stop != num_bytes:
+        raise ValueError("another size than in the header")
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    values = np.frombuffer(payload[stop:].data, dtype)
+    return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)

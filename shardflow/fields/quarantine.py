@@ -31,7 +31,7 @@ class BadSampleReason(StrEnum):
     INDEX_DAMAGED = "INDEX_DAMAGED"
     #: The bytes are intact, but cannot be decoded.
     DECODE_FAILED = "DECODE_FAILED"
-    #: The size of a slice or text differs from what the samples table or the view allows.
+    #: The size of a slice or text differs from what the samples table or the field allows.
     SIZE_MISMATCH = "SIZE_MISMATCH"
     #: The report is not UTF-8, or study.json or annotations.json is not JSON of the right form.
     TEXT_UNREADABLE = "TEXT_UNREADABLE"

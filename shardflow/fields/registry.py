@@ -22,78 +22,16 @@ from shardflow.config import TypeKey, load_config
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import Reach
 from shardflow.fields.field import Arrays, ArraySpec, BoundField, Field, FieldContext, Slots, check_names
-from shardflow.fields.images import Slices
-from shardflow.fields.members import BoundText, Text
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
-from shardflow.fields.pictures import Image
-from shardflow.fields.pictures import Slices as SlicesField
+from shardflow.fields.pictures import Image, Slices
 from shardflow.fields.pixels import BoundPixels, PixelField
-from shardflow.fields.raw import FieldsView, NamedFields
 from shardflow.fields.reader import Samples
-from shardflow.fields.slots import FieldKind
-from shardflow.fields.text import Texts
+from shardflow.fields.text import BoundText, Text
 from shardflow.fields.transforming import SampleTransform
-from shardflow.fields.views import ImageView, View
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import image_facts, num_samples_with
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.telemetry import StageCounters
-
-
-def field_kinds(
-    view: View | FieldsView | None, fields: FieldSet | None = None, *, text: bool, counters: StageCounters
-) -> Sequence[FieldKind]:
-    """Return the field kinds of a slot.
-
-    Args:
-        view: Which slices to deliver, or which fields by name.
-        fields: Fields to deliver.
-        text: Whether to deliver the text as well.
-        counters: Gets the stages ``decode``, ``transform`` and ``saturated`` (items: pixels).
-    """
-    kinds: list[FieldKind] = [Texts()] if text else []
-    kinds += [] if fields is None else fields.bound
-    if isinstance(view, FieldsView):
-        kinds.append(NamedFields(view, counters))
-    elif view is not None:
-        kinds.append(Slices(view, counters))
-    return kinds
-
-
-def check_view(samples: Samples, view: View | FieldsView | None) -> None:
-    """Refuse a view that needs what a dataset does not have.
-
-    Raises:
-        ConfigError: The view is one of slices and the shards are foreign, or small slices or augmented
-            variants were not packed.
-    """
-    if not isinstance(view, View):
-        return
-    for dataset in samples.datasets:
-        if dataset.is_foreign:
-            raise ConfigError(
-                "a view of shards that others wrote must be a FieldsView, got one of slices; name fields."
-            )
-        if view.resolution != "small" or _variants(dataset).get("small_px"):
-            continue
-        if samples.is_blend and not dataset.samples.column("num_slices").any():
-            continue  # a component of text alone has no slices
-        raise ConfigError(
-            "view.resolution must be full for a dataset without small slices, got small; pack it with "
-            "variants.small_px."
-        )
-    is_pooled = isinstance(view, ImageView) and view.augment_pool
-    if is_pooled and not any(_variants(dataset).get("augment") for dataset in samples.datasets):
-        raise ConfigError(
-            "view.augment_pool must be 0 for a dataset without augmented variants, got a share; pack it with "
-            "variants.augment.num_variants."
-        )
-
-
-def _variants(dataset: Dataset) -> dict[str, object]:
-    variants = dataset.manifest.extra.get("variants")
-    return variants if isinstance(variants, dict) else {}
-
 
 _BESIDE_ROLES: Final = frozenset({"localizer", "secondary"})
 FIELD_GROUP: Final = "shardflow.fields"
@@ -102,7 +40,7 @@ _TYPES: Final = {
     "image": "shardflow.fields.pictures:Image",
     "mask": "shardflow.fields.regions:Mask",
     "slices": "shardflow.fields.pictures:Slices",
-    "text": "shardflow.fields.members:Text",
+    "text": "shardflow.fields.text:Text",
     "json": "shardflow.fields.members:Json",
     "bytes": "shardflow.fields.members:Bytes",
     "array": "shardflow.fields.members:Array",
@@ -228,7 +166,7 @@ _SINGLE: Final = (
 )
 _DEFAULT_IMAGES: Final[Mapping[str, PixelField]] = {
     "image": Image(series=_SINGLE, num_images="all", missing="pad"),
-    "slices": SlicesField(series=_STACKED, missing="pad"),
+    "slices": Slices(series=_STACKED, missing="pad"),
 }
 
 
@@ -323,6 +261,11 @@ class FieldSet:
     def reads_shards(self) -> bool:
         """Whether any field is read from shards."""
         return len(self.beside) < len(self.bound)
+
+    @property
+    def reads_members(self) -> bool:
+        """Whether more than the report is read of each sample, so that samples are read one by one."""
+        return self.reads_shards and self.report is None
 
     @property
     def has_pictures(self) -> bool:

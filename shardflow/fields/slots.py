@@ -1,40 +1,20 @@
 """Slot assembly: reads the fields that the samples of a micro-batch need from a shard, and fills their slots.
 
-The content of a slot is a list of field kinds: slices of a view, fields by name, text. Each kind names the
-stored fields that a sample needs and takes their bytes; the assembler reads the fields of many samples at
-once. A bad sample affects its own slot alone.
+Each field names the stored fields that a sample needs and takes their bytes; the assembler reads those of
+many samples at once. A bad sample affects its own slot alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, SlotContent, SlotRequest
+from shardflow.fields.field import Arrays, BoundField, SlotContent, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.format.entities import entity_key
-
-
-class FieldKind(Protocol):
-    """Kind of content of a micro-batch's slots. Safe for many threads."""
-
-    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the numbers of the fields that a sample needs; also for prefetching, without arrays.
-
-        Raises:
-            BadSample: The shard lacks one of them.
-        """
-
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
-        """Begin a slot.
-
-        Raises:
-            BadSample: The shard lacks a field, or the sample does not fit into its slot.
-        """
 
 
 class SlotAssembler:
@@ -42,12 +22,12 @@ class SlotAssembler:
 
     Args:
         reader: Reads the fields.
-        kinds: Content of a slot.
+        fields: Content of a slot.
     """
 
-    def __init__(self, reader: FieldReader, kinds: Sequence[FieldKind]) -> None:
+    def __init__(self, reader: FieldReader, fields: Sequence[BoundField]) -> None:
         self._reader = reader
-        self._kinds = kinds
+        self._fields = fields
 
     def fill(
         self, shard_number: int, requests: Sequence[SlotRequest], arrays: Arrays, thread: ThreadState
@@ -96,7 +76,7 @@ class SlotAssembler:
 
     def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:
         _check_row(shard, request)
-        return [kind.open(shard, request, arrays) for kind in self._kinds]
+        return [field.open(shard, request, arrays) for field in self._fields]
 
 
 def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[int, SlotContent, int]]]:

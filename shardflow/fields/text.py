@@ -1,90 +1,190 @@
-"""Field kind of texts, and the fast path for micro-batches of texts alone.
+"""Texts: the report of a sample or another text member, and the fast path for micro-batches of reports alone.
 
-A text of a kilobyte is read in two microseconds, while creating a request, a range and a view for it takes
-ten. So the fast path finds and compares all texts of a shard in arrays, reads them straight into their
-places, and checks them there. It leaves any unusual sample to the general path, which reads it again and
-names the problem.
+The size of a report is a column of the samples table. A text of a kilobyte is read in two microseconds, while
+creating a request, a range and a view for it takes ten. So the fast path finds and compares all reports of a
+shard in arrays, reads them straight into their places, and checks them there. It leaves any unusual sample to
+the general path, which reads it again and names the problem.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ShortReadError
+from shardflow.errors import ConfigError, ShortReadError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, SlotRequest
+from shardflow.fields.field import Arrays, BoundField, Field, FieldContext, SlotContent, SlotRequest, Slots
+from shardflow.fields.members import MAX_BYTES, BoundBytes, SlotBytes, check_member, mask_of, member_bytes
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
+from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
+_EXAMPLE_TEXT: Final = (
+    b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
+)
 _MAX_TABLES = 512
 _CONTINUATION = 0xC0, 0x80  # mask and value of a UTF-8 continuation byte
 
 
-class Texts:
-    """Field kind of texts: reports, or the parts of them that findings refer to."""
+@dataclass(frozen=True, kw_only=True)
+class Text(Field):
+    """Text of a sample: its report, or another text field.
 
-    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the number of the text field."""
-        report = shard.report(request.row_in_shard)
-        return () if report is None else (report,)
+    The entry is a list of B strings; ``NAME_mask`` ``(B,)`` uint8 is 1 where there is a text.
 
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> _SlotText:
-        """Begin a slot.
+    Raises:
+        ConfigError: A setting is out of range.
+    """
 
-        Raises:
-            BadSample: The size of the text is not that of the samples table.
-        """
-        report = shard.report(request.row_in_shard)
-        num_bytes = 0 if report is None else shard.num_bytes(report)
-        if request.entity is not None:
-            # Part of a report: all of it is read, because the checksum covers all of it.
-            num_bytes = min(request.text_bytes, max(num_bytes - request.entity.text_start, 0))
-        if num_bytes != request.text_bytes:
-            reason = BadSampleReason.FIELD_MISSING if report is None else BadSampleReason.SIZE_MISMATCH
-            detail = f"{num_bytes} bytes instead of {request.text_bytes}"
-            raise shard.bad(reason, shard.index.text_field, detail)
-        fields = () if report is None or not num_bytes else (report,)
-        return _SlotText(fields, shard, request, arrays)
+    type_name: ClassVar[str] = "text"
 
+    member: str | None = None
+    """Stored field that holds the text, UTF-8; None is the report, whose size tables know."""
+    max_bytes: int = 1 << 16
+    """Size that a text of ``member`` may have; a larger one masks its slot. Reports need no bound."""
 
-@dataclass(frozen=True, slots=True)
-class _SlotText:
-    """Text of one slot."""
+    def __post_init__(self) -> None:
+        check_member(self)
 
-    fields: Sequence[int]
-    shard: Shard
-    request: SlotRequest
-    arrays: Arrays
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundText(name, self, context)
 
-    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:  # noqa: ARG002
-        """Copy the text into its place, if it is UTF-8."""
-        request, shard = self.request, self.shard
-        if request.entity is not None:
-            first = request.entity.text_start
-            payload = payload[first : first + request.text_bytes]
-        if not _is_utf8(payload):
-            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, shard.index.text_field, "no UTF-8")
-        start = int(self.arrays["text_offsets"][request.slot])
-        self.arrays["text_bytes"][start : start + len(payload)] = payload
-
-    def close(self) -> None:
-        """Do nothing: the text is complete."""
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the texts and their mask."""
+        return present_texts(entry, arrays)
 
 
-def text_of(arrays: Arrays, slot: int) -> NDArray[np.uint8]:
-    """Return the text of a slot, ``(num_bytes,)``, without a copy."""
-    start, stop = arrays["text_offsets"][slot : slot + 2].tolist()
-    text: NDArray[np.uint8] = arrays["text_bytes"][start:stop]
-    return text
+class BoundText(BoundBytes):
+    """Text of a sample, bound to a selection; the report's size is that of the samples table."""
+
+    def __init__(self, name: str, spec: Text, context: FieldContext) -> None:
+        datasets = context.samples.datasets
+        is_packed = not any(dataset.is_foreign for dataset in datasets)
+        is_report = spec.member is None or (spec.member == REPORT_FIELD and is_packed)
+        # Of a finding the text is a part of the report, of a series or an image that of its study.
+        self._sizes = [each.samples.column("text_bytes") for each in datasets] if is_report else None
+        self._has_text = None if self._sizes is None else [np.asarray(sizes) > 0 for sizes in self._sizes]
+        super().__init__(name, spec, context)
+        if self._has_text is not None:
+            self.member, self._max_bytes = None, MAX_BYTES
+            self._num_missing = context.count_missing(self._has_text)
+            if self._num_missing and spec.missing == "error":
+                raise ConfigError(
+                    f"{self._num_missing:,} of {self._num_samples:,} samples have no report for the field "
+                    f"{name!r}; write missing='pad' for an empty text, or missing='drop' to leave them out."
+                )
+
+    @property
+    def has_content(self) -> Sequence[NDArray[np.bool_]] | None:
+        """Rows that have a report; for another member None, unless all samples have it."""
+        return super().has_content if self._has_text is None else self._has_text
+
+    @property
+    def is_report(self) -> bool:
+        """Whether the text is the report."""
+        return self._sizes is not None
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Lay out the slots; the length of a report is known, so that its fast path need not write it."""
+        super().prepare(arrays, slots)
+        if self._sizes is not None:
+            spaces = self.spaces(slots)
+            np.copyto(arrays[f"{self.name}.length"], spaces, where=spaces > 0)
+
+    def _spaces(self, slots: Slots) -> NDArray[np.int64]:
+        if self._sizes is None:
+            return super()._spaces(slots)
+        spaces = np.zeros(len(slots), np.int64)
+        used = np.flatnonzero(slots.rows >= 0)
+        for component, dataset in enumerate(self._datasets):
+            here = used if len(self._datasets) == 1 else used[slots.components[used] == component]
+            spaces[here] = dataset.samples.gather("text_bytes", slots.table_rows[here])
+        return spaces
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot; of a finding only its words are taken."""
+        if self._sizes is None or request.entity is None:
+            return super().open(shard, request, arrays)
+        fields = self.needed(shard, request)
+        start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
+        words = range(request.entity.text_start, request.entity.text_start + stop - start)
+        return _SlotWords(self, shard, request.slot, arrays, start, fields, words)
+
+    def find(self, shard: Shard, row_in_shard: int) -> int | None:
+        """Return the number of the text; an empty report is none."""
+        found = super().find(shard, row_in_shard)
+        is_empty = self._sizes is not None and found is not None and not shard.num_bytes(found)
+        return None if is_empty else found
+
+    def check_size(self, shard: Shard, fields: Sequence[int], num_bytes: int) -> None:
+        """Refuse a report of another size than the samples table says, and any other text that is larger."""
+        if self._sizes is None:
+            super().check_size(shard, fields, num_bytes)
+            return
+        found = shard.num_bytes(fields[0]) if fields else 0
+        if found != num_bytes:
+            reason = BadSampleReason.SIZE_MISMATCH if fields else BadSampleReason.FIELD_MISSING
+            raise shard.bad(reason, shard.index.text_field, f"{found} bytes instead of {num_bytes}")
+
+    def example(self, arrays: Arrays) -> None:
+        """Fill the only slot with a text, as much of it as there is place for."""
+        data = arrays[f"{self.name}.data"]
+        text = np.frombuffer(_EXAMPLE_TEXT, np.uint8)[: len(data)]
+        data[: len(text)] = text
+        arrays[f"{self.name}.length"][:] = len(text)
+
+    def check(self, shard: Shard, number: int, payload: NDArray[np.uint8]) -> None:
+        """Refuse what is not UTF-8."""
+        try:
+            str(payload.data, "utf-8")
+        except UnicodeDecodeError:
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, "no UTF-8") from None
+
+
+class _SlotWords(SlotBytes):
+    """Part of the report of one slot."""
+
+    __slots__ = ("_words",)
+
+    def __init__(
+        self,
+        field: BoundBytes,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        start: int,
+        fields: Sequence[int],
+        words: range,
+    ) -> None:
+        super().__init__(field, shard, slot, arrays, start, fields)
+        self._words = words
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Copy the words into their place."""
+        if len(payload) < self._words.stop:
+            detail = f"{len(payload):,} bytes, and the words of a finding end at {self._words.stop:,}"
+            raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[place], detail)
+        super().put(place, payload[self._words.start : self._words.stop], thread)
+
+
+def present_texts(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+    """Return the texts of a batch and their mask, see `Text`."""
+    found = member_bytes(entry, arrays)
+    values = ["" if one is None else str(one.data, "utf-8") for one in found]
+    return {entry["name"]: values, f"{entry['name']}_mask": mask_of(found)}
+
+
+# ---- the fast path ---------------------------------------------------------------------------------
 
 
 class TextAssembler:
@@ -93,15 +193,13 @@ class TextAssembler:
     Args:
         reader: Opens shards.
         counters: Gets the stages ``read`` and ``check``.
-        field: Name of the field whose arrays are filled; by default those of `LoaderConfig.text`.
+        field: Name of the field whose arrays are filled.
     """
 
-    def __init__(self, reader: FieldReader, counters: StageCounters, field: str = "") -> None:
+    def __init__(self, reader: FieldReader, counters: StageCounters, field: str) -> None:
         self._reader = reader
         self._counters = counters
-        self._data, self._starts = (
-            (f"{field}.data", f"{field}.start") if field else ("text_bytes", "text_offsets")
-        )
+        self._data, self._starts = f"{field}.data", f"{field}.start"
         self._tables: dict[int, tuple[Shard, NDArray[np.int64]]] = {}
 
     def fill(

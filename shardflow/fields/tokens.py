@@ -9,7 +9,7 @@ looked up one by one and kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -41,28 +41,6 @@ _MAX_TOKENS: Final = 1 << 32
 _MAX_ID: Final = 1 << 32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTokens:
-    """Token ids to deliver, which ``shardflow tokenize`` stored beside the dataset.
-
-    Raises:
-        ConfigError: The tokenizer is not a digest, or ``max_tokens`` is below 1.
-    """
-
-    tokenizer: str
-    """SHA-256 of its ``tokenizer.json``, see `shardflow.training.tokenizing.tokenizer_digest`."""
-    max_tokens: int | None = None
-    """Longer texts are truncated."""
-
-    def __post_init__(self) -> None:
-        if not DIGEST_PATTERN.fullmatch(self.tokenizer):
-            raise ConfigError(
-                "tokenizer must be the SHA-256 of a tokenizer.json, 64 hexadecimal digits, got another text."
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}; leave it out for all.")
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Texts of one dataset: their slots, and the places of their tokens."""
@@ -89,18 +67,18 @@ class TokenAssembler:
 
     Args:
         samples: The samples and their datasets.
-        stored: Which tokens to deliver.
+        tokenizer: SHA-256 of its ``tokenizer.json``.
+        max_tokens: Longer texts are truncated.
 
     Raises:
         ConfigError: A dataset was not tokenized with this tokenizer.
         FormatError: Its tokens are damaged.
     """
 
-    def __init__(self, samples: Samples, stored: StoredTokens) -> None:
-        self._samples = samples
-        self._max_tokens = stored.max_tokens
+    def __init__(self, samples: Samples, tokenizer: str, max_tokens: int | None) -> None:
+        self._samples, self._max_tokens = samples, max_tokens
         # Several components of a blend may share a dataset, whose tables are opened once.
-        opened = {id(dataset): TokenIds(dataset, stored.tokenizer) for dataset in samples.datasets}
+        opened = {id(dataset): TokenIds(dataset, tokenizer) for dataset in samples.datasets}
         self._ids = [opened[id(dataset)] for dataset in samples.datasets]
 
     def measure(self, rows: NDArray[np.int64]) -> MeasuredTokens:
@@ -232,18 +210,13 @@ class Tokens(Field):
         pad_id: Any = self.pad_id
         if isinstance(pad_id, bool) or not isinstance(pad_id, int) or abs(pad_id) > _MAX_ID:
             raise ConfigError(f"pad_id is a token id, such as 0, got {pad_id!r}.")
-        _ = self.stored
-
-    @property
-    def stored(self) -> StoredTokens:
-        """Tokens to read."""
-        tokenizer: Any = self.tokenizer
-        if not isinstance(tokenizer, str):
+        tokenizer: object = self.tokenizer
+        if not (isinstance(tokenizer, str) and DIGEST_PATTERN.fullmatch(tokenizer)):
+            shown = "another text" if isinstance(tokenizer, str) else type(tokenizer).__name__
             raise ConfigError(
-                "tokenizer is the SHA-256 of a tokenizer.json, as `shardflow tokenize` prints it, got "
-                f"{type(tokenizer).__name__}."
+                "tokenizer is the SHA-256 of a tokenizer.json, 64 hexadecimal digits, as `shardflow "
+                f"tokenize` prints it, got {shown}."
             )
-        return StoredTokens(tokenizer=tokenizer, max_tokens=self.max_tokens)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -283,7 +256,8 @@ class BoundTokens(BoundField):
     def __init__(self, name: str, spec: Tokens, context: FieldContext) -> None:
         super().__init__(name)
         self.spec = spec
-        self._samples, self._assembler = context.samples, TokenAssembler(context.samples, spec.stored)
+        self._samples = context.samples
+        self._assembler = TokenAssembler(context.samples, spec.tokenizer, spec.max_tokens)
         opened = {id(one): open_counts(one, spec.tokenizer) for one in context.samples.datasets}
         self._counts = [opened[id(one)] for one in context.samples.datasets]
         self._num_samples = context.num_samples
@@ -357,21 +331,14 @@ class BoundTokens(BoundField):
 
     def fill_beside(self, arrays: Arrays, slots: Slots) -> Mapping[int, BadSampleReason]:
         """Fetch the tokens of all slots; damaged ones are those of their slot alone."""
-        lengths, rows = self.lengths(slots), slots.rows
-        measured = self._assembler.measure(rows)
-        bad = dict(measured.bad)
-        differs = np.flatnonzero(measured.lengths != lengths)
-        bad |= {slot: BadSampleReason.INDEX_DAMAGED for slot in differs.tolist() if slot not in bad}
-        if len(differs):  # the counts, by which memory is laid out, are not those of the ids
-            rows = rows.copy()
-            rows[differs] = -1
-            measured = self._assembler.measure(rows)
+        measured = self._measured(slots)
         if self.spec.flat:
             starts, ids = arrays[f"{self.name}.start"], arrays[f"{self.name}.data"]
         else:
             starts = np.arange(len(slots) + 1) * self.num_tokens
             ids = arrays[self.name].reshape(-1)
-        return bad | self._assembler.fill(measured, starts, ids)
+        bad = self._assembler.fill(measured, starts, ids)
+        return measured.bad | bad if measured.bad else bad
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
         """Return nothing: tokens are stored beside the shards."""
@@ -395,15 +362,22 @@ class BoundTokens(BoundField):
 
     def lengths(self, slots: Slots) -> NDArray[np.int64]:
         """Return how many tokens each slot gets, ``(B,)``."""
-        return slots.once(self.name, self._lengths)
+        return self._measured(slots).lengths
 
-    def _lengths(self, slots: Slots) -> NDArray[np.int64]:
-        lengths = np.zeros(len(slots), np.int64)
-        used = np.flatnonzero(slots.rows >= 0)
-        for component, dataset in enumerate(self._samples.datasets):
-            here = used if not self._samples.is_blend else used[slots.components[used] == component]
-            lengths[here] = self._counts[component][dataset.text_rows(slots.table_rows[here])]
-        return lengths if self.spec.max_tokens is None else np.minimum(lengths, self.spec.max_tokens)
+    def _measured(self, slots: Slots) -> MeasuredTokens:
+        return slots.once(self.name, self._measure)
+
+    def _measure(self, slots: Slots) -> MeasuredTokens:
+        """Find the tokens of the slots; more of them than the counts say are damage."""
+        measured = self._assembler.measure(slots.rows)
+        if self.spec.flat or measured.lengths.max(initial=0) <= self.num_tokens:
+            return measured
+        too_long = np.flatnonzero(measured.lengths > self.num_tokens)
+        rows = slots.rows.copy()
+        rows[too_long] = -1
+        again = self._assembler.measure(rows)
+        bad = dict.fromkeys(too_long.tolist(), BadSampleReason.INDEX_DAMAGED)
+        return replace(again, bad=again.bad | bad)
 
 
 class _NoContent:

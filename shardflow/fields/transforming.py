@@ -34,7 +34,6 @@ from shardflow.errors import ConfigError, SampleError, ShardflowError
 from shardflow.fields.adapters import LibraryTransform, adapted
 from shardflow.fields.field import DrawKey, Field
 from shardflow.fields.outputs import CollatedBatch, OutputContract, declared_contract, probed_contract
-from shardflow.fields.transforms import check_name, load_transform
 from shardflow.format.keys import sha256_hex
 
 Step: TypeAlias = Callable[[dict[str, Any]], Any]
@@ -42,6 +41,7 @@ Step: TypeAlias = Callable[[dict[str, Any]], Any]
 RESERVED_ENTRIES: Final = ("__key__", "__facts__", "__rng__")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_DEPTH: Final = 12
+_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class SampleTransform:
@@ -293,6 +293,42 @@ class SampleTransform:
             if b"__main__" in buffer.getvalue():
                 return f"The transform {name}, which is part of the main program,"
         return None
+
+
+def check_name(name: str) -> None:
+    """Refuse a string that cannot name a function; an empty one means no function.
+
+    Raises:
+        ConfigError: It is not of the form ``package.module:function``, or names the main module, which no
+            other process can import.
+    """
+    if name and (not _NAME.fullmatch(name) or name.startswith("__main__:")):
+        raise ConfigError(
+            f"transform must be package.module:function, of a module that can be imported, got {name!a}; "
+            "put the function into a module of its own."
+        )
+
+
+def load_transform(name: str) -> Step:
+    """Import a function by its name.
+
+    Raises:
+        ConfigError: There is no such module or function.
+    """
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"transform must name a function that can be imported, got {type(error).__name__} for {name!a}; "
+            "is its folder on PYTHONPATH?"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"transform must name a function, got {type(found).__name__} for {name!a}.")
+    step: Step = found
+    return step
 
 
 def _resolve(given: Any, setting: str) -> Step:

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 from shardflow.fields.findings import EntityNames
 from shardflow.fields.quarantine import QuarantineRow
-from shardflow.fields.raw import FieldsView
-from shardflow.fields.tokens import StoredTokens
-from shardflow.fields.views import ImageView, NativeView, SizedView, SliceSize, TileView
 from shardflow.loading.batch import Batch
 from shardflow.loading.blend_file import open_blend
 from shardflow.loading.config import LoaderConfig, World
@@ -31,17 +28,10 @@ from shardflow.loading.selection import Selection, open_view, select
 __all__ = [
     "Batch",
     "EntityNames",
-    "FieldsView",
-    "ImageView",
     "Loader",
     "LoaderConfig",
-    "NativeView",
     "QuarantineRow",
     "Selection",
-    "SizedView",
-    "SliceSize",
-    "StoredTokens",
-    "TileView",
     "World",
     "open_blend",
     "open_dataset",

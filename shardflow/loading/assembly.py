@@ -19,19 +19,15 @@ from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import ArraySpec, BoundField, SlotRequest, Slots
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
-from shardflow.fields.raw import FieldsView
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
-from shardflow.fields.tokens import MeasuredTokens, TokenAssembler
 from shardflow.fields.transforming import SampleTransform
-from shardflow.fields.transforms import Transform, sample_arrays, sample_generator
-from shardflow.fields.views import SliceFacts, View
 from shardflow.loading.batch import Batch, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool
 from shardflow.loading.layout import BatchLayout
-from shardflow.loading.prefetch import StreamReads, reads_members
+from shardflow.loading.prefetch import StreamReads
 from shardflow.loading.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
@@ -48,14 +44,14 @@ class PartSize:
 
     Args:
         selection: The samples and their datasets.
-        config: What is read of them.
-        fields: Fields that are read of them, in place of a view and text.
+        config: Its number of threads.
+        fields: What is read of them.
     """
 
     __slots__ = ("_has_images", "_max_bytes", "_num_parts")
 
-    def __init__(self, selection: Selection, config: LoaderConfig, fields: FieldSet | None = None) -> None:
-        self._has_images = reads_members(config, fields)
+    def __init__(self, selection: Selection, config: LoaderConfig, fields: FieldSet) -> None:
+        self._has_images = fields.reads_members
         self._num_parts = _PARTS_PER_THREAD * config.num_threads
         self._max_bytes = _LOCAL_BYTES if selection.is_local else None
 
@@ -113,26 +109,16 @@ class BatchSource:
     assembler: SlotAssembler
     texts: TextAssembler | None
     """Fast path for samples of text alone."""
-    tokens: TokenAssembler | None
     part_size: PartSize
     counters: StageCounters
     known_masks: Quarantine
     """Slots that are masked according to a checkpoint; they are not read."""
-    transform: Transform | None = None
-    """Function of the user that changes each sample."""
     findings: FindingArrays | None = None
     """Arrays of slots whose samples are findings; None if no sample is one."""
+    fields: FieldSet
+    """What a batch holds."""
     reads: StreamReads | None = None
     """Tracks the reads for the forecast of a cache."""
-    fields: FieldSet | None = None
-    """Fields of the loader, in place of a view, text and tokens."""
-
-    @property
-    def reads_shards(self) -> bool:
-        """Whether shards are read; stored tokens alone are found by row."""
-        if self.fields is not None:
-            return self.fields.reads_shards
-        return self.config.text or self.config.view is not None
 
     def num_threads(self, config: LoaderConfig) -> int:
         """Return how many of the configured threads are useful.
@@ -140,7 +126,7 @@ class BatchSource:
         Tokens alone are copied out of memory maps under the interpreter's lock, so a second thread would only
         add switches. Remote tokens are fetched first, which threads do wait for.
         """
-        is_copied = not self.reads_shards and self.selection.is_local
+        is_copied = not self.fields.reads_shards and self.selection.is_local
         return 1 if is_copied else config.num_threads
 
     def open(self, number: int) -> MicroBatchTask:
@@ -175,12 +161,8 @@ class MicroBatchTask:
         self._keys = self._study_keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
         if source.selection.has_derived_keys:
             self._study_keys = SlotKeys(source.selection.study_key_bytes(at), self._is_sample)
-        config = source.config
-        self._modalities = []
-        self._has_modalities = isinstance(config.view, View) or (
-            source.fields is not None and source.fields.has_pictures
-        )
-        if self._has_modalities:
+        self._modalities: list[str] = []
+        if source.fields.has_pictures:
             self._modalities = [""] * len(self._rows)
             places = np.flatnonzero(self._is_sample).tolist()
             for place, modality in zip(places, source.selection.modalities(at), strict=True):
@@ -190,20 +172,14 @@ class MicroBatchTask:
             self._table_rows = self._padded(source.selection.table_rows(at))
             self._components = self._padded(source.selection.components_of(at))
         nothing = np.zeros_like(self._rows)
-        is_read = source.reads_shards
+        is_read = source.fields.reads_shards
         self._shard = self._column("shard", at) if is_read else nothing
         self._row_in_shard = self._column("row_in_shard", at) if is_read else nothing
         self._offset = self._column("offset_bytes", at) if is_read else nothing
-        self._text_bytes = self._column("text_bytes", at) if config.text else nothing.copy()
-        self._tokens: MeasuredTokens | None = None
+        self._num_bytes = self._column("num_bytes", at) if source.fields.reads_members else nothing
         self._mask_known()
-        self._measure_tokens()
-        self._facts = self._read_facts(at)
         self._slots = self._read_slots()
-        report = None if source.fields is None else source.fields.report
-        if report is not None:
-            self._text_bytes = report.spaces(self._slots)
-        self._transforming = None if source.fields is None else source.fields.transform
+        self._transforming = source.fields.transform
         self._inputs_layout = BatchLayout.of(self._input_specs())
         self._layout = BatchLayout.of(self._array_specs())
         check_layout(self._layout)
@@ -244,24 +220,13 @@ class MicroBatchTask:
         self._arrays["weight"][:] = self._weights
         if self._source.findings is not None:
             self._source.findings.put(self._rows, self._arrays)
-        if self._source.config.text:
-            offsets = self._arrays["text_offsets"]
-            offsets[0] = 0
-            np.cumsum(self._text_bytes, out=offsets[1:])
-        if self._tokens is not None:
-            offsets = self._arrays["token_offsets"]
-            offsets[0] = 0
-            np.cumsum(self._tokens.lengths, out=offsets[1:])
-        if self._source.config.view is not None:
-            self._source.config.view.prepare(self._arrays, self._facts)
-        if self._source.fields is not None:
-            self._inputs = self._arrays
-            if self._transforming is not None:
-                inputs = self._source.pool.lend(self._inputs_layout.num_bytes)
-                self._inputs = self._inputs_layout.views(inputs)
-            self._source.fields.prepare(self._inputs, self._slots)
-            if self._transforming is not None:  # a transform of any part needs them
-                self._fill_beside(self._source.fields.beside, ThreadState())
+        self._inputs = self._arrays
+        if self._transforming is not None:
+            inputs = self._source.pool.lend(self._inputs_layout.num_bytes)
+            self._inputs = self._inputs_layout.views(inputs)
+        self._source.fields.prepare(self._inputs, self._slots)
+        if self._transforming is not None:  # a transform of any part needs them
+            self._fill_beside(self._source.fields.beside, ThreadState())
 
     def run(self, part: int, thread: ThreadState) -> None:
         """Fill the slots of a part.
@@ -270,75 +235,59 @@ class MicroBatchTask:
             SampleError: A sample is bad, and the loader is configured to raise.
             StorageError: A shard cannot be read.
         """
-        if self._source.tokens is not None and self._tokens is not None and part == 0:
-            self._fill_tokens(self._source.tokens, self._tokens, thread)
-            return
-        source = self._source
-        if source.fields is not None and part == 0 and (source.fields.beside or not source.reads_shards):
+        source, fields, slots = self._source, self._source.fields, self._parts[part]
+        if part == 0 and (fields.beside or not fields.reads_shards):
             if self._transforming is None:
-                self._fill_beside(source.fields.beside, thread)
-            elif not source.reads_shards:
-                self._transform_samples(source.fields, self._transforming, self._parts[part], thread)
+                self._fill_beside(fields.beside, thread)
+            elif not fields.reads_shards:
+                self._transform_samples(self._transforming, slots, thread)
             return
-        arrays = self._arrays if source.fields is None else self._inputs
-        slots = self._parts[part]
         for here in np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1):
             shard, left = int(self._shard[here[0]]), here
-            if source.texts is not None:
+            if source.texts is not None and fields.report is not None:
                 left = source.texts.fill(
                     shard,
                     here,
                     rows_in_shard=self._row_in_shard[here],
                     keys=self._study_keys.of(here),
-                    text_bytes=self._text_bytes[here],
-                    arrays=arrays,
+                    text_bytes=fields.report.spaces(self._slots)[here],
+                    arrays=self._inputs,
                     thread=thread,
                 )
             if len(left):
                 requests = [self._request(slot) for slot in left.tolist()]
-                for slot, bad in source.assembler.fill(shard, requests, arrays, thread).items():
+                for slot, bad in source.assembler.fill(shard, requests, self._inputs, thread).items():
                     self._mask(slot, bad)
-            if source.transform is not None:
-                self._transform(source.transform, [s for s in here.tolist() if s not in self._bad], thread)
-            if source.fields is not None and self._transforming is not None:
-                self._transform_samples(source.fields, self._transforming, here, thread)
+            if self._transforming is not None:
+                self._transform_samples(self._transforming, here, thread)
 
     def finish(self) -> Batch:
         """Blank the slots without a sample and return the batch."""
         if self._source.reads is not None:
             per_rank = self._source.schedule.num_micro_batches_per_rank
             self._source.reads.finished(self._step * per_rank + self._slot)
-        view, text = self._source.config.view, self._source.config.text
         blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
         for slot in blank:
             self._arrays["weight"][slot] = 0
-            if view is not None:
-                view.blank(self._arrays, slot)
-            if self._source.fields is not None and self._transforming is None:
+            if self._transforming is None:
                 self._source.fields.blank(self._arrays, slot)
-        described = [] if self._source.fields is None else self._source.fields.describe()
-        if self._transforming is not None:
+        if self._transforming is None:
+            described = self._source.fields.describe()
+        else:
             described = self._store_outputs(self._transforming)
-        entries = self._layout.to_json()
-        if text:
-            self._close_gaps("text_bytes", "text_offsets", self._text_bytes, blank, entries)
-        if self._tokens is not None:
-            self._close_gaps("token_ids", "token_offsets", self._tokens.lengths, blank, entries)
-        fields = {"fields": list(view.fields)} if isinstance(view, FieldsView) else {}
         return Batch(
             self._buffer,
             {
-                **fields,
                 "version": 1,
                 "epoch": self._source.plan.epoch,
                 "step": self._step,
                 "micro": self._micro,
                 "slot": self._slot,
-                "arrays": entries,
+                "arrays": self._layout.to_json(),
                 **self._units(),
-                **({} if self._source.fields is None else {"entries": described}),
+                "entries": described,
                 "keys": None,
-                **({"modalities": self._modalities} if self._has_modalities else {}),
+                **({"modalities": self._modalities} if self._source.fields.has_pictures else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
             },
             keys=self._keys,
@@ -361,21 +310,12 @@ class MicroBatchTask:
             draw=self._slots.draw(slot),
             row_in_shard=int(self._row_in_shard[slot]),
             key=self._keys[slot] or "",
-            text_bytes=int(self._text_bytes[slot]),
             entity=self._source.selection.entity(int(self._rows[slot])),
             component=int(self._slots.components[slot]),
             study_row=int(self._slots.study_rows[slot]),
             table_row=int(self._slots.table_rows[slot]),
             study_key=self._study_keys[slot] or "",
         )
-
-    def _transform(self, transform: Transform, slots: list[int], thread: ThreadState) -> None:
-        """Apply the user's function to the samples of some slots."""
-        thread.enter("transform", "")
-        for slot in slots:
-            generator = sample_generator(self._slots.draw(slot))
-            with self._source.counters.timed("user_transform"):
-                transform(sample_arrays(self._arrays, slot, self._source.config.view), generator)
 
     @property
     def _is_held(self) -> bool:
@@ -384,14 +324,14 @@ class MicroBatchTask:
         return transform is not None and (transform.has_collate or not transform.contract.is_fixed)
 
     def _transform_samples(
-        self, fields: FieldSet, transform: SampleTransform, slots: NDArray[np.int64], thread: ThreadState
+        self, transform: SampleTransform, slots: NDArray[np.int64], thread: ThreadState
     ) -> None:
         """Apply the user's transform to the samples of some slots."""
         thread.enter("transform", "")
         for slot in [slot for slot in slots.tolist() if slot not in self._bad]:
             with self._source.counters.timed("user_transform", 0, 1):
                 found = transform.run(
-                    fields.sample(self._inputs, slot, len(self._rows)),
+                    self._source.fields.sample(self._inputs, slot, len(self._rows)),
                     self._keys[slot] or "",
                     self._slots.draw(slot),
                     int(self._slots.components[slot]),
@@ -453,27 +393,6 @@ class MicroBatchTask:
             )
         self._bad[slot] = row
 
-    def _measure_tokens(self) -> None:
-        """Look up how many tokens each slot gets, before memory is allocated."""
-        if self._source.tokens is None:
-            return
-        wanted = self._rows
-        if self._bad:
-            wanted = wanted.copy()
-            wanted[list(self._bad)] = PADDING_ROW
-        self._tokens = self._source.tokens.measure(wanted)
-        for slot, reason in self._tokens.bad.items():
-            self._mask(slot, self._bad_tokens(slot, reason))
-            self._text_bytes[slot] = 0
-
-    def _fill_tokens(self, tokens: TokenAssembler, measured: MeasuredTokens, thread: ThreadState) -> None:
-        thread.enter("read", "tokens")
-        out = self._arrays["token_ids"]
-        with self._source.counters.timed("tokens", out.nbytes, len(self._rows)):
-            bad = tokens.fill(measured, self._arrays["token_offsets"], out)
-        for slot, reason in bad.items():
-            self._mask(slot, self._bad_tokens(slot, reason))
-
     def _fill_beside(self, fields: Sequence[BoundField], thread: ThreadState) -> None:
         """Fill the fields whose content is stored beside the shards."""
         for field in fields:
@@ -481,30 +400,13 @@ class MicroBatchTask:
             with self._source.counters.timed("tokens", 0, len(self._rows)):
                 bad = field.fill_beside(self._inputs, self._slots)
             for slot, reason in bad.items():
-                self._mask(slot, self._bad_tokens(slot, reason, field.name))
+                self._mask(slot, self._bad_beside(slot, reason, field.name))
 
-    def _bad_tokens(self, slot: int, reason: BadSampleReason, field: str = "tokens") -> BadSample:
+    def _bad_beside(self, slot: int, reason: BadSampleReason, field: str) -> BadSample:
         number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])
         component, position = self._source.selection.shard(number)
         shard = self._source.selection.datasets[component].manifest.shards[position]
         return BadSample(reason, shard.name, field)
-
-    def _close_gaps(
-        self, flat: str, ends: str, sizes: NDArray[np.int64], blank: list[int], entries: list[dict[str, Any]]
-    ) -> None:
-        """Remove the content of masked slots from a flat array, and adapt the offsets."""
-        slots = [slot for slot in blank if sizes[slot]]
-        if not slots:
-            return
-        offsets, data = self._arrays[ends], self._arrays[flat]
-        kept = np.ones(len(data), bool)
-        for slot in slots:
-            kept[offsets[slot] : offsets[slot + 1]] = False
-            sizes[slot] = 0
-        num_kept = int(np.count_nonzero(kept))
-        data[:num_kept] = data[kept]
-        np.cumsum(sizes, out=offsets[1:])
-        next(entry for entry in entries if entry["name"] == flat)["shape"] = [num_kept]
 
     # ---- layout ----------------------------------------------------------------------------------
 
@@ -530,17 +432,6 @@ class MicroBatchTask:
             known = self._source.known_masks.find((self._source.plan.epoch, self._step, self._micro, slot))
             if known is not None:
                 self._bad[slot] = known
-                self._text_bytes[slot] = 0
-
-    def _read_facts(self, rows: NDArray[np.int64]) -> SliceFacts:
-        names = ("num_slices", "rows", "columns", "num_bytes")
-        plan, nothing = self._source.plan, np.zeros(len(self._rows), np.int64)
-        is_wanted = reads_members(self._source.config, self._source.fields)
-        columns = {name: self._column(name, rows) if is_wanted else nothing for name in names}
-        # A padding slot has no row; any row does, because nothing is laid out for it.
-        return SliceFacts(
-            **columns, table_row=np.maximum(self._table_rows, 0), seed=plan.seed, epoch=plan.epoch
-        )
 
     def _read_slots(self) -> Slots:
         """Return the samples that fields are laid out for; a slot that is masked already has none."""
@@ -548,8 +439,6 @@ class MicroBatchTask:
         plan, selection = self._source.plan, self._source.selection
         place = (self._step, self._micro) if selection.repeats else None
         inside = np.maximum(self._table_rows, 0)
-        if self._source.fields is None:
-            return Slots(rows, nothing, nothing, inside, plan.seed, plan.epoch, place)
         rows = rows.copy()
         rows[list(self._bad)] = PADDING_ROW
         studies = nothing.copy()
@@ -561,7 +450,7 @@ class MicroBatchTask:
 
     def _input_specs(self) -> list[ArraySpec]:
         """Name the arrays of the fields that a transform gets."""
-        if self._source.fields is None or self._transforming is None:
+        if self._transforming is None:
             return []
         return self._source.fields.array_specs(self._slots)
 
@@ -572,32 +461,24 @@ class MicroBatchTask:
             specs.append(ArraySpec.of("component", np.int64, num_slots))
         if self._source.findings is not None:
             specs += self._source.findings.array_specs(num_slots)
-        if self._source.config.view is not None:
-            specs += self._source.config.view.array_specs(self._facts)
         if self._transforming is not None:
             if not self._is_held:
                 specs += self._transforming.contract.array_specs(num_slots, None)
-        elif self._source.fields is not None:
+        else:
             specs += self._source.fields.array_specs(self._slots)
-        if self._source.config.text:
-            specs.append(ArraySpec.of("text_offsets", np.int64, num_slots + 1))
-            specs.append(ArraySpec.of("text_bytes", np.uint8, int(self._text_bytes.sum())))
-        if self._tokens is not None:
-            specs.append(ArraySpec.of("token_offsets", np.int64, num_slots + 1))
-            specs.append(ArraySpec.of("token_ids", np.uint32, int(self._tokens.lengths.sum())))
         return specs
 
     def _cut_parts(self) -> list[NDArray[np.int64]]:
         """Divide the slots that must be read into parts."""
-        beside = [] if self._tokens is None else [np.flatnonzero(self._tokens.lengths)]
-        transforms_alone = self._transforming is not None and not self._source.reads_shards
-        if self._source.fields is not None and (self._source.fields.beside or transforms_alone):
+        fields = self._source.fields
+        beside = []
+        if fields.beside or (self._transforming is not None and not fields.reads_shards):
             beside.append(np.flatnonzero(self._slots.rows >= 0))
-        if not self._source.reads_shards:
+        if not fields.reads_shards:
             return beside
         is_wanted = self._is_sample.copy()
         is_wanted[list(self._bad)] = False
         slots = np.flatnonzero(is_wanted)
         return beside + self._source.part_size.cut(
-            slots, shards=self._shard, offsets=self._offset, num_bytes=self._facts.num_bytes
+            slots, shards=self._shard, offsets=self._offset, num_bytes=self._num_bytes
         )

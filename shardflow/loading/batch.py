@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import StateError
 from shardflow.fields.findings import FINDING_ENTRIES
 from shardflow.fields.quarantine import QuarantineRow
-from shardflow.fields.raw import decode_value, field_of
 from shardflow.fields.registry import present_entries
-from shardflow.fields.text import text_of
-from shardflow.fields.views import slices_of
 from shardflow.format.units import Unit, parse_unit_key
 from shardflow.loading.layout import view_of
 
@@ -147,24 +144,12 @@ class Batch(Mapping[str, Any]):
         - with a blend: ``component`` ``(B,)`` int64, which component the sample, its key and its row belong
           to, from 0 in the order of the blend file; -1 in a padding slot.
         - ``weight``: ``(B,)`` float32, 1 for a sample, 0 for padding and for a masked sample.
-        - with an `ImageView`: ``image`` ``(B, K, rows, columns)`` in the view's dtype and stored units (CT:
-          HU), ``slice_mask`` ``(B, K)`` uint8 (1 where there is a slice), ``display_range`` ``(B, 2)``
-          float32; with ``fit="letterbox"`` ``content_box`` ``(B, 4)`` int64 (first row, first column, rows,
-          columns).
-        - with a `NativeView`: ``pixels`` flat, ``pixel_start`` ``(B,)`` int64 and ``image_shape`` ``(B, 3)``
-          int64 (slices, rows, columns), ``display_range``; `image` puts them together.
         - with an entity view: ``entity`` (number in its report), ``entity_series``, ``entity_centre`` (index
           of the slice that comes first), ``entity_label``, ``entity_anatomy``, ``entity_assertion`` and
           ``entity_laterality`` (positions in `EntityNames`), all ``(B,)`` int64; ``entity_span`` ``(B, 2)``
           int64, where in the bytes of the text its words are; ``entity_confidence`` ``(B,)`` float64. All are
           -1 in padding slots, and for whole studies of a blend.
-        - with text: ``text_bytes`` flat uint8, ``text_offsets`` ``(B + 1,)`` int64; `text` puts them
-          together.
-        - with stored tokens: ``token_ids`` flat uint32, ``token_offsets`` ``(B + 1,)`` int64; `tokens` puts
-          them together.
-        - with a `FieldsView` of F fields: ``field_data`` flat uint8, ``field_start`` ``(B, F)`` int64,
-          ``field_shape`` ``(B, F, 3)`` int64: ``(num_bytes, 0, 0)``, ``(rows, columns, 3)`` for decoded
-          images, ``(-1, 0, 0)`` where the sample has none; `field` puts them together.
+        - of the fields, as their types store them; the entries of the batch are made of them.
         """
         return self._arrays
 
@@ -214,69 +199,6 @@ class Batch(Mapping[str, Any]):
     def quarantined(self) -> list[QuarantineRow]:
         """The slots that were masked because their sample is bad."""
         return [QuarantineRow.from_json(row) for row in self._descriptor["quarantined"]]
-
-    def text(self, slot: int) -> str:
-        """Return the report of a slot; empty if there is none.
-
-        Raises:
-            KeyError: The loader was configured without text.
-        """
-        return text_of(self._arrays, slot).tobytes().decode()
-
-    def tokens(self, slot: int) -> NDArray[np.uint32]:
-        """Return the stored token ids of a slot's report, ``(tokens,)``, without a copy.
-
-        Without begin and end tokens; empty if there is no report.
-
-        Raises:
-            KeyError: The loader was configured without stored tokens.
-        """
-        start, stop = self._arrays["token_offsets"][slot : slot + 2].tolist()
-        ids: NDArray[np.uint32] = self._arrays["token_ids"][start:stop]
-        return ids
-
-    def image(self, slot: int) -> NDArray[Any]:
-        """Return the existing slices of a slot, ``(slices, rows, columns)``, without a copy.
-
-        Raises:
-            KeyError: The loader was configured without images.
-        """
-        return slices_of(self._arrays, slot)
-
-    @property
-    def fields(self) -> list[str]:
-        """Fields of the `FieldsView`; empty with any other view."""
-        return list(self._descriptor.get("fields", ()))
-
-    def field_bytes(self, slot: int, name: str) -> NDArray[np.uint8] | None:
-        """Return a field of a slot as stored in the batch, without a copy; None if the sample has none.
-
-        Returns:
-            ``(num_bytes,)`` uint8 as stored, or ``(rows, columns, 3)`` uint8 RGB for a decoded image.
-
-        Raises:
-            KeyError: The view does not name the field.
-        """
-        fields = self.fields
-        if name not in fields:
-            raise KeyError(name)
-        return field_of(self._arrays, slot, fields.index(name))
-
-    def field(self, slot: int, name: str) -> Any:
-        """Return a field of a slot, decoded by the extension of its name; None if the sample has none.
-
-        Returns:
-            Pixels for a decoded image (without a copy), a string for ``txt``, plain data for ``json``, an
-            array for ``npy``, an integer for ``cls``, bytes for everything else.
-
-        Raises:
-            KeyError: The view does not name the field.
-            FormatError: The bytes do not match the extension.
-        """
-        data = self.field_bytes(slot, name)
-        if data is None or data.ndim > 1:
-            return data
-        return decode_value(name, data)
 
     @property
     def num_slots(self) -> int:
@@ -364,16 +286,14 @@ class Batch(Mapping[str, Any]):
 
         Raises:
             IndexError: There is no such slot.
-            ConfigError: The loader has a view in place of fields, or Pillow is missing.
+            ConfigError: Pillow is missing.
         """
         from shardflow.viewing.slot_sheet import render_slot, show_entries
 
         if not -self.num_slots <= slot < self.num_slots:
             raise IndexError(f"slot {slot} is none of the {self.num_slots} slots of the batch")
         slot %= self.num_slots
-        entries = self._descriptor.get("entries")
-        if entries is None:
-            raise ConfigError("batch.show() shows fields: make the loader with fields= and without a view.")
+        entries = self._descriptor["entries"]
         key = self.sample_keys[slot]
         state = "" if self._arrays["weight"][slot] else " (masked)"
         title = "padding" if key is None else f"{key}{state}"
@@ -387,9 +307,9 @@ class Batch(Mapping[str, Any]):
 
     def _entries(self) -> Mapping[str, Any]:
         if self._values is None:
-            entries, arrays = self._descriptor.get("entries"), self._arrays
+            arrays = self._arrays
             findings = {name: arrays[name] for name in FINDING_ENTRIES if name in arrays}
-            self._values = arrays if entries is None else present_entries(entries, arrays) | findings
+            self._values = present_entries(self._descriptor["entries"], arrays) | findings
         return self._values
 
     def __repr__(self) -> str:

@@ -18,10 +18,6 @@ from typing import Annotated, Any, Literal
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
-from shardflow.fields.raw import FieldsView
-from shardflow.fields.tokens import StoredTokens
-from shardflow.fields.transforms import check_name
-from shardflow.fields.views import View
 from shardflow.format import Dataset
 from shardflow.loading.layout import BatchLayout
 from shardflow.sampling.plan import data_parallel_rank
@@ -212,14 +208,6 @@ class LoaderConfig:
     and a slice per thread, plus the batches that the consumer holds.
     """
 
-    view: View | FieldsView | None = None
-    """Which slices to deliver and how, or which fields by name; None reads no images."""
-    text: bool = True
-    """Whether to deliver the reports. Without text, tokens and view a batch holds rows, weights and keys, and
-    nothing is read.
-    """
-    tokens: StoredTokens | None = None
-    """Stored token ids to deliver, instead of the reports or in addition; None delivers none."""
     execution: Literal["threads", "process", "workers"] = "threads"
     """Where reading and decoding run: ``threads`` of this process; one loader ``process`` with threads, for a
     trainer whose own Python is busy; or ``workers``, processes with one thread each, for transforms written
@@ -229,10 +217,6 @@ class LoaderConfig:
     """Threads that read and decode; with ``workers`` the number of processes. Threads start with the first
     batch and end with the iteration; processes end with the loader. Stored tokens alone of a local dataset
     use one thread.
-    """
-    transform: str = ""
-    """``"package.module:function"`` to call for each sample, with its arrays, which it changes in place, and
-    the sample's own random generator; see `shardflow.fields.transforms`.
     """
     prefetch_bytes: ByteSize = 256 * _MIB
     """Bound on the micro-batches that are being made or are ready; a single one may exceed it."""
@@ -256,11 +240,6 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.view is not None and not isinstance(self.view, View | FieldsView):
-            raise ConfigError(
-                "view must be one of ImageView, NativeView, SizedView, TileView, FieldsView, or None, got "
-                f"{type(self.view).__name__}; give one view, and make a loader for each other one."
-            )
         for name in ("prefetch_bytes", "read_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1 byte, got {getattr(self, name)}; correct it.")
@@ -269,7 +248,6 @@ class LoaderConfig:
                 f"max_node_bytes must be at least 0 bytes, got {self.max_node_bytes}; correct it, or "
                 "leave it out for the memory of the machine."
             )
-        check_name(self.transform)
 
 
 def check_fits(num_bytes: int, what: str, remedy: str) -> None:
@@ -295,7 +273,7 @@ def check_layout(layout: BatchLayout) -> None:
     if layout.num_bytes > machine_bytes():
         largest = max(layout.arrays, key=lambda array: array.num_bytes)
         what = f"a micro-batch with {largest.name} {largest.dtype} {list(largest.shape)}"
-        check_fits(layout.num_bytes, what, "lower its samples or tokens, or the sizes of the view")
+        check_fits(layout.num_bytes, what, "lower its samples or tokens, or the sizes of its fields")
 
 
 def rank_num_bytes(

@@ -13,16 +13,14 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import StateError
 from shardflow.fields.field import Field
 from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
-from shardflow.fields.registry import FieldSet, check_view
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.binding import bind_fields, bind_transform
@@ -31,7 +29,6 @@ from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
     LOCK_NAME,
     check_lock,
-    content_id,
     lock_digest,
     make_lock,
     open_locked,
@@ -163,20 +160,6 @@ def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:
     return batch
 
 
-def _without_view(config: LoaderConfig) -> LoaderConfig:
-    """Return the settings of a loader with fields, which stand in for view, text and tokens."""
-    if config.transform:
-        raise ConfigError(
-            "LoaderConfig(transform=) changes the arrays of views; with fields= write Loader(transform=...), "
-            "a function of a sample whose result is used."
-        )
-    if config.view is not None or config.tokens is not None:
-        raise ConfigError(
-            "fields= says what a batch holds; leave out view and tokens of LoaderConfig, or fields."
-        )
-    return replace(config, text=False)
-
-
 class Loader:
     """Iterable over this rank's micro-batches of an epoch, in the plan's order.
 
@@ -196,10 +179,9 @@ class Loader:
         split: One of its splits, or several joined by ``+``. Left out for a blend.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``; in place of the
-            view, text and tokens of ``config``. ``"default"``: all pictures (``image``), the first volume
-            (``slices``) and the report, each where there is any. ``{}``: rows, keys and weights alone, for
-            which nothing is read.
+        fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``. By default
+            (``"default"``) all pictures (``image``), the first volume (``slices``) and the report, each where
+            there is any. ``{}``: rows, keys and weights alone, for which nothing is read.
         unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
             fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
             finding of the entity view. `BatchInfo.units` has the places of the samples.
@@ -239,7 +221,7 @@ class Loader:
         for epoch in range(loader.epoch, 3):
             loader.set_epoch(epoch)
             for batch in loader:
-                train(batch.arrays["image"], batch.arrays["weight"])
+                train(batch["image"], batch.info.weight)
     """
 
     def __init__(
@@ -271,22 +253,16 @@ class Loader:
             _LOGGER.info("%s", self._resolved)
         config = config or LoaderConfig()
         selection = select(dataset, split, unit=unit, where=where, keys=keys)
-        if fields is None and {"series", "image"} & {*selection.units}:
-            raise ConfigError("Samples that are series or images need fields=, which say what is delivered.")
-        self._fields: FieldSet | None = None
         counters = StageCounters()
-        if fields is not None:
-            config = _without_view(config)
-            selection, self._fields = bind_fields(selection, fields, counters)
-            for line in self._fields.summary():
-                _LOGGER.info("%s", line)
-            for line in self._fields.warnings():
-                _LOGGER.warning("%s", line)
+        selection, self._fields = bind_fields(selection, fields, counters)
+        for line in self._fields.summary():
+            _LOGGER.info("%s", line)
+        for line in self._fields.warnings():
+            _LOGGER.warning("%s", line)
         selection = sampled(selection, sampling)
         if any(one is not None for one in (transform, outputs, collate)):
             self._set_transform(selection, config, transform, outputs, collate)
         self._accept_content_change = accept_content_change
-        check_view(selection, config.view)
         check_node(config, selection.datasets, self.world)
         self._schedule = RankSchedule(
             batch.micro_batches_per_step,
@@ -312,11 +288,6 @@ class Loader:
     def _set_transform(
         self, selection: Selection, config: LoaderConfig, transform: Any, outputs: Any, collate: Any
     ) -> None:
-        if self._fields is None:
-            raise ConfigError(
-                "transform=, outputs= and collate= are functions of samples made of fields; write fields= as "
-                "well, such as fields={'image': sf.Image(size=(512, 512))}."
-            )
         bound = bind_transform(selection, self._fields, transform, collate, outputs)
         if not isinstance(outputs, OutputContract):  # otherwise this is a loader process, and it was checked
             bound.check_execution(config.execution)
@@ -350,7 +321,7 @@ class Loader:
     @property
     def fields(self) -> Mapping[str, Field]:
         """What a batch holds, by name: the specs of the fields."""
-        return {} if self._fields is None else self._fields.specs
+        return self._fields.specs
 
     @property
     def config(self) -> LoaderConfig:
@@ -368,7 +339,7 @@ class Loader:
 
         A batch is named by it together with its epoch, step and micro-batch.
         """
-        return run_id(self.plan_id, self._state.seed, content_id(self.config, self._fields))
+        return run_id(self.plan_id, self._state.seed, self._fields.content_id)
 
     def lock(self) -> dict[str, Any]:
         """Return what the run reads, as a JSON object: versions of datasets, tables, and how it samples.
@@ -537,9 +508,8 @@ class Loader:
         last step of an epoch it is step 0 of the next one.
         """
         state = self._state.at(self._position).to_json()
-        if self._fields is not None:
-            state["content_id"] = self._fields.content_id[:_DIGITS]
-        return {**state, "lock": lock_digest(self.lock())[:_DIGITS]}
+        content_id = self._fields.content_id[:_DIGITS]
+        return {**state, "content_id": content_id, "lock": lock_digest(self.lock())[:_DIGITS]}
 
     def load_state_dict(self, state: Mapping[str, object], *, lock: Mapping[str, Any] | None = None) -> None:
         """Move to a saved position; takes effect at the next ``iter()`` and retires the current iteration.
@@ -573,11 +543,8 @@ class Loader:
 
     def _check_content(self, content_id: object) -> None:
         """Refuse a state whose batches held something else."""
-        ours = None if self._fields is None else self._fields.content_id
-        if content_id == ours:
-            return
         # Only the first digits are stored; states from before that have all of them.
-        if isinstance(content_id, str) and ours is not None and content_id[:_DIGITS] == ours[:_DIGITS]:
+        if isinstance(content_id, str) and content_id[:_DIGITS] == self._fields.content_id[:_DIGITS]:
             return
         if not self._accept_content_change:
             raise StateError(
@@ -670,8 +637,7 @@ class Loader:
         runtime = self._runtime
         if runtime.pid != os.getpid():
             selection, counters = runtime.selection.reopened(), StageCounters()
-            if self._fields is not None:
-                self._fields = self._fields.reopened(selection, counters)
+            self._fields = self._fields.reopened(selection, counters)
             self._runtime = LoaderRuntime(
                 selection, self._schedule, self.world, self._state, runtime.config, counters, self._fields
             )

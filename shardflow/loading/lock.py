@@ -15,10 +15,9 @@ from typing import Any, Final
 from shardflow.errors import StateError
 from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
-from shardflow.format.keys import Json, canonical_json, sha256_hex
+from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import load
 from shardflow.format.tokens import open_manifest
-from shardflow.loading.config import LoaderConfig
 from shardflow.loading.selection import Selection
 from shardflow.sampling import LoaderState
 
@@ -27,29 +26,15 @@ LOCK_NAME: Final = "loader.lock.json"
 LOCK_VERSION: Final = 1
 
 
-def content_id(config: LoaderConfig, fields: FieldSet | None) -> str:
-    """Return the identity of what fills the slots: of the fields, or of the view, text and tokens."""
-    if fields is not None:
-        return fields.content_id
-    settings: dict[str, Json] = {
-        "view": repr(config.view),
-        "text": config.text,
-        "tokens": repr(config.tokens),
-        "transform": config.transform,
-    }
-    return sha256_hex(canonical_json(settings))
-
-
 def run_id(plan_id: str, seed: int, content: str) -> str:
     """Return the identity of a run: of what decides its slots, their order, and what fills them."""
     return sha256_hex(canonical_json({"plan_id": plan_id, "seed": seed, "content_id": content}))
 
 
-def make_lock(selection: Selection, state: LoaderState, fields: FieldSet | None) -> dict[str, Any]:
+def make_lock(selection: Selection, state: LoaderState, fields: FieldSet) -> dict[str, Any]:
     """Return the lock as a JSON object.
 
-    The fields of a run are in it by their content_id; view and tokens of a run without fields are not,
-    because they may change from one start to the next. Tokens that a budget counts are.
+    The fields of a run are in it by their content_id, and tokens that a budget counts by their digest.
 
     Raises:
         ConfigError: A table that the run reads is gone.
@@ -61,7 +46,7 @@ def make_lock(selection: Selection, state: LoaderState, fields: FieldSet | None)
         "version": LOCK_VERSION,
         "datasets": [
             _dataset(one, tokenizers, series)
-            for one, series in zip_longest(selection.datasets, () if fields is None else fields.series_tables)
+            for one, series in zip_longest(selection.datasets, fields.series_tables)
         ],
         "sampling": {
             "split": state.split,
@@ -71,9 +56,9 @@ def make_lock(selection: Selection, state: LoaderState, fields: FieldSet | None)
             "batch": state.spec.to_json(),
             "components": [one.to_json() for one in state.components],
         },
-        "field_tables": [] if fields is None else list(fields.table_digests),
+        "field_tables": list(fields.table_digests),
         "plan_id": state.plan_id,
-        "content_id": None if fields is None else fields.content_id,
+        "content_id": fields.content_id,
     }
 
 

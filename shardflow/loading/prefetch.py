@@ -28,8 +28,8 @@ from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader, Shard
-from shardflow.fields.registry import FieldSet, field_kinds
-from shardflow.loading.config import LoaderConfig, World
+from shardflow.fields.registry import FieldSet
+from shardflow.loading.config import World
 from shardflow.loading.selection import Selection
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.sampling import EpochPlan, RankSchedule
@@ -93,10 +93,9 @@ class PrefetchPlanner:
         selection: The samples.
         schedule: Which rank runs which micro-batch.
         world: This rank, and the ranks of its node.
-        config: What is read of a sample.
         run_id: Identity of the run's plan and seed.
         counters: Gets what the caches count while a stream of the loader reads.
-        fields: Fields that are read of a sample.
+        fields: What is read of a sample.
     """
 
     def __init__(
@@ -104,14 +103,12 @@ class PrefetchPlanner:
         selection: Selection,
         schedule: RankSchedule,
         world: World,
-        config: LoaderConfig,
+        fields: FieldSet,
         *,
         run_id: str,
         counters: StageCounters,
-        fields: FieldSet | None = None,
     ) -> None:
-        self.fields = fields
-        self.selection, self.schedule, self.world, self.config = selection, schedule, world, config
+        self.selection, self.schedule, self.world, self.fields = selection, schedule, world, fields
         self.counters = counters
         self._cached = _join(selection, world, run_id)
         self._streams: weakref.WeakSet[StreamReads] = weakref.WeakSet()
@@ -198,13 +195,6 @@ class PrefetchPlanner:
         return True
 
 
-def reads_members(config: LoaderConfig, fields: FieldSet | None) -> bool:
-    """Return whether more than a text is read of each sample, so that samples are read one by one."""
-    if fields is None:
-        return config.view is not None
-    return fields.reads_shards and fields.report is None
-
-
 class StreamReads:
     """Reads of one stream of an epoch: how far they are, and those to come. Safe for many threads.
 
@@ -218,9 +208,8 @@ class StreamReads:
 
     def __init__(self, planner: PrefetchPlanner, plan: EpochPlan, numbers: range) -> None:
         self._planner, self._plan, self._numbers = planner, plan, numbers
-        self._selection, self._schedule, self._config = planner.selection, planner.schedule, planner.config
+        self._selection, self._schedule, self._fields = planner.selection, planner.schedule, planner.fields
         self._per_step = self._schedule.num_micro_batches_per_rank
-        self._has_images = reads_members(self._config, planner.fields)
         self._changed = threading.Condition()
         self._open: set[int] = set()
         self._next = numbers.start
@@ -231,9 +220,6 @@ class StreamReads:
         self._prefetcher: Prefetcher | None = None
         counters = StageCounters()  # the caches count what is prefetched
         self._reader = FieldReader(self._selection, read_bytes=1, counters=counters)
-        self._kinds = field_kinds(
-            self._config.view, planner.fields, text=self._config.text, counters=counters
-        )
         self._plans: dict[int, EpochPlan] = {}
         self._planning = threading.Lock()
         self._planned: Iterator[PlannedRead] = iter(())
@@ -324,7 +310,7 @@ class StreamReads:
             store.cache.config for store in stores if isinstance(store, CachedStore) and store.cache.is_on
         ]
         max_bytes = max((each.read_ahead_bytes for each in settings), default=0)
-        if not max_bytes or not (self._has_images or self._config.text):
+        if not max_bytes or not self._fields.reads_shards:
             if self._prefetcher is not None:
                 self._prefetcher.close()
                 self._threads += self._prefetcher.threads
@@ -375,7 +361,7 @@ class StreamReads:
             for place in np.flatnonzero(shards == shard_number).tolist():
                 if int(inside[place]) < shard.index.num_samples:
                     with suppress(BadSample):
-                        fields += self._fields(shard, int(inside[place]), int(rows[place]), planned)
+                        fields += self._needed(shard, int(inside[place]), int(rows[place]), planned)
             offsets = shard.index.field_offsets[fields].tolist()
             sizes = shard.index.field_num_bytes[fields].tolist()
             ranges = [ByteRange(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
@@ -383,7 +369,7 @@ class StreamReads:
                 found.append(ShardRead(shard.store, shard.path, ranges))
         return found
 
-    def _fields(self, shard: Shard, row_in_shard: int, row: int, planned: PlannedRead) -> list[int]:
+    def _needed(self, shard: Shard, row_in_shard: int, row: int, planned: PlannedRead) -> list[int]:
         plan = self._plans[planned.epoch]
         place: tuple[int, ...] = ()
         if self._selection.repeats:
@@ -398,13 +384,12 @@ class StreamReads:
             draw=DrawKey(plan.seed, plan.epoch, row, place, table_row),
             row_in_shard=row_in_shard,
             key="",
-            text_bytes=0,
             entity=self._selection.entity(row),
             component=int(self._selection.components_of(at)[0]),
             study_row=int(self._selection.study_rows(at)[0]),
             table_row=table_row,
         )
-        return sorted({field for kind in self._kinds for field in kind.needed(shard, request)})
+        return sorted({number for field in self._fields.bound for number in field.needed(shard, request)})
 
     def _plan_reads(self) -> Iterator[PlannedRead]:
         """Yield the reads of this epoch, then those of the next."""
@@ -422,7 +407,7 @@ class StreamReads:
             step, slot = divmod(number, self._per_step)
             rows = plan.micro_batch(step, self._schedule.micro(self._planner.world.rank, slot)).rows
             rows = rows[rows >= 0]
-            num_together = 1 if self._has_images else max(len(rows), 1)
+            num_together = 1 if self._fields.reads_members else max(len(rows), 1)
             for first in range(0, len(rows), num_together):
                 together = rows[first : first + num_together]
                 yield PlannedRead(num_before + number, plan.epoch, number, together)

@@ -23,11 +23,9 @@ from shardflow.errors import ConfigError, ShardflowError
 from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.reader import FieldReader
-from shardflow.fields.registry import FieldSet, field_kinds
+from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
-from shardflow.fields.tokens import TokenAssembler
-from shardflow.fields.transforms import Transform, load_transform
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, rank_num_bytes
@@ -151,7 +149,7 @@ class LoaderRuntime:
         state: The run that the loader belongs to.
         config: How to run.
         counters: Gets the stages of reading and decoding.
-        fields: Fields to deliver, in place of a view, text and tokens.
+        fields: What a batch holds.
 
     Attributes:
         pid: The process that this belongs to.
@@ -168,7 +166,7 @@ class LoaderRuntime:
         state: LoaderState,
         config: LoaderConfig,
         counters: StageCounters,
-        fields: FieldSet | None = None,
+        fields: FieldSet,
     ) -> None:
         self.pid = os.getpid()
         self.fields = fields
@@ -184,17 +182,14 @@ class LoaderRuntime:
             selection,
             schedule,
             world,
-            config,
+            fields,
             run_id=f"{state.plan_id} {state.seed}",
             counters=self.counters,
-            fields=fields,
         )
         self.processes: LoaderProcesses | None = None
         self._retired: list[LoaderProcesses] = []
         self._schedule, self._state = schedule, state
         self._part_size = PartSize(selection, config, fields)
-        self._tokens = None if config.tokens is None else TokenAssembler(selection, config.tokens)
-        self._transform: Transform | None = None
         self._changing = threading.RLock()
         self.streams: weakref.WeakSet[ThreadStream] = weakref.WeakSet()
 
@@ -204,12 +199,9 @@ class LoaderRuntime:
         self, plan: EpochPlan, numbers: range, known_masks: Quarantine, pool: Pool | None = None
     ) -> ThreadStream:
         """Open a stream whose micro-batches threads of this process make."""
-        if self._transform is None and self.config.transform:
-            self._transform = load_transform(self.config.transform)
         with self._changing:
             config = self.config
             reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
-            kinds = field_kinds(config.view, self.fields, text=config.text, counters=self.counters)
             source = BatchSource(
                 selection=self.selection,
                 plan=plan,
@@ -217,10 +209,8 @@ class LoaderRuntime:
                 rank=self.world.rank,
                 config=config,
                 pool=pool or self.pool,
-                assembler=SlotAssembler(reader, kinds),
+                assembler=SlotAssembler(reader, self.fields.bound),
                 texts=self._texts(reader),
-                tokens=self._tokens,
-                transform=self._transform,
                 findings=FindingArrays.of(self.selection),
                 part_size=self._part_size,
                 counters=self.counters,
@@ -234,11 +224,8 @@ class LoaderRuntime:
 
     def _texts(self, reader: FieldReader) -> TextAssembler | None:
         """Return the fast path of a loader that reads nothing but reports from shards."""
-        if self.fields is not None:
-            report = self.fields.report
-            return None if report is None else TextAssembler(reader, self.counters, report.name)
-        has_texts = self.config.view is None and self.config.text
-        return TextAssembler(reader, self.counters) if has_texts else None
+        report = self.fields.report
+        return None if report is None else TextAssembler(reader, self.counters, report.name)
 
     def process_stream(
         self, epoch: int, numbers: range, known_masks: Sequence[Mapping[str, Any]]
@@ -252,9 +239,9 @@ class LoaderRuntime:
                 "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,
-                "fields": None if self.fields is None else self.fields.specs,
+                "fields": self.fields.specs,
             }
-            if self.fields is not None and self.fields.transform is not None:
+            if self.fields.transform is not None:
                 arguments |= self.fields.transform.given
             self.processes = LoaderProcesses(arguments, self.config, self.counters)
         return ProcessStream(self.processes, epoch, numbers, known_masks)
@@ -314,7 +301,7 @@ class LoaderRuntime:
         for name, current in values.items():
             if isinstance(current, str):
                 choices = _EXECUTIONS if sys.platform == "linux" else _EXECUTIONS[:1]
-                if self.fields is not None and self.fields.transform is not None:
+                if self.fields.transform is not None:
                     possible = self.fields.transform.executions()
                     choices = tuple(one for one in choices if one in possible)
                 choices = tuple(one for one in choices if one == current or self._fits({name: one}))

@@ -57,7 +57,7 @@ class OneSampleReader:
                 "missing='pad' to look at it."
             )
         alone = replace(selection, population=range(row, row + 1))
-        config = LoaderConfig(text=False, num_threads=1, on_bad_sample="raise")
+        config = LoaderConfig(num_threads=1, on_bad_sample="raise")
         schedule = RankSchedule(1, 1)
         runtime = LoaderRuntime(
             alone, schedule, World(), alone.state(_ALONE, seed=seed), config, StageCounters(), bound

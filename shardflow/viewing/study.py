@@ -144,7 +144,7 @@ def slice_names(fields: Sequence[FieldLocation], series: int) -> list[str]:
 
 
 def choose_slices(num_slices: int, num_wanted: int) -> tuple[int, ...]:
-    """Choose slices evenly: the middles of equal parts, as `ImageView` does."""
+    """Choose slices evenly: the middles of equal parts, as fields of slices do."""
     num_chosen = min(num_slices, num_wanted)
     return tuple((2 * place + 1) * num_slices // (2 * num_chosen) for place in range(num_chosen))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardflow.fields.members import Text
 from shardflow.fields.slots import SlotAssembler
+from shardflow.fields.text import Text
 from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.loading import Loader, open_blend

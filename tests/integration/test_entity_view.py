@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
 from shardflow.fields.field import Field
-from shardflow.fields.members import Text
 from shardflow.fields.pictures import Slices
+from shardflow.fields.text import Text
 from shardflow.fields.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules

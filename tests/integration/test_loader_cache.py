@@ -118,11 +118,9 @@ def needed_blocks(dataset: Dataset, source: Loader, epoch: int, step: int) -> se
             draw=DrawKey(SEED, epoch, row, table_row=row),
             row_in_shard=inside,
             key="",
-            text_bytes=0,
             study_row=row,
             table_row=row,
         )
-        assert source._fields is not None
         fields = sorted(number for one in source._fields.bound for number in one.needed(shard, request))
         blocks = dataset.store._blocks(shard.path)
         assert blocks is not None

@@ -492,8 +492,9 @@ def test_default_fields_are_those_that_the_population_has(dataset: Dataset) -> N
 
 def test_default_fields_of_images_need_the_series_table(tmp_path: Path) -> None:
     dataset = Dataset.open(make_dataset(tmp_path / "a"))
-    with pytest.raises(ConfigError, match="attach DATASET --facts"):
-        _loader(dataset, "default")
+    for fields in (None, "default"):
+        with pytest.raises(ConfigError, match="attach DATASET --facts"):
+            _loader(dataset, fields)
 
 
 def _doubled(sample: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,59 @@
-"""Which version of a sample an epoch gets: a pure function of seed, epoch and row."""
-
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardflow.fields.field import DrawKey
-from shardflow.fields.pictures import choose_variant
+from shardflow.fields.pictures import Sampling, choose_slices, choose_variant
 from shardflow.fields.pixels import ORIGINAL
 from shardflow.format.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
 pytestmark = pytest.mark.fast
+
+
+def test_even_slices_are_the_middles_of_equal_parts() -> None:
+    assert choose_slices(40, 4, "even", DrawKey(1, 0, 0)).tolist() == [5, 15, 25, 35]
+    assert choose_slices(9, 1, "even", DrawKey(1, 0, 0)).tolist() == [4]
+    assert choose_slices(4, 3, "even", DrawKey(1, 0, 0)).tolist() == [0, 2, 3]
+
+
+@given(
+    st.integers(0, 400), st.integers(1, 64), st.sampled_from(["even", "random", "slab"]), st.integers(0, 99)
+)
+def test_chosen_slices_are_different_ascending_and_there(
+    num_slices: int, num_wanted: int, sampling: Sampling, row: int
+) -> None:
+    chosen = choose_slices(num_slices, num_wanted, sampling, DrawKey(3, 1, row))
+    assert len(chosen) == min(num_slices, num_wanted)
+    assert (np.diff(chosen) > 0).all()
+    assert not len(chosen) or (chosen[0] >= 0 and chosen[-1] < num_slices)
+
+
+def test_random_slices_depend_on_seed_epoch_and_row_only(golden: Callable[[str, object], None]) -> None:
+    choices = {
+        f"seed {seed}, epoch {epoch}, row {row}": choose_slices(
+            120, 4, "random", DrawKey(seed, epoch, row)
+        ).tolist()
+        for seed, epoch, row in [(1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0)]
+    }
+    assert len({tuple(choice) for choice in choices.values()}) == 4
+    golden("slice-choice", choices)
+
+
+def test_random_slices_reach_every_slice_about_equally_often() -> None:
+    counts = np.zeros(10, int)
+    for row in range(500):
+        counts[choose_slices(10, 3, "random", DrawKey(1, 0, row))] += 1
+    assert counts.sum() == 1500
+    assert (abs(counts - 150) < 60).all()  # six sigma
+
+
+# ---- augmented variants ---------------------------------------------------------------------------
 
 
 def choices(share: float, *, num_variants: int = 3, seed: int = 5, epoch: int = 0) -> list[int]:

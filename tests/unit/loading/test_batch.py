@@ -19,8 +19,9 @@ def _layout() -> BatchLayout:
             ArraySpec.of("row", np.int64, 2),
             ArraySpec.of("image", np.int16, 2, 3, 4, 5),
             ArraySpec.of("slice_mask", np.uint8, 2, 3),
-            ArraySpec.of("text_offsets", np.int64, 3),
-            ArraySpec.of("text_bytes", np.uint8, 7),
+            ArraySpec.of("report.start", np.int64, 3),
+            ArraySpec.of("report.length", np.int64, 2),
+            ArraySpec.of("report.data", np.uint8, 7),
             ArraySpec.of("empty", np.float32, 0),
         ]
     )
@@ -32,11 +33,12 @@ def _batch() -> Batch:
     arrays = layout.views(buffer)
     arrays["image"][1, 2] = 9
     arrays["slice_mask"][:] = [[1, 0, 0], [1, 1, 1]]
-    arrays["text_offsets"][:] = [0, 4, 7]
-    arrays["text_bytes"][:] = np.frombuffer("ja, né".encode(), np.uint8)
+    arrays["report.start"][:] = [0, 4, 7]
+    arrays["report.length"][:] = [4, 3]
+    arrays["report.data"][:] = np.frombuffer("ja, né".encode(), np.uint8)
     descriptor = {
         "version": 1, "epoch": 2, "step": 3, "micro": 5, "slot": 1, "arrays": layout.to_json(),
-        "keys": ["a", None], "quarantined": [],
+        "entries": [{"type": "text", "name": "report"}], "keys": ["a", None], "quarantined": [],
     }  # fmt: skip
     return Batch(buffer, descriptor)
 
@@ -75,4 +77,8 @@ def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
     for name, array in batch.arrays.items():
         assert again.arrays[name].dtype == array.dtype
         assert np.array_equal(again.arrays[name], array)
-    assert "image [2, 3, 4, 5] int16" in repr(again)
+
+
+def test_a_batch_says_what_it_holds() -> None:
+    assert "report list" in repr(_batch())
+    assert _batch()["report"] == ["ja, ", "né"]
