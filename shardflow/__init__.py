@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields import adapters
+    from shardflow.fields.columns import Column, Columns
     from shardflow.fields.events import Events
     from shardflow.fields.field import Field
     from shardflow.fields.members import Array, Bytes, Json
@@ -66,6 +67,8 @@ __all__ = [
     "Bytes",
     "CacheConfig",
     "ChecksumError",
+    "Column",
+    "Columns",
     "ConfigError",
     "Dataset",
     "EpochPlan",
@@ -112,6 +115,8 @@ _SOURCES: Final = {
     "Bytes": "shardflow.fields.members:Bytes",
     "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
     "ChecksumError": "shardflow.errors:ChecksumError",
+    "Column": "shardflow.fields.columns:Column",
+    "Columns": "shardflow.fields.columns:Columns",
     "ConfigError": "shardflow.errors:ConfigError",
     "Dataset": "shardflow.format.dataset:Dataset",
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",

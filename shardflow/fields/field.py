@@ -171,6 +171,18 @@ class SlotContent(Protocol):
         """Finish the slot, after all fields."""
 
 
+class NoContent:
+    """Content of a slot for a field that reads nothing from shards."""
+
+    fields: Sequence[int] = ()
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
     """Coverage of a population by a field: what is delivered and left out."""
@@ -298,6 +310,11 @@ class BoundField(ABC):
     @property
     def digests(self) -> Sequence[str]:
         """Digests of the tables that the field delivers, beside the series tables."""
+        return ()
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the attached tables that the field delivers."""
         return ()
 
     @property

@@ -44,6 +44,8 @@ _TYPES: Final = {
     "json": "shardflow.fields.members:Json",
     "bytes": "shardflow.fields.members:Bytes",
     "array": "shardflow.fields.members:Array",
+    "column": "shardflow.fields.columns:Column",
+    "columns": "shardflow.fields.columns:Columns",
     "events": "shardflow.fields.events:Events",
     "tokens": "shardflow.fields.tokens:Tokens",
 }
@@ -224,6 +226,11 @@ class FieldSet:
     def table_digests(self) -> Sequence[str]:
         """SHA-256 of the tables that the fields read, those of the series tables first."""
         return self._digests
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the attached tables that the fields read, ascending."""
+        return sorted({table for one in self.bound for table in one.tables})
 
     def sample(self, arrays: Arrays, slot: int, num_slots: int) -> dict[str, Any]:
         """Return the entries of one of B slots, as a transform gets them; arrays are views."""

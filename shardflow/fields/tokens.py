@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
-from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
     ArraySpec,
@@ -25,6 +24,7 @@ from shardflow.fields.field import (
     Coverage,
     Field,
     FieldContext,
+    NoContent,
     SlotContent,
     SlotRequest,
     Slots,
@@ -346,7 +346,7 @@ class BoundTokens(BoundField):
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:  # noqa: ARG002
         """Begin a slot, of which nothing is in a shard."""
-        return _NoContent()
+        return NoContent()
 
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without a text."""
@@ -378,15 +378,3 @@ class BoundTokens(BoundField):
         again = self._assembler.measure(rows)
         bad = dict.fromkeys(too_long.tolist(), BadSampleReason.INDEX_DAMAGED)
         return replace(again, bad=again.bad | bad)
-
-
-class _NoContent:
-    """Content of a slot for a field that reads nothing from shards."""
-
-    fields: Sequence[int] = ()
-
-    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

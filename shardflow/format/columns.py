@@ -80,6 +80,11 @@ class ColumnSource(ABC):
 
     unit: TableUnit
 
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Identity of the content; empty if that is part of the dataset's own."""
+
     @abstractmethod
     def infos(self) -> Mapping[str, ColumnInfo]:
         """Return the columns by their full names."""
@@ -128,6 +133,15 @@ class Columns(Mapping[str, ColumnInfo]):
         source = self._sources[name]
         return source.gather(name, self._source_rows(name, source.unit, rows))
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset's own table."""
+        return self._dataset.samples.num_samples
+
+    def digest(self, name: str) -> str:
+        """Return the identity of the table that a column is in."""
+        return self._sources[name].digest
+
     def stored(self, name: str, rows: NDArray[np.int64] | None = None) -> ColumnValues:
         """Return rows of a column by its own unit, not aligned with the dataset; by default all."""
         return self._sources[name].gather(name, rows)
@@ -170,6 +184,10 @@ class _TableSource(ColumnSource):
     def __init__(self, dataset: Dataset, name: str, place: TablePlace) -> None:
         self._dataset, self._place, self._name = dataset, place, name
         self.unit = place.manifest.unit
+
+    @property
+    def digest(self) -> str:
+        return self._place.manifest.digest
 
     @cached_property
     def table(self) -> ColumnsTable:
@@ -219,6 +237,12 @@ class _StudySource(ColumnSource):
     def _table(self) -> StudyTable:
         return open_studies(self._dataset)[0]
 
+    @property
+    def digest(self) -> str:
+        with suppress(ConfigError):  # there may be the facts of the samples table alone
+            return open_studies(self._dataset)[1]
+        return ""
+
     def infos(self) -> Mapping[str, ColumnInfo]:
         kinds: dict[str, ColumnKind] = {"modality": "category", "has_report": "bool"}
         kinds |= dict.fromkeys(_SAMPLE_COUNTS, "int")
@@ -259,6 +283,10 @@ class _SeriesSource(ColumnSource):
     @cached_property
     def _table(self) -> SeriesTable:
         return open_series(self._dataset)[0]
+
+    @property
+    def digest(self) -> str:
+        return open_series(self._dataset)[1]
 
     def infos(self) -> Mapping[str, ColumnInfo]:
         if self._dataset.is_foreign:

@@ -406,12 +406,12 @@ class AttachedTables(Mapping[str, str]):
         return cls(places)
 
     def pinned(self, store: ByteStore, dataset_id: str, digests: Mapping[str, str]) -> AttachedTables:
-        """Return the versions that digests name, such as those of a lock file, newest or not.
+        """Return the versions that digests name, such as those of a lock file, and of others the same.
 
         Raises:
             ConfigError: There is no such version any more.
         """
-        places = {}
+        places = dict(self.places)
         for name, digest in digests.items():
             here = self.places.get(name)
             if here is None or here.manifest.digest != digest:

@@ -80,7 +80,10 @@ class BatchInfo:
     """Place of each sample in its study: the study's key, and for samples that are series or images the
     number of the series and the position in it. None in a padding slot."""
     classes: Mapping[str, Sequence[str]]
-    """By field the names of its classes, in the order of their numbers; of fields that have classes."""
+    """By field the names of its classes, in the order of their numbers; of fields that have classes. Of a field
+    of several columns by ``NAME.COLUMN``."""
+    columns: Mapping[str, Sequence[str]]
+    """By field of several columns their names, in order."""
 
 
 class Batch(Mapping[str, Any]):
@@ -209,13 +212,16 @@ class Batch(Mapping[str, Any]):
     def info(self) -> BatchInfo:
         """Samples of the batch, and its place in the run."""
         keys = self.sample_keys
-        classes = {
-            entry["name"]: tuple(entry["classes"])
-            for entry in self._descriptor.get("entries") or ()
-            if "classes" in entry
-        }
+        classes: dict[str, tuple[str, ...]] = {}
+        columns: dict[str, tuple[str, ...]] = {}
+        for entry in self._descriptor.get("entries") or ():
+            if "classes" in entry:
+                classes[entry["name"]] = tuple(entry["classes"])
+            if "columns" in entry:
+                columns[entry["name"]] = tuple(entry["columns"])
+                classes |= {name: tuple(names) for name, names in entry["column_classes"].items()}
         place = self.epoch, self.step, self.micro
-        return BatchInfo(keys, self._arrays["weight"], *place, self._units(keys), classes)
+        return BatchInfo(keys, self._arrays["weight"], *place, self._units(keys), classes, columns)
 
     def _units(self, keys: Sequence[str | None]) -> list[Unit | None]:
         names = self._descriptor.get("units")  # left out where all are studies, also in a blend

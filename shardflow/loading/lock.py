@@ -42,10 +42,11 @@ def make_lock(selection: Selection, state: LoaderState, fields: FieldSet) -> dic
     """
     budget = state.spec.budget
     tokenizers = [] if budget is None or not budget.cost.tokenizer else [budget.cost.tokenizer]
+    tables = sorted({*selection.tables, *fields.tables})
     return {
         "version": LOCK_VERSION,
         "datasets": [
-            _dataset(one, tokenizers, series)
+            _dataset(one, tokenizers, series, tables)
             for one, series in zip_longest(selection.datasets, fields.series_tables)
         ],
         "sampling": {
@@ -62,12 +63,15 @@ def make_lock(selection: Selection, state: LoaderState, fields: FieldSet) -> dic
     }
 
 
-def _dataset(dataset: Dataset, tokenizers: list[str], series: str | None) -> dict[str, Any]:
+def _dataset(
+    dataset: Dataset, tokenizers: list[str], series: str | None, tables: list[str]
+) -> dict[str, Any]:
     return {
         "dataset_id": dataset.dataset_id,
         "manifest_version": dataset.manifest_version,
         "series_table": series,
         "tokens": {one: open_manifest(dataset, one).digest for one in tokenizers},
+        "tables": {one: dataset.tables[one] for one in tables if one in dataset.tables},
     }
 
 
@@ -105,20 +109,28 @@ def check_lock(saved: Mapping[str, Any], ours: Mapping[str, Any], *, accepts_con
 
 
 def open_locked(source: Dataset | Selection, lock: Mapping[str, Any]) -> Dataset | Selection:
-    """Return the version of a dataset that a lock lists; a selection as it is, for `check_lock` to compare.
+    """Return the version of a dataset that a lock lists, with the tables that it lists.
+
+    A selection is returned as it is, for `check_lock` to compare.
 
     Raises:
         StateError: It is no lock.
         ManifestError: The dataset no longer has that version.
+        ConfigError: It no longer has a table.
     """
     _check_version(lock)
     listed = lock.get("datasets")
     if type(source) is not Dataset or not isinstance(listed, list) or len(listed) != 1:
         return source
     wanted = listed[0]
-    if wanted.get("dataset_id") == source.dataset_id or type(wanted.get("manifest_version")) is not int:
+    if wanted.get("dataset_id") != source.dataset_id and type(wanted.get("manifest_version")) is int:
+        source = Dataset(source.store, load(source.store, wanted["manifest_version"]))
+    tables = wanted.get("tables") or {}
+    if not tables:
         return source
-    return Dataset(source.store, load(source.store, wanted["manifest_version"]))
+    return Dataset(
+        source.store, source.manifest, source.tables.pinned(source.store, source.dataset_id, tables)
+    )
 
 
 def _check_version(lock: object) -> None:

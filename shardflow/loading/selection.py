@@ -315,6 +315,8 @@ class Selection:
     """Digest of the rows, if they are not the whole split."""
     sampling: Sampling | None = None
     """How often each is drawn, where it is not once an epoch; of a blend, its file says it."""
+    tables: tuple[str, ...] = ()
+    """Names of the attached tables that the rows were chosen by, which a resume opens again."""
 
     @property
     def repeats(self) -> bool:

@@ -16,7 +16,9 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.registry import field_type, read_fields
 from shardflow.format import codecs
+from shardflow.format.columns import open_columns
 from shardflow.format.facts import attach_facts
+from shardflow.packing.tables.joining import TableSettings, attach_table
 from tests.docs.blocks import find_blocks
 
 NUM_SAMPLES = 8
@@ -31,6 +33,10 @@ spirometry = ward_tools:Spirometry
 zraw = ward_tools:codec
 broken = ward_tools:absent
 other = ward_tools:Spirometry
+
+[shardflow.tables]
+npz = ward_tools:read_npz
+csv = ward_tools:absent
 """
 
 
@@ -44,8 +50,9 @@ def _forget() -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of the page's blocks, as an installer leaves it."""
     blocks = [block.text for block in find_blocks("python") if block.page == Path("docs/extending.md")]
-    chosen = [one for one in blocks if "class Spirometry(Field)" in one or "codec = Codec(" in one]
-    assert len(chosen) == 2
+    wanted = ("class Spirometry(Field)", "codec = Codec(", "def read_npz(")
+    chosen = [one for one in blocks if any(sign in one for sign in wanted)]
+    assert len(chosen) == 3
     folder = tmp_path / "site"
     info = folder / "ward_tools-1.0.dist-info"
     info.mkdir(parents=True)
@@ -151,3 +158,20 @@ def test_without_the_package_both_are_refused_before_step_0(dataset: sf.Dataset)
         _run(dataset, {"image": sf.Image()})
     with pytest.raises(ConfigError, match=r"no field type 'spirometry'; there are .*image"):
         field_type("spirometry")
+
+
+@pytest.mark.usefixtures("package")
+def test_a_table_reader_of_a_package_reads_its_files(
+    dataset: sf.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the page's block writes a file when it is imported
+    vectors = np.arange(2.0 * NUM_SAMPLES, dtype="f4").reshape(-1, 2)
+    keys = [f"study{number}" for number in range(NUM_SAMPLES)]
+    np.savez(tmp_path / "made.npz", sample_key=keys, vector=vectors)
+    done = attach_table(dataset, tmp_path / "made.npz", TableSettings(name="clip", on="sample_key"))
+    assert dict(done.columns) == {"vector": "floats"}
+    found = open_columns(sf.open(dataset.store.url)).column("clip.vector").values
+    np.testing.assert_array_equal(found, vectors)
+    (tmp_path / "made.xlsx").touch()
+    with pytest.raises(ConfigError, match=r"read from \.csv, .*\.npz.*, got \.xlsx"):
+        attach_table(dataset, tmp_path / "made.xlsx", TableSettings(name="clip", on="sample_key"))
