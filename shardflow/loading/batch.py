@@ -80,8 +80,8 @@ class BatchInfo:
     """Place of each sample in its study: the study's key, and for samples that are series or images the
     number of the series and the position in it. None in a padding slot."""
     classes: Mapping[str, Sequence[str]]
-    """By field the names of its classes, in the order of their numbers; of fields that have classes. Of a field
-    of several columns by ``NAME.COLUMN``."""
+    """By field the names of its classes, in the order of their numbers; of fields that have classes. Of a
+    field of several columns by ``NAME.COLUMN``."""
     columns: Mapping[str, Sequence[str]]
     """By field of several columns their names, in order."""
 
