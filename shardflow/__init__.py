@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shardflow.fields.registry import read_fields
     from shardflow.fields.text import Text
     from shardflow.fields.tokens import Tokens
+    from shardflow.fields.waveform import Waveform
     from shardflow.format.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -96,6 +97,7 @@ __all__ = [
     "Tokens",
     "VerifyReport",
     "WaitTimeoutError",
+    "Waveform",
     "World",
     "__version__",
     "adapters",
@@ -143,6 +145,7 @@ _SOURCES: Final = {
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
+    "Waveform": "shardflow.fields.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
     "blend": "shardflow.loading.blend_file:open_blend",

@@ -47,6 +47,7 @@ _TYPES: Final = {
     "column": "shardflow.fields.columns:Column",
     "columns": "shardflow.fields.columns:Columns",
     "events": "shardflow.fields.events:Events",
+    "waveform": "shardflow.fields.waveform:Waveform",
     "tokens": "shardflow.fields.tokens:Tokens",
 }
 
