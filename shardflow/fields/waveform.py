@@ -317,7 +317,7 @@ class BoundWaveform(BoundMember):
             from scipy.signal import resample_poly
 
             # The gain of the filter differs a little between phases, so an offset of the device would ripple.
-            level = float(stored.mean())
+            level = float((stored if channel.invalid is None else stored[stored != channel.invalid]).mean())
             part = resample_poly(part - level, up, down, padtype="edge") + level
             source = np.arange(at.start, at.stop) * down
             left, right = source // up, np.minimum(-(-source // up), len(is_valid) - 1)
