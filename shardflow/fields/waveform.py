@@ -29,9 +29,8 @@ from shardflow.fields.field import (
     check_choice,
     check_count,
 )
-from shardflow.fields.members import BoundMember
+from shardflow.fields.members import BoundMember, read_npy
 from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.raw import read_npy
 from shardflow.fields.reader import Shard
 from shardflow.fields.study_time import window_seconds
 from shardflow.format.keys import WAVEFORMS_FIELD
