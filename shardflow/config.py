@@ -343,7 +343,7 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
     if dataclasses.is_dataclass(base):
         return _bind_dataclass(typing.cast("type[Any]", base), value, place)
     if origin in {tuple, Sequence}:
-        return _bind_tuple(get_args(base), value, place)
+        return _bind_tuple(get_args(base)[0], value, place)
     if origin is dict:
         return _bind_table(get_args(base)[1], marks, value, place)
     if origin is Literal:
@@ -394,14 +394,11 @@ def _bind_table(item_hint: Any, marks: tuple[Any, ...], value: Any, place: _Plac
     return {key: _bind(item_hint, item, place.below(key)) for key, item in value.items()}
 
 
-def _bind_tuple(hints: tuple[Any, ...], value: Any, place: _Place) -> tuple[Any, ...]:
-    item_hint, is_pair = hints[0], len(hints) > 1 and hints[1] is not Ellipsis
+def _bind_tuple(item_hint: Any, value: Any, place: _Place) -> tuple[Any, ...]:
     if isinstance(value, str) and place.file_name == "--set":
         value = [value]  # `--set inputs.dicom=/data` is a list of one
     if not isinstance(value, list):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        written = f"write [{', '.join([str(value)] * len(hints))}]" if is_pair and is_number else ""
-        raise place.error("a list", _kind(value), written or "put it in brackets")
+        raise place.error("a list", _kind(value), "put it in brackets")
     return tuple(_bind(item_hint, item, place.below(str(index))) for index, item in enumerate(value))
 
 

@@ -22,6 +22,7 @@ from shardflow.cli.common import (
     show_table,
     write_json,
 )
+from shardflow.cli.plan_mix import class_numbers, component_numbers, show_components
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
 
@@ -57,6 +58,8 @@ examples:
 # Repeated here so that --help needs no NumPy; a test compares them with those of sampling.
 OVER_BUDGET: Final = ("alone", "skip", "truncate")
 TAILS: Final = ("drop", "repeat", "mask")
+MISSING_CLASSES: Final = ("error", "drop", "own")
+_OF_SAMPLING: Final = ("weights", "balance", "missing_class", "epoch_samples", "limit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--view", metavar="NAME", help="plan an entity view of the dataset (full_study: its studies)")
     add("--split", metavar="S", help="split to plan, such as train, or several: train+val")
     add_where(parser)
+    add("--weights", metavar="COLUMN", help="draw samples by these weights, such as quality.weight")
+    add("--balance", metavar="COLUMN", help="draw each class of this column equally often")
+    add(
+        "--missing-class",
+        choices=MISSING_CLASSES,
+        help="with --balance: samples without a class are refused, left out, or a class of their own (error)",
+    )
+    add("--epoch-samples", type=count, metavar="N", help="draws of an epoch (as many as samples)")
+    add("--limit", type=count, metavar="N", help="only the N samples whose keys come first")
     add(
         "--fields",
         metavar="FILE",
@@ -155,6 +167,8 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     """
     from shardflow.loading.blend_file import open_blend
     from shardflow.loading.selection import FULL_STUDY, open_view, select
+    from shardflow.loading.weighting import sampled
+    from shardflow.sampling import Sampling
 
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
@@ -164,6 +178,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
             "--unit": arguments.unit,
             "--where": arguments.where,
             "--keys": arguments.keys,
+            **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_SAMPLING},
         }
         for name, value in alone.items():
             if value is not None:
@@ -180,13 +195,15 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
-    return select(
+    selection = select(
         dataset,
         arguments.split,
         unit=arguments.unit or "study",
         where=arguments.where,
         keys=arguments.keys,
     )
+    given = {name: getattr(arguments, name) for name in _OF_SAMPLING}
+    return sampled(selection, Sampling(**{name: one for name, one in given.items() if one is not None}))
 
 
 def micro_batches(
@@ -326,6 +343,8 @@ def show_summary(selection: Selection, arguments: argparse.Namespace) -> None:
                 "measured": measures.to_json(),
                 "text_tokens": _text_tokens(spec),
             }
+            if classes := class_numbers(selection, arguments.epoch):
+                line["classes"] = classes
             if mix is not None:
                 line |= {"mix": mix.to_json(), "components": component_numbers(selection, arguments.epoch)}
             write_json(line)
@@ -484,63 +503,6 @@ def title_of(selection: Selection) -> str:
         return f"blend {selection.population.digest} of {len(selection.datasets)} components"
     subset = "" if selection.subset is None else f", subset {selection.subset[:12]}"
     return f"split {selection.split} of {selection.datasets[0].dataset_id}{subset}"
-
-
-def component_numbers(selection: Selection, epoch: int) -> list[dict[str, Any]]:
-    """Return the numbers of each component in an epoch; none without a blend.
-
-    Whole passes are those that begin and end in the epoch; what it finishes or begins of others is counted in
-    samples.
-    """
-    from shardflow.sampling.blend import Blend
-
-    if not isinstance(selection.population, Blend):
-        return []
-    numbers = []
-    for place, component in enumerate(selection.population.components, start=1):
-        size, start = len(component.rows), epoch * component.count
-        stop = start + component.count
-        first_whole, last_whole = -(-start // size), stop // size
-        finished = min(first_whole * size, stop) - start
-        begun = max(stop - max(last_whole, first_whole) * size, 0)
-        numbers.append(
-            {
-                "component": place,
-                "dataset_id": component.dataset_id,
-                "manifest_version": component.manifest_version,
-                "split": component.split,
-                "subset": component.subset,
-                "num_samples": size,
-                "num_draws": component.count,
-                "share": component.count / selection.population.num_draws,
-                "repeat": component.count / size,
-                "num_whole_passes": max(0, last_whole - first_whole),
-                "num_finished": finished,
-                "num_begun": begun,
-            }
-        )
-    return numbers
-
-
-def show_components(selection: Selection, epoch: int) -> None:
-    """Show a row for each component of a blend."""
-    rows = [
-        (
-            f"{found['component']}  {found['dataset_id'][:12]}  {found['split']}"
-            + ("" if found["subset"] is None else f", subset {found['subset'][:12]}"),
-            f"{found['num_samples']:,}",
-            f"{found['num_draws']:,}",
-            f"{found['share']:.1%}",
-            f"{found['repeat']:.3g}",
-            f"{found['num_whole_passes']:,}",
-            f"{found['num_finished']:,}",
-            f"{found['num_begun']:,}",
-        )
-        for found in component_numbers(selection, epoch)
-    ]
-    if rows:
-        heads = ["", "samples", "draws", "share", "repeat", "whole passes", "rest of one", "start of one"]
-        show_table("components", heads, rows)
 
 
 def fields_report(selection: Selection, name: str, transform: str | None = None) -> dict[str, Any]:

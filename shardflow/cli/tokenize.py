@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Writes the token ids of each report, and how many there are, into tokens/<tokenizer>/<dataset_id>/ of the
 dataset; no shard is touched. Each tokenizer has a folder of its own. A plan with `--tokenizer` and a
 training run with `batch.text_tokens = "counted"` fill token budgets by the counts instead of an estimate from
-bytes; a field of type `tokens` maps the ids, and nothing is tokenized while one trains.
+bytes; a loader with `tokens` maps the ids, and nothing is tokenized while one trains.
 
 Ids are text for whoever has the tokenizer: guard them like the reports. Start a stopped job again to
 resume it. Needs the package tokenizers: pip install 'shardflow[train]'.

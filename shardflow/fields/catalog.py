@@ -168,12 +168,6 @@ class SelectedSeries:
         ]
         self._populations = populations
 
-    @property
-    def named_columns(self) -> list[str]:
-        """Columns that the expression names and every series table has, in order."""
-        names = frozenset() if self.expression is None else self.expression.names
-        return sorted(names.intersection(*(table.column_names for table in self.catalog.tables)))
-
     # ---- the population --------------------------------------------------------------------------
 
     def num_images(self, component: int) -> Int64Array:
@@ -535,21 +529,6 @@ def _open(dataset: Dataset) -> tuple[SeriesTable, str]:
         return open_series(dataset)
     data = encode_no_series(studies.num_samples)
     return SeriesTable(Table(memoryview(data), name="a table without series")), sha256_hex(data)
-
-
-def listed_values(values: Sequence[Any]) -> str:
-    """Return distinct values for a message: all of a few, or the least and the greatest number."""
-    found = [value for value in values if value == value and value != ""]  # NaN and "" are missing
-    if not found:
-        return "all missing"
-    if len(found) <= _MOST_LISTED:
-        return ", ".join(map(repr, found))
-    if isinstance(found[0], str):
-        return f"{', '.join(map(repr, found[:_MOST_LISTED]))} and {len(found) - _MOST_LISTED} more"
-    return f"{min(found)} to {max(found)}"
-
-
-_MOST_LISTED: Final = 12
 
 
 def _column(table: SeriesTable, name: str) -> FactColumn:

@@ -443,22 +443,6 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name} is one of {listed}, got {value!r}.")
 
 
-def check_dtype(value: object) -> None:
-    """Refuse a NumPy or torch dtype, or its class, where the name of one is wanted.
-
-    Raises:
-        ConfigError: It is one; the message says which name to write.
-    """
-    if value is None or isinstance(value, str):
-        return
-    name = str(value).removeprefix("torch.")
-    try:
-        name = np.dtype(value if isinstance(value, type | np.dtype) else name).name
-    except TypeError:
-        raise ConfigError(f"dtype is the name of one, such as 'float32', got {value!r}.") from None
-    raise ConfigError(f"dtype is a name; write dtype={name!r}.")
-
-
 def check_count(name: str, value: Any, most: int, more: str = "") -> None:
     """Refuse a setting that is not a number from 1 to ``most``.
 

@@ -33,7 +33,6 @@ from shardflow.fields.field import (
     Slots,
     check_choice,
     check_count,
-    check_dtype,
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
@@ -196,7 +195,6 @@ class Array(Field):
         for name in ("shape", "max_shape"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _checked_shape(name, getattr(self, name)))
-        check_dtype(self.dtype)
         dtype: Any = self.dtype
         try:
             is_number = isinstance(dtype, str) and np.dtype(dtype).kind in _NUMBERS

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries, listed_values
+from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries
 from shardflow.fields.decode import ThreadState, convert_picture, cut_tiles, decode_slice
 from shardflow.fields.field import (
     Arrays,
@@ -33,7 +33,6 @@ from shardflow.fields.field import (
     Slots,
     check_choice,
     check_count,
-    check_dtype,
 )
 from shardflow.fields.layout import (
     WINDOWS,
@@ -117,7 +116,6 @@ class PixelField(Field):
                 raise ConfigError("tiles needs size=(rows, columns) of a tile, and fit='stretch'.")
         check_choice("padding", self.padding, ("cap", "longest"))
         check_choice("fit", self.fit, ("stretch", "letterbox"))
-        check_dtype(self.dtype)
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("channels", self.channels, (None, 1, 3))
         check_choice("resolution", self.resolution, ("full", "small"))
@@ -149,8 +147,7 @@ def _checked_size(size: Any) -> tuple[int, int]:
     try:
         rows, columns = size
     except (TypeError, ValueError):
-        example = f"({size}, {size})" if isinstance(size, int) else "(512, 512)"
-        raise ConfigError(f"size is (rows, columns), such as {example}, got {size!r}.") from None
+        raise ConfigError(f"size is (rows, columns), such as (512, 512), got {size!r}.") from None
     for side in (rows, columns):
         check_count("each side of size", side, MAX_SIDE)
     return rows, columns
@@ -348,17 +345,12 @@ class BoundPixels(BoundField):
     def _check_selected(self, context: FieldContext) -> None:
         if self.selected.roles()[0]:
             return
-        everything = context.catalog.select(None, context.populations)
-        held = ", ".join(f"{role} ({count:,})" for role, count in everything.roles()[0].most_common())
-        values = "".join(
-            f" {name}: {listed_values(everything.values(name))}."
-            for name in self.selected.named_columns
-            if name != "role"
-        )
+        everything, _ = context.catalog.select(None, context.populations).roles()
+        held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
         raise ConfigError(
             f"The field {self.name!r} matches no image of the selected samples"
             f"{'' if self.spec.series is None else f' with series={self.spec.series!r}'}. Roles of their "
-            f"images: {held or 'none'}.{'' if self.spec.series is None else values}"
+            f"images: {held}."
         )
 
     def _check_codecs(self) -> None:

@@ -12,7 +12,9 @@
     where = "facts.text_bytes > 0"
     repeat = 2.5
 
-With ``epoch_samples`` at the top, components have a ``weight`` instead of a ``repeat``.
+With ``epoch_samples`` at the top, components have a ``weight`` instead of a ``repeat``, which may change from
+epoch to epoch: ``weight = {0 = 3.0, 10 = 1.0}``. A table ``[component.sampling]`` weighs the samples of a
+component, see `shardflow.Sampling`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
-from shardflow.loading.selection import FULL_STUDY, Selection, choose_rows, open_view
+from shardflow.loading.selection import (
+    FULL_STUDY,
+    Selection,
+    SplitRows,
+    choose_rows,
+    open_view,
+)
+from shardflow.loading.weighting import sampled_rows
 from shardflow.sampling.blend import (
     BLEND_SPLIT,
     MAX_COMPONENTS,
@@ -35,6 +44,9 @@ from shardflow.sampling.blend import (
     draws_by_repeat,
     draws_by_weight,
 )
+from shardflow.sampling.layout import rows_digest
+from shardflow.sampling.spec import Sampling
+from shardflow.sampling.weights import WeightClasses
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache
 
@@ -62,11 +74,37 @@ class ComponentSettings:
     """Split, or several joined by ``+``."""
     repeat: Annotated[float, Bounds(0.0, float(_MAX_REPEAT))] | None = None
     """Passes over the samples per epoch; 1 by default."""
-    weight: Annotated[float, Bounds(0.0)] | None = None
-    """Share of ``epoch_samples``, relative to the other components' weights."""
+    weight: Annotated[float, Bounds(0.0)] | dict[int, float] | None = None
+    """Share of ``epoch_samples``, relative to the other components' weights; or a table of first epochs and
+    weights, such as ``{0 = 3.0, 10 = 1.0}``."""
+    sampling: Sampling | None = None
+    """How often each of its samples is drawn; by default all equally often."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.sampling is not None and self.sampling.epoch_samples is not None:
+            raise ConfigError(
+                "epoch_samples must be left out of [component.sampling]; the repeat or weight of the "
+                "component decides it."
+            )
+        if isinstance(self.weight, dict):
+            epochs = [str(epoch) for epoch in self.weight]
+            is_right = all(map(str.isdecimal, epochs)) and "0" in epochs
+            if not is_right or any(weight < 0 for weight in self.weight.values()):
+                raise ConfigError(
+                    "weight by epoch must begin with epoch 0 and have numbers of at least 0, such as "
+                    f"{{0 = 3.0, 10 = 1.0}}, got epochs {', '.join(epochs) or 'none'}."
+                )
+            by_epoch = {
+                int(epoch): weight for epoch, weight in zip(epochs, self.weight.values(), strict=True)
+            }
+            object.__setattr__(self, "weight", dict(sorted(by_epoch.items())))
+
+    def weight_in(self, epoch: int) -> float:
+        """Return the weight in an epoch; 0 without one."""
+        if not isinstance(self.weight, dict):
+            return self.weight or 0.0
+        return self.weight[max(start for start in self.weight if start <= epoch)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,36 +128,60 @@ class BlendFile:
                     f"component {number} must have a repeat where epoch_samples is not set, got a weight; "
                     "set epoch_samples, which turns weights into counts."
                 )
-            if self.epoch_samples is not None and (component.repeat is not None or not component.weight):
+            has_weight = any(component.weight_in(epoch) > 0 for epoch in self.starts)
+            if self.epoch_samples is not None and (component.repeat is not None or not has_weight):
                 found = "a repeat" if component.repeat is not None else "no weight above 0"
                 raise ConfigError(
                     f"component {number} must have a weight where epoch_samples is set, got {found}; give "
                     "all components one, or remove epoch_samples."
                 )
 
-    def counts(self, sizes: Sequence[int]) -> list[int]:
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Epochs in which a weight changes, ascending, the first 0."""
+        weights = [part.weight for part in self.component]
+        return tuple(sorted({0, *(epoch for one in weights if isinstance(one, dict) for epoch in one)}))
+
+    def counts(self, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
         """Return the draws of each component per epoch, given the numbers of samples.
+
+        Returns:
+            For each component first epochs, ascending from 0, and the draws of an epoch from there on.
 
         Raises:
             ConfigError: A component would be drawn from never, or far too often.
         """
-        if self.epoch_samples is None:
-            repeats = [1.0 if part.repeat is None else part.repeat for part in self.component]
-            counts = [draws_by_repeat(size, repeat) for size, repeat in zip(sizes, repeats, strict=True)]
-        else:
-            counts = draws_by_weight([part.weight or 0.0 for part in self.component], self.epoch_samples)
-        for number, (count, size) in enumerate(zip(counts, sizes, strict=True), start=1):
-            if not count:
-                raise ConfigError(
-                    f"component {number} of the blend must be drawn from at least once an epoch, got 0 of "
-                    f"its {size:,} samples; raise its repeat or weight, or remove it."
-                )
-            if count > size * _MAX_REPEAT:
-                raise ConfigError(
-                    f"component {number} of the blend must be drawn from at most {_MAX_REPEAT:,} times its "
-                    f"{size:,} samples an epoch, got {count:,} times; lower its weight or epoch_samples."
-                )
-        return counts
+        by_start = []
+        for start in self.starts:
+            weights = [part.weight_in(start) for part in self.component]
+            if self.epoch_samples is None:
+                repeats = [1.0 if part.repeat is None else part.repeat for part in self.component]
+                counts = [draws_by_repeat(size, repeat) for size, repeat in zip(sizes, repeats, strict=True)]
+            elif not any(weights):
+                raise ConfigError(f"a component must have a weight above 0 in epoch {start}, got none.")
+            else:
+                counts = draws_by_weight(weights, self.epoch_samples)
+            by_start.append(counts)
+            for number, (count, size) in enumerate(zip(counts, sizes, strict=True), start=1):
+                if not count and (self.epoch_samples is None or weights[number - 1] > 0):
+                    raise ConfigError(
+                        f"component {number} of the blend must be drawn from at least once an epoch, got 0 "
+                        f"of its {size:,} samples; raise its repeat or weight, or remove it."
+                    )
+                if count > size * _MAX_REPEAT:
+                    raise ConfigError(
+                        f"component {number} of the blend must be drawn from at most {_MAX_REPEAT:,} times "
+                        f"its {size:,} samples an epoch, got {count:,} times; lower its weight or "
+                        "epoch_samples."
+                    )
+        found = []
+        for number in range(len(sizes)):
+            changes: list[tuple[int, int]] = []
+            for start, counts in zip(self.starts, by_start, strict=True):
+                if not changes or changes[-1][1] != counts[number]:
+                    changes.append((start, counts[number]))
+            found.append(tuple(changes))
+        return found
 
 
 def read_blend(path: str | Path) -> BlendFile:
@@ -175,14 +237,15 @@ def open_blend(
                 opened[place] = open_unit(dataset, part.unit, of_series)
             datasets.append(opened[place])
             where = part.where if of_series is None else None
-            chosen.append(choose_rows(datasets[-1], part.split, where, part.keys))
+            found_rows = choose_rows(datasets[-1], part.split, where, part.keys)
+            chosen.append(_sampled(datasets[-1], found_rows, part.sampling or Sampling()))
         except ConfigError as error:
             raise ConfigError(f"component {number} of the blend: {error.message}") from None
         except ShardflowError as error:
             raise ConfigError(
                 f"component {number} of the blend must be a dataset that can be opened, got: {error.message}"
             ) from None
-    counts = file.counts([len(part.rows) for part in chosen])
+    counts = file.counts([len(part.rows) for part, _ in chosen])
     components = [
         BlendComponent(
             dataset_id=dataset.dataset_id,
@@ -190,12 +253,21 @@ def open_blend(
             split=part.split,
             rows=part.rows,
             subset=part.digest,
-            count=count,
+            count=first[1],
             num_table_rows=dataset.samples.num_samples,
+            changes=tuple(changes),
+            classes=classes,
         )
-        for dataset, part, count in zip(datasets, chosen, counts, strict=True)
+        for dataset, (part, classes), (first, *changes) in zip(datasets, chosen, counts, strict=True)
     ]
     return Selection(datasets=tuple(datasets), population=Blend(components), split=BLEND_SPLIT)
+
+
+def _sampled(dataset: Dataset, part: SplitRows, sampling: Sampling) -> tuple[SplitRows, WeightClasses | None]:
+    rows, classes = sampled_rows(dataset, part.rows, sampling)
+    if rows is not part.rows:
+        part = replace(part, rows=rows, digest=rows_digest(rows))
+    return part, classes
 
 
 def evaluation_blend(blend: Selection, split: str) -> Selection:

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Annotated, Any, Literal
 
 from shardflow.config import Bounds, ByteSize, check_fields
@@ -118,18 +117,6 @@ class ResolvedWorld:
                 "of another rank. Make the loader after torch.distributed.init_process_group(), or pass "
                 "world= (a World, a DeviceMesh dimension, or 'single')."
             )
-
-
-def check_seed(seed: object) -> None:
-    """Refuse a seed that is no integer.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise ConfigError(
-            f"seed is an integer from 0 that decides the order of samples, such as seed=7, got {seed!r}."
-        )
 
 
 def resolve_world(world: Any = None) -> ResolvedWorld:

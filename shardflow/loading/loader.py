@@ -24,7 +24,7 @@ from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.binding import bind_fields, bind_transform
-from shardflow.loading.config import LoaderConfig, World, check_node, check_seed, resolve_world
+from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
     LOCK_NAME,
@@ -246,7 +246,6 @@ class Loader:
         spec: BatchSpec | None = None,
     ) -> None:
         batch = _given_batch(batch, spec)
-        check_seed(seed)
         if lock is not None:
             dataset = open_locked(dataset, lock)
         self._resolved = resolve_world(world)

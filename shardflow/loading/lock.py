@@ -20,6 +20,7 @@ from shardflow.format.manifest import load
 from shardflow.format.tokens import open_manifest
 from shardflow.loading.selection import Selection
 from shardflow.sampling import LoaderState
+from shardflow.sampling.blend import Blend, ComponentState
 
 LOCK_NAME: Final = "loader.lock.json"
 """Name of the file beside a checkpoint."""
@@ -55,12 +56,19 @@ def make_lock(selection: Selection, state: LoaderState, fields: FieldSet) -> dic
             "view": state.view,
             "seed": state.seed,
             "batch": state.spec.to_json(),
-            "components": [one.to_json() for one in state.components],
+            "components": [one.to_json() for one in _components(selection)],
+            **({} if selection.sampling is None else {"draws": selection.sampling.to_json()}),
         },
         "field_tables": list(fields.table_digests),
         "plan_id": state.plan_id,
         "content_id": fields.content_id,
     }
+
+
+def _components(selection: Selection) -> tuple[ComponentState, ...]:
+    """Return all components of a blend; the state lists those of a small one only."""
+    population = selection.population
+    return population.all_states() if isinstance(population, Blend) else ()
 
 
 def _dataset(

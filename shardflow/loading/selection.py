@@ -532,7 +532,9 @@ class Selection:
 
     def row_bases(self) -> Int64Array:
         """Return the first row of each dataset, ``(num_datasets,)``."""
-        return _bases([dataset.samples.num_samples for dataset in self.datasets])
+        if isinstance(self.population, Mixture):
+            return self.population.bases
+        return np.zeros(1, np.int64)
 
     def _shard_bases(self) -> Int64Array:
         return _bases([len(dataset.manifest.shards) for dataset in self.datasets])

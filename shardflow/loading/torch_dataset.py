@@ -36,7 +36,7 @@ from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.loader import Loader
 from shardflow.loading.selection import Selection
-from shardflow.sampling import BatchSpec, Position
+from shardflow.sampling import BatchSpec, Position, Sampling
 
 _Token = tuple[int, int]
 """Identity of an iteration: the seed of the DataLoader's workers, and how many they began before it."""
@@ -72,6 +72,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         unit: What a sample is.
         where: Which samples.
         keys: File of the keys of the samples.
+        sampling: How often each sample is drawn.
         transform: What is done to each sample.
         outputs: What the transform returns.
         collate: What is made of the samples of a micro-batch.
@@ -104,6 +105,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
         unit: str = "study",
         where: str | None = None,
         keys: str | os.PathLike[str] | None = None,
+        sampling: Sampling | None = None,
         transform: Any = None,
         outputs: Mapping[str, Any] | None = None,
         collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | str | None = None,
@@ -120,6 +122,7 @@ class ShardIterableDataset(IterableDataset[Batch]):
             "unit": unit,
             "where": where,
             "keys": keys,
+            "sampling": sampling,
             "transform": transform,
             "outputs": outputs,
             "collate": collate,

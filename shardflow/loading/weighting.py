@@ -6,6 +6,8 @@ to count them. What is kept is a small code of each value; see `shardflow.sampli
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,6 +27,8 @@ from shardflow.sampling.weights import MAX_CLASSES, CodeArray, Levels, WeightCla
 _READ_ROWS: Final = 2**20
 _MAX_JOINT: Final = 4 * MAX_CLASSES
 _MISSING: Final = "missing"
+_EXACT: Final = 1e-6
+_LOGGER = logging.getLogger(__name__)
 
 
 def sampled(selection: Selection, sampling: Sampling | None) -> Selection:
@@ -184,8 +188,6 @@ def _column(dataset: Dataset, name: str, setting: str) -> tuple[ColumnValues, st
     Raises:
         ConfigError: There is none of the name, or it holds lists.
     """
-    import difflib
-
     columns = open_columns(dataset)
     if name not in columns:
         near = difflib.get_close_matches(name, list(columns), n=1)
@@ -240,6 +242,13 @@ def _weighted(dataset: Dataset, rows: Rows, segments: tuple[tuple[int, str], ...
         coders.append(_Coder(name, levels, 0))
         weights.append(levels.weights)
         errors.append(levels.error)
+        if levels.error > _EXACT:
+            _LOGGER.info(
+                "weights=%r are rounded to %d values: at most %.2g %% off",
+                name,
+                len(levels.weights),
+                100 * levels.error,
+            )
     sizes = tuple(len(one) for one in weights)
     table, used = None, np.arange(sizes[0])
     if len(names) > 1:

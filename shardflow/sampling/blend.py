@@ -284,6 +284,11 @@ class Mixture:
         """Component and class of each stratum, in order; the class is 0 for a component without weights."""
         return list(self._strata)
 
+    @property
+    def bases(self) -> Int64Array:
+        """The first blended row of each component, ``(C,)`` int64."""
+        return self._bases[:-1]
+
     def starts(self) -> list[int]:
         """Return the number of the first sample of each stratum, and the end."""
         return [int(start) for start in self._starts]

@@ -23,6 +23,7 @@ from shardflow.fields.text import Text
 from shardflow.fields.tokens import Tokens
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address
+from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig
 
 IMAGE_FIELD: Final = "image"
@@ -567,6 +568,8 @@ class TrainConfig:
     fields: FieldTables = field(default_factory=dict)
     """What a batch holds, by name: ``image`` and ``report``, which the model takes, and any others. Left
     out: 8 slices of the primary series of each study in the size of the model's images, and the report."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How often each sample is trained on; left out for a blend, whose components have their own."""
     image: ImageConfig = field(default_factory=ImageConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -581,6 +584,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._keep_folders_apart()
+        if self.data.is_blend and self.sampling.is_used:
+            raise ConfigError(
+                "[sampling] is set although data.dataset is a blend file; write [component.sampling] in it."
+            )
         if not self.fields:
             object.__setattr__(self, "fields", default_fields(self.image))
         check_names(self.fields)

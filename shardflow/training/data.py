@@ -79,20 +79,25 @@ class TrainingData:
 
 
 def open_data(
-    settings: DataConfig, saved: Mapping[str, Any] | None, *, cache: CacheConfig | None = None
+    settings: DataConfig,
+    saved: Mapping[str, Any] | None,
+    *,
+    lock: Mapping[str, Any] | None = None,
+    cache: CacheConfig | None = None,
 ) -> TrainingData:
     """Open the training and evaluation data of a run.
 
     Args:
         settings: The table ``[data]``.
         saved: The loader state of the checkpoint that the run resumes from.
+        lock: The lock beside it, which has the versions of a blend of many components.
         cache: The table ``[cache]``.
 
     Raises:
         ConfigError: There is no dataset or blend, a split is missing, or no sample is left.
     """
     if settings.is_blend:
-        return _open_blend(settings, saved, cache)
+        return _open_blend(settings, saved, lock, cache)
     if "://" not in settings.dataset:
         _check_folder(settings)
     version = settings.manifest_version
@@ -135,10 +140,15 @@ def _check_folder(settings: DataConfig) -> None:
 
 
 def _open_blend(
-    settings: DataConfig, saved: Mapping[str, Any] | None, cache: CacheConfig | None
+    settings: DataConfig,
+    saved: Mapping[str, Any] | None,
+    lock: Mapping[str, Any] | None,
+    cache: CacheConfig | None,
 ) -> TrainingData:
     pinned = None
-    if saved is not None:
+    if lock is not None:
+        pinned = [dataset["manifest_version"] for dataset in lock["datasets"]]
+    elif saved is not None:
         pinned = [state.manifest_version for state in components_from_json(saved.get("components", []))]
     blend = open_blend(settings.dataset, versions=pinned, cache=cache)
     return TrainingData(

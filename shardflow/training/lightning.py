@@ -97,17 +97,17 @@ class ShardDataModule(LightningDataModule):
             self._loaders.pop().close()
 
     def _open_evaluations(self, parts: Part | list[Part]) -> Any:
-        spec = replace(self._spec, tail="mask")
+        spec = replace(self._spec, tail="mask")  # every sample once, whatever training draws
         if isinstance(parts, list):
-            return [EvaluationBatches(self._open(part, spec), self._convert) for part in parts]
-        return EvaluationBatches(self._open(parts, spec), self._convert) if parts else []
+            return [EvaluationBatches(self._open(part, spec, sampling=None), self._convert) for part in parts]
+        return EvaluationBatches(self._open(parts, spec, sampling=None), self._convert) if parts else []
 
-    def _open(self, part: Part, spec: BatchSpec) -> Loader:
+    def _open(self, part: Part, spec: BatchSpec, **changed: Any) -> Loader:
         trainer: Any = self.trainer
         split, own = (part, None) if isinstance(part, str) else part
         conditions = [one for one in (self._settings.get("where"), own) if one is not None]
         where = " and ".join(f"({one})" for one in conditions) or None
-        settings = {**self._settings, "where": where}
+        settings = {**self._settings, **changed, "where": where}
         loader = Loader(
             Dataset.open(self._dataset),
             split=split,

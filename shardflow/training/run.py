@@ -246,7 +246,8 @@ def prepare_run(
     bindings = model_bindings(config, tokenizer)
     if checkpoint is not None:
         check_bindings(checkpoint, bindings, accepts_content=config.run.accept_content_change)
-    data = open_data(config.data, checkpoint.state["loader"] if checkpoint else None, cache=config.cache)
+    saved, saved_lock = (checkpoint.state["loader"], checkpoint.lock) if checkpoint else (None, None)
+    data = open_data(config.data, saved, lock=saved_lock, cache=config.cache)
     data.check_modalities("image.standardize", config.image.standardize)
     loader = stack.enter_context(_open_loader(config, ranks, data.training))
     model, tokenizer = build_report_model(
@@ -376,6 +377,7 @@ def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tai
         fields=run_fields(
             config.fields, config.image, config.text.tokenizer, selection, is_evaluation=is_evaluation
         ),
+        sampling=None if is_evaluation else config.sampling,
         transform=None if is_evaluation else list(config.data.transform) or None,
         world=World(
             rank=ranks.rank,

@@ -29,7 +29,10 @@ RECORD = GOLDEN / "classes.json"
 CHANGELOG = GOLDEN.parent.parent / "CHANGELOG.md"
 CLASSES = {
     "SHARD FORMAT": (FORMAT_VERSION, ("format", "codecs")),
-    "ITERATION ORDER": (PLAN_VERSION, ("order", "order-lanes", "order-blends", "slice-choice")),
+    "ITERATION ORDER": (
+        PLAN_VERSION,
+        ("order", "order-lanes", "order-blends", "order-weights", "slice-choice"),
+    ),
     "CHECKPOINT STATE": (STATE_VERSION, ("loader-state", "loader-state-1", "batch-specs")),
 }
 

@@ -27,11 +27,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def _memory_bytes(pids: list[int | str]) -> int:
-    """Memory that belongs to no file, shared or not: a page counts the same when another process ends."""
+    """Memory that belongs to no file: pages of libraries count for more when others let go of them."""
     found = 0
     for pid in pids:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        found += sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     return found * 1024
 
 

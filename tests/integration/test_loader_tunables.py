@@ -312,17 +312,15 @@ def test_nothing_is_left_open(url: str, tmp_path: Path) -> None:
         assert dataset.cache is not None
         dataset.cache.close()
 
-    def num_descriptors() -> int:
-        gc.collect()  # of what a thread held until it ended
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     run(0)
+    gc.collect()
     assert _eventually(lambda: not _background_threads())
-    before = num_descriptors()
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for number in range(4):
         run(number)
+    gc.collect()
     assert _eventually(lambda: not _background_threads())
-    assert _eventually(lambda: num_descriptors() <= before)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_a_loader_may_be_closed_and_its_process_fork_while_settings_change(

@@ -8,9 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from pydicom.dataset import FileDataset
 
 import shardflow as sf
@@ -25,7 +23,6 @@ from tests.layout_trees import make_openi
 from tests.pack_case import PackCase
 
 NUM_SAMPLES = 14
-SPEC = sf.BatchSpec.simple(global_batch_size=2, micro_batch_size=2)
 BY_ROLE = """
 [fields.frontal]
 type = "image"
@@ -189,19 +186,12 @@ def test_default_fields_are_counted_too(cases: Dataset, plan: Any) -> None:
         ('[fields.a]\ntype = "imge"', "There is no field type 'imge'; there are "),
         ('[fields.a]\ntype = "image"\nserise = "x"', "the nearest known key is 'series'"),
         ("[fields.a]\nsize = [8, 8]", "fields.a.type must be the name of a type"),
-        (
-            '[fields.a]\ntype = "image"\nsize = 8',
-            "fields.a.size must be a list, got an integer (fields.toml); write [8, 8]",
-        ),
+        ('[fields.a]\ntype = "image"\nsize = 8', "fields.a.size must be a list"),
         ('[fields.a]\ntype = "image"\nsize = [8]', "[fields.a] size is (rows, columns)"),
         ('[fields.a]\ntype = "image"\nnum_images = "some"', "fields.a.num_images must be"),
         ('[fields.a]\ntype = "image"\nseries = "rolle == 1"', "role"),
         ('[fields.a]\ntype = "image"\nseries = "role == \'x\'"', "matches no image"),
         ('[fields.a]\ntype = "image"\nseries = "role == \'frontal\'"', "write missing='pad'"),
-        (
-            '[fields.a]\ntype = "image"\nseries = "modality == \'PT\' and rows > 90"',
-            "modality: 'CR', 'CT', 'DX'. rows: 12, 16, 18, 20, 22, 24, 30.",
-        ),
         ('[fields.row]\ntype = "text"', "'row' is reserved"),
         ("[field.a]", "the nearest known key is 'fields'"),
         ("[fields]", "holds no field"),
@@ -217,34 +207,6 @@ def test_a_slip_is_one_sentence_before_anything_is_read(
     assert message in sentence
     assert not pointer or pointer[0].strip() in text  # an expression is shown with the place of its slip
     assert not called.out
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda _: sf.Image(dtype=np.float32), "dtype is a name; write dtype='float32'"),  # type: ignore[arg-type]
-        (
-            lambda _: sf.Array(member="a.npy", shape=(1,), dtype=np.dtype("<i2")),  # type: ignore[arg-type]
-            "write dtype='int16'",
-        ),
-        (lambda _: sf.Image(dtype=torch.uint8), "write dtype='uint8'"),  # type: ignore[arg-type]
-        (lambda _: sf.Image(dtype=3), "such as 'float32', got 3"),  # type: ignore[arg-type]
-        (lambda _: sf.Slices(size=224), r"such as \(224, 224\), got 224"),  # type: ignore[arg-type]
-        (
-            lambda data: sf.Loader(data, split="train", seed=None, batch=SPEC, fields={}),  # type: ignore[arg-type]
-            "such as seed=7, got None",
-        ),
-        (
-            lambda data: sf.Loader(
-                data, split="train", seed=1, batch=SPEC, fields={}, unit="series", where="modality == 'PT'"
-            ),
-            "selects no series with images",
-        ),
-    ],
-)
-def test_a_slip_in_python_says_what_to_write(cases: Dataset, make: Any, message: str) -> None:
-    with pytest.raises(sf.ConfigError, match=message):
-        make(cases)
 
 
 TYPES: dict[str, tuple[str, sf.Field]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardflow as sf
+from shardflow.cli import main as cli
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
 from shardflow.format.tables import StoredColumn, write_table
@@ -172,3 +174,44 @@ def test_the_selection_crosses_a_process(dataset: Dataset) -> None:
         again = pickle.loads(pickle.dumps(one.selection))
         plan = again.plan(SPEC, seed=7, epoch=1)
         assert plan.step(0)[0].tolist() == one.selection.plan(SPEC, seed=7, epoch=1).step(0)[0].tolist()
+
+
+def test_the_plan_shows_realized_counts(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(dataset.store.url), "--split", "train", "--seed", "7", "--epoch", "1"]
+    arguments += [
+        "--micro-batch-size",
+        "2",
+        "--micro-batches-per-step",
+        "4",
+        "--world-size",
+        "2",
+        "--summary",
+    ]
+    weighted = [*arguments, "--weights", "t.weight", "--epoch-samples", "60"]
+    assert cli.main([*weighted, "--json"]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["class"], one["num_samples"], one["num_draws"]) for one in line["classes"]] == [
+        ("weight 1", 10, 10),
+        ("weight 2", 10, 20),
+        ("weight 3", 10, 30),
+    ]
+    assert cli.main([*arguments, "--balance", "t.finding", "--missing-class", "own"]) == 0
+    shown = capsys.readouterr().out
+    assert "common" in shown
+    assert "rare" in shown
+    assert "missing" in shown
+    assert cli.main([*arguments, "--balance", "t.finding"]) == 2
+    assert "4 of 40 without" in capsys.readouterr().err
+
+
+def test_workers_of_a_data_loader_draw_the_same(dataset: Dataset) -> None:
+    from torch.utils.data import DataLoader
+
+    from shardflow.loading.torch_dataset import ShardIterableDataset
+
+    sampling = sf.Sampling(weights="t.weight")
+    made = ShardIterableDataset(
+        dataset, split="train", batch=SPEC, seed=7, fields={}, sampling=sampling, world="single"
+    )
+    found = [tuple(batch.sample_keys) for batch in DataLoader(made, batch_size=None, num_workers=2)]
+    assert found == [keys for *_, keys in batches(dataset, sampling, world=sf.World(), epochs=1)]

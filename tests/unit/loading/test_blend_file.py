@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.format import Dataset
+from shardflow.format.tables import StoredColumn, write_table
+from shardflow.loading import Loader
 from shardflow.loading.blend_file import evaluation_blend, open_blend
+from shardflow.sampling import BatchSpec, EpochPlan
 from shardflow.sampling.blend import Blend
 from tests.factories import make_dataset, sample_key
 
@@ -60,7 +67,7 @@ def test_the_digest_follows_samples_and_draws_and_not_the_words(folder: Path) ->
     ("text", "message"),
     [
         ("", "component must be set, got nothing"),
-        ("component = []", "a blend must have 1 to 10 \\[\\[component\\]\\], got 0"),
+        ("component = []", "a blend must have 1 to 1000 \\[\\[component\\]\\], got 0"),
         ('[[component]]\ndataset = "a"\nweight = 1.0', "component 1 must have a repeat where epoch_samples"),
         (
             'epoch_samples = 9\n[[component]]\ndataset = "a"\nrepeat = 1.0',
@@ -115,3 +122,62 @@ def test_evaluation_takes_a_split_of_all_datasets_once(folder: Path) -> None:
     assert counts_of(evaluation_blend(blend, "train").population) == [10, 20]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a dataset of the blend must have split 'test', got none"):
         evaluation_blend(blend, "test")
+
+
+def test_weights_change_with_the_epoch(folder: Path) -> None:
+    text = (
+        "epoch_samples = 90\n"
+        + component("a", "weight = {0 = 2.0, 3 = 1.0, 5 = 0.0}")
+        + component("b", "weight = 1.0")
+    )
+    blend = blend_of(folder, text)
+    assert [blend.counts(epoch).tolist() for epoch in (0, 2, 3, 4, 5, 9)] == [
+        [60, 30], [60, 30], [45, 45], [45, 45], [0, 90], [0, 90],
+    ]  # fmt: skip
+    assert blend.before(5).tolist() == [270, 180]
+    assert blend.digest != blend_of(folder, text.replace("3 = 1.0, ", "")).digest
+    spec = BatchSpec(micro_batch_size=5, micro_batches_per_step=3)
+    for epoch in (2, 5):
+        plan = EpochPlan(blend, spec, seed=7, epoch=epoch)
+        rows = [row for step in range(plan.num_steps) for row in plan.step(step)[0].ravel().tolist()]
+        assert sum(row < 12 for row in rows) == (60 if epoch == 2 else 0)
+
+
+def test_a_thousand_components_plan_and_fit_a_state_and_a_lock(folder: Path) -> None:
+    blend = blend_of(folder, "\n".join(component("b", f"repeat = {1 + n % 3}") for n in range(1000)))
+    assert blend.num_draws == sum(20 * (1 + n % 3) for n in range(1000))
+    selection = open_blend(folder / "blend.toml")
+    spec = BatchSpec(micro_batch_size=8, micro_batches_per_step=4)
+    with Loader(selection, batch=spec, seed=7, fields={}, world="single") as loader:
+        state = loader.state_dict()
+        assert len(json.dumps(state)) < 1024
+        assert state["components"] == []
+        assert len(loader.lock()["sampling"]["components"]) == 1000
+        batch = next(iter(loader))
+        assert len(set(batch.arrays["component"].tolist())) > 1
+        loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"^a blend must have 1 to 1000 \[\[component\]\], got 1001"):
+        blend_of(folder, component("b") * 1001)
+
+
+def test_samples_of_a_component_have_weights_and_limits(folder: Path) -> None:
+    dataset = Dataset.open(str(folder / "b"))
+    values = np.arange(20)
+    write_table(
+        dataset.store,
+        dataset.dataset_id,
+        "t",
+        "study",
+        [StoredColumn(name="w", kind="int", values=values, is_missing=values < 0)],
+    )
+    text = component("a", "sampling = {limit = 3}") + component(
+        "b", 'sampling = {weights = "t.w"}\nrepeat = 9.5'
+    )
+    blend = blend_of(folder, text)
+    assert counts_of(blend) == [3, 190]
+    plan = EpochPlan(blend, BatchSpec(micro_batch_size=1, micro_batches_per_step=1), seed=7, epoch=0)
+    rows = Counter(row for step in range(plan.num_steps) for row in plan.step(step)[0].ravel().tolist())
+    assert {row - 12: count for row, count in rows.items() if row >= 12} == {row: row for row in range(1, 20)}
+    assert sum(count for row, count in rows.items() if row < 12) == 3
+    with pytest.raises(ConfigError, match="epoch_samples must be left out"):
+        blend_of(folder, component("a", "sampling = {epoch_samples = 3}"))
