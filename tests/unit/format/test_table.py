@@ -121,6 +121,11 @@ def test_a_block_is_checked_when_it_is_touched_and_only_then() -> None:
     rows_per_block = BLOCK_NUM_BYTES // 8
     good = np.array([0, 3 * rows_per_block - 1, 4 * rows_per_block, 59_999])
     assert table.gather("a", good).tolist() == good.tolist()
+    before = np.arange(7, 3 * rows_per_block)
+    assert table.gather("a", before).tolist() == before.tolist()
+    for around in (np.arange(7, 3 * rows_per_block + 1), np.arange(2 * rows_per_block, 5 * rows_per_block)):
+        with pytest.raises(ChecksumError):
+            table.gather("a", around)
     for bad in (3 * rows_per_block, 4 * rows_per_block - 1):
         with pytest.raises(ChecksumError):
             table.gather("a", bad)
