@@ -1,4 +1,4 @@
-"""Search over the studies of a dataset: by split, modality, key, and by the findings of their reports."""
+"""Search over the studies of a dataset: by split, modality, key, expression, and the findings of reports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, ShardflowError
+from shardflow.fields.where import Where
 from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.viewing.study import find_row, place_of
 
+_ROWS_AT_ONCE: Final = 1 << 20
 CONTENT_FIELD: Final = "report.json"
 _CLOSE_S: Final = 5.0
 
@@ -29,6 +31,8 @@ class Query:
     modality: str = ""
     text: str = ""
     """A sample key or its beginning, or a row such as ``train:12``."""
+    where: str = ""
+    """An expression over columns, see `shardflow.fields.where`."""
     concept: str = ""
     """A finding that the report names."""
     assertion: str = ""
@@ -120,7 +124,17 @@ class Catalog:
             rows = np.intersect1d(rows, self._rows_of(query.concept, query.assertion))
         if query.text:
             rows = rows[self._has_text(query.text, rows)]
+        if query.where:
+            rows = rows[self._selected(query.where)[rows]]
         return rows.astype(np.int64)
+
+    def _selected(self, where: str) -> NDArray[np.bool_]:
+        condition, num_rows = Where(self._dataset, where), self._dataset.samples.num_samples
+        parts = [
+            condition.select(start, min(start + _ROWS_AT_ONCE, num_rows)).rows
+            for start in range(0, num_rows, _ROWS_AT_ONCE)
+        ]
+        return np.concatenate([np.zeros(0, bool), *parts])
 
     def _has_text(self, text: str, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         if ":" in text:

@@ -132,7 +132,8 @@ class Routes:
         }
 
     def _samples(self, values: Mapping[str, str]) -> dict[str, Any]:
-        given = {name: values.get(name, "") for name in ("split", "modality", "concept", "assertion")}
+        names = ("split", "modality", "where", "concept", "assertion")
+        given = {name: values.get(name, "") for name in names}
         return self._catalog.find(Query(text=values.get("text", "")[:100], **given), *_page(values))
 
     def _rows_of_inputs(self, values: Mapping[str, str]) -> dict[str, Any]:

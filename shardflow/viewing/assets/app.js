@@ -13,7 +13,7 @@ const CT_WINDOWS = {
   brain: [40, 80], subdural: [80, 200], stroke: [32, 8],
 };
 const byId = (id) => document.getElementById(id);
-const state = { about: null, all: [], recordings: [], isRecording: false, rows: [], start: 0, total: 0, study: null, series: 0, asked: 0, opened: 0 };
+const state = { about: null, all: [], recordings: [], isRecording: false, rows: [], start: 0, total: 0, study: null, where: "", series: 0, asked: 0, opened: 0 };
 const film = new Film(byId("canvas"), describe);
 const strip = new Strip(byId("strip"), describeStrip);
 let shown = film; // what wheel, keys and slider move
@@ -24,6 +24,7 @@ async function list(start = 0) {
   const asked = ++state.asked;
   const values = { start, count: PAGE_ROWS };
   for (const name of ["text", "split", "modality", "concept", "assertion"]) values[name] = byId(name).value.trim();
+  values.where = state.where; // while it is being written it is no expression
   const found = await ask("api/samples", values);
   if (asked !== state.asked) return;
   Object.assign(state, { rows: found.samples, start, total: found.total });
@@ -282,6 +283,10 @@ function listen() {
     tab.addEventListener("click", () => side(tab.dataset.side));
   }
   byId("search").addEventListener("submit", (event) => event.preventDefault());
+  byId("where").addEventListener("change", () => {
+    state.where = byId("where").value.trim();
+    list().catch(failed);
+  });
   byId("search").addEventListener("input", () => list().catch(failed));
   byId("earlier").addEventListener("click", () => list(Math.max(0, state.start - PAGE_ROWS)));
   byId("later").addEventListener("click", () => list(state.start + PAGE_ROWS));

@@ -152,6 +152,9 @@ def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None
     assert [sample["place"] for sample in found["samples"]] == ["val:0", "val:1"]
     assert ask(viewer, "/api/samples?modality=MR")["total"] == 4
     assert ask(viewer, "/api/samples?modality=XA")["total"] == 0
+    narrowed = ask(viewer, "/api/samples?split=val&where=facts.modality%20%3D%3D%20'MR'")
+    assert narrowed["total"] == ask(viewer, "/api/samples?split=val&modality=MR")["total"]
+    assert ask(viewer, "/api/samples?where=facts.modality%20%3D%3D%20'MR'")["total"] == 4
     key = found["samples"][0]["key"]
     assert [sample["key"] for sample in ask(viewer, f"/api/samples?text={key[:8]}")["samples"]] == [key]
     assert ask(viewer, "/api/samples?text=train:3")["samples"][0]["row"] == 3
@@ -160,6 +163,8 @@ def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None
     status, _, body = get(viewer, "/api/samples?split=none")
     assert (status, b"no such split" in body) == (400, True)
     assert get(viewer, "/api/samples?start=x")[0] == 400
+    status, _, body = get(viewer, "/api/samples?where=facts.modalty%20%3D%3D%20'MR'")
+    assert (status, b"did you mean facts.modality" in body) == (400, True)
 
 
 def test_studies_are_found_by_what_their_reports_say(viewer: Viewer) -> None:
