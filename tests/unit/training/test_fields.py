@@ -100,7 +100,7 @@ def test_a_run_on_fields_of_every_kind_goes_on_in_every_bit(
     [
         ("augment.zoom=0.1", "augment.zoom"),
         ("fields.image.fit=letterbox", "fields.image.fit"),
-        (SIZED, "fields.image.size"),
+        (SIZED, "fields.image.series"),  # the first setting that differs
         ("fields.image.tiles=2", "fields.image.tiles"),
         ("fields.image.augment_pool=0.5", "fields.image.augment_pool"),
         ("batch.packed=true", "batch.packed"),
