@@ -260,7 +260,13 @@ def open_blend(
         )
         for dataset, (part, classes), (first, *changes) in zip(datasets, chosen, counts, strict=True)
     ]
-    return Selection(datasets=tuple(datasets), population=Blend(components), split=BLEND_SPLIT)
+    tables = {name for part in file.component if part.sampling is not None for name in part.sampling.tables}
+    return Selection(
+        datasets=tuple(datasets),
+        population=Blend(components),
+        split=BLEND_SPLIT,
+        tables=tuple(sorted(tables)),
+    )
 
 
 def _sampled(dataset: Dataset, part: SplitRows, sampling: Sampling) -> tuple[SplitRows, WeightClasses | None]:

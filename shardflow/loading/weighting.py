@@ -51,7 +51,8 @@ def sampled(selection: Selection, sampling: Sampling | None) -> Selection:
     dataset = selection.datasets[0]
     rows, classes = sampled_rows(dataset, selection.population, sampling)
     subset = selection.subset if rows is selection.population else rows_digest(rows)
-    found = replace(selection, population=rows, subset=subset, sampling=sampling)
+    tables = tuple(sorted({*selection.tables, *sampling.tables}))
+    found = replace(selection, population=rows, subset=subset, sampling=sampling, tables=tables)
     count = sampling.epoch_samples or len(rows)
     if classes is None and count == len(rows):
         return found

@@ -219,6 +219,11 @@ class Sampling:
         return tuple(dict.fromkeys(names if self.balance is None else [self.balance]))
 
     @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables of these columns."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.columns))
+
+    @property
     def is_used(self) -> bool:
         """Whether anything differs from one draw of every sample an epoch."""
         return self != Sampling()

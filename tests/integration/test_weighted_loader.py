@@ -215,3 +215,26 @@ def test_workers_of_a_data_loader_draw_the_same(dataset: Dataset) -> None:
     )
     found = [tuple(batch.sample_keys) for batch in DataLoader(made, batch_size=None, num_workers=2)]
     assert found == [keys for *_, keys in batches(dataset, sampling, world=sf.World(), epochs=1)]
+
+
+def test_a_resume_opens_the_weights_that_the_lock_lists(tmp_path: Path) -> None:
+    made = Dataset.open(make_dataset(tmp_path / "dataset", num_samples=NUM))
+
+    def attach(values: Any) -> Dataset:
+        column = StoredColumn(name="w", kind="int", values=values, is_missing=np.zeros(NUM, bool))
+        write_table(made.store, made.dataset_id, "t", "study", [column])
+        return Dataset.open(str(tmp_path / "dataset"))
+
+    options: dict[str, Any] = {"split": "train", "seed": 7, "batch": SPEC, "fields": {}, "world": "single"}
+    options["sampling"] = sf.Sampling(weights="t.w")
+    with sf.Loader(attach(np.arange(NUM) % 3), **options) as first:
+        state, lock, keys = first.state_dict(), first.lock(), next(iter(first)).sample_keys
+    newer = attach(np.arange(NUM) % 5)
+    with (
+        sf.Loader(newer, **options) as other,
+        pytest.raises(StateError, match=r"^sampling of the loader state"),
+    ):
+        other.load_state_dict(state)
+    with sf.Loader(newer, lock=lock, **options) as resumed:
+        resumed.load_state_dict(state, lock=lock)
+        assert next(iter(resumed)).sample_keys == keys
