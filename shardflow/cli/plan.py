@@ -502,7 +502,9 @@ def title_of(selection: Selection) -> str:
     if isinstance(selection.population, Blend):
         return f"blend {selection.population.digest} of {len(selection.datasets)} components"
     subset = "" if selection.subset is None else f", subset {selection.subset[:12]}"
-    return f"split {selection.split} of {selection.datasets[0].dataset_id}{subset}"
+    missing = selection.num_missing
+    left_out = f"; {counted(missing, 'sample')} left out because a value is missing" if missing else ""
+    return f"split {selection.split} of {selection.datasets[0].dataset_id}{subset}{left_out}"
 
 
 def fields_report(selection: Selection, name: str, transform: str | None = None) -> dict[str, Any]:

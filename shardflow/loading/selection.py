@@ -313,6 +313,8 @@ class Selection:
     split: str
     subset: str | None = None
     """Digest of the rows, if they are not the whole split."""
+    num_missing: int = 0
+    """Samples that an expression leaves out because a value is missing; 0 for a blend, which logs them."""
     sampling: Sampling | None = None
     """How often each is drawn, where it is not once an epoch; of a blend, its file says it."""
     tables: tuple[str, ...] = ()
@@ -594,7 +596,13 @@ def select(
     is_derived = unit in ("series", "image")
     dataset = open_unit(source, unit, where if is_derived else None)
     chosen = choose_rows(dataset, split, None if is_derived else where, keys)
-    return Selection(datasets=(dataset,), population=chosen.rows, split=chosen.split, subset=chosen.digest)
+    return Selection(
+        datasets=(dataset,),
+        population=chosen.rows,
+        split=chosen.split,
+        subset=chosen.digest,
+        num_missing=chosen.num_missing,
+    )
 
 
 def _bases(sizes: list[int]) -> Int64Array:

@@ -293,7 +293,14 @@ def test_a_part_of_a_split_is_planned_and_named(call: Call, dataset: Path) -> No
     assert held == sorted(samples.sample_key(row) for row in wanted)
     shown = _plan(call, dataset, "--where", "facts.num_slices >= 3", "--tail", "mask", "--summary")
     assert ", subset " in shown.out
+    assert "is missing" not in shown.out
     assert _plan(call, dataset, "--where", "facts.num_slices >= 99").code == 2
+    # Packing knows no day of these studies, so the first condition is neither true nor false.
+    assert call("attach", dataset, "--facts").code == 0
+    text = "facts.study_day > 5 or facts.num_slices >= 3"
+    shown = _plan(call, dataset, "--where", text, "--tail", "mask", "--summary")
+    num_missing = len(samples.splits["train"]) - len(wanted)
+    assert f"; {num_missing} samples left out because a value is missing" in shown.out
 
 
 def test_a_blend_is_planned_with_its_components(call: Call, dataset: Path, tmp_path: Path) -> None:
