@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Final
@@ -59,9 +59,9 @@ class Waveform(Field):
 
     With ``window``, place k of T is ``begin + k / rate_hz`` seconds from the first image of the study (from
     the study, where its acquisition is not known), to the nearest place of the grid; all recordings in the
-    window are used, and one whose start is unknown is not. With ``duration_s`` it is ``k / rate_hz`` seconds
-    from the start of one recording: of those with the most of the channels the nearest to the study. Other
-    rates are resampled by `scipy.signal.resample_poly`.
+    window are used, the earlier one where two overlap, and one whose start is unknown is not. With
+    ``duration_s`` it is ``k / rate_hz`` seconds from the start of one recording: of those with the most of
+    the channels the nearest to the study. Other rates are resampled by `scipy.signal.resample_poly`.
 
     Channels that a sample's recordings lack are zeros and count as ``absent_channels`` of `Loader.counters`;
     those without a known unit or calibration too, and as ``unknown_units``.
@@ -233,16 +233,18 @@ class BoundWaveform(BoundMember):
             for each in array.channels
             for name in each.names
         }
+        stored = {name: payload for name, payload in payloads.items() if name != WAVEFORMS_FIELD}
         for recording, begin in self._chosen(recordings):
-            for place, array, row in self._channels(recording):
-                payload = payloads.get(array.field)
-                if payload is None:
-                    raise FormatError("waveforms.json names an array that the sample lacks")
-                stored = read_npy(payload)
-                if stored.ndim != 2 or len(stored) != len(array.channels) or stored.dtype.kind not in "iu":
-                    raise FormatError("an array is not channels x samples of integers")
-                with self._counters.timed("decode", stored[row].nbytes):
-                    self._place(stored[row], array, array.channels[row], begin, values[place], mask[place])
+            arrays_of = {array.field: _read(array, stored) for array in recording.arrays}
+            # A device may add averaged beats to a strip; the longer array decides, and others fill its gaps.
+            found = sorted(
+                self._channels(recording),
+                key=lambda one: -arrays_of[one[1].field].shape[1] / one[1].rate_hz,
+            )
+            for place, array, row in found:
+                samples = arrays_of[array.field][row]
+                with self._counters.timed("decode", samples.nbytes):
+                    self._place(samples, array, array.channels[row], begin, values[place], mask[place])
         self._counters.add("absent_channels", num_items=int((~mask.any(axis=1)).sum()))
         self._seen.note(self.name, labels, self._wanted)
 
@@ -325,6 +327,7 @@ class BoundWaveform(BoundMember):
             kept = is_valid[at]
         scale, shift = factors
         target = slice(first + offset, stop + offset)
+        kept &= mask[target] == 0
         np.copyto(values[target], part[at] * scale + shift, where=kept, casting="same_kind")
         mask[target] |= kept
 
@@ -337,6 +340,21 @@ class BoundWaveform(BoundMember):
         if found is None and self.spec.unit is None:
             found = 1.0, 0.0
         return None if found is None else (channel.gain * found[0], channel.offset * found[0] + found[1])
+
+
+def _read(array: StoredArray, payloads: Mapping[str, NDArray[np.uint8]]) -> NDArray[Any]:
+    """Read the samples of an array, ``(channels, samples)``.
+
+    Raises:
+        FormatError: The sample lacks them, or they are of another form.
+        ValueError: They are no array.
+    """
+    if array.field not in payloads:
+        raise FormatError("waveforms.json names an array that the sample lacks")
+    stored = read_npy(payloads[array.field])
+    if stored.ndim != 2 or len(stored) != len(array.channels) or stored.dtype.kind not in "iu":
+        raise FormatError("an array is not channels x samples of integers")
+    return stored
 
 
 class _SeenChannels:

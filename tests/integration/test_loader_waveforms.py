@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pydicom import dcmread
+from pydicom.data import get_testdata_file
+from pydicom.waveforms import multiplex_array
 
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.packing.attachments.waveforms.dicom import read_dicom_recording
 from shardflow.packing.attachments.waveforms.recording import attach_recording
 from shardflow.packing.attachments.waveforms.wfdb_records import read_wfdb_recording
 from shardflow.sampling import BatchSpec
@@ -173,6 +177,18 @@ def test_a_real_record_is_what_wfdb_makes_of_it(tmp_path: Path, shared_data: Pat
             whole = resample_poly(whole - level, rate, record.fs, axis=1, padtype="edge") + level
         assert found["w_mask"].all()
         np.testing.assert_allclose(found["w"], whole[:, : 5 * rate], atol=1e-5)
+
+
+def test_an_averaged_beat_does_not_cover_the_strip_that_it_was_made_of(tmp_path: Path) -> None:
+    path = Path(str(get_testdata_file("waveform_ecg.dcm")))  # a strip of 10 s, and 1.2 s of the same channels
+    attached = attach_recording(read_dicom_recording(path), study())
+    fields = {**attached.fields, "waveforms.json": json.dumps(attached.parts["waveforms"]).encode()}
+    strip = multiplex_array(dcmread(path), 0, as_raw=False)
+    found = _made(tmp_path / "a", {1: fields}).sample(
+        sample_key(1), {"w": sf.Waveform(channels=["I", "II", "V6"], rate_hz=1000, duration_s=10, unit="uV")}
+    )
+    assert found["w_mask"].all()
+    np.testing.assert_allclose(found["w"], strip[:, [0, 1, 11]].T)
 
 
 def test_a_transform_gets_waveforms(dataset: Dataset) -> None:
