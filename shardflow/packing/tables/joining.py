@@ -116,7 +116,9 @@ def attach_table(
     finally:
         join.list_problems(dataset, None if private is None else private.path)
     rows = index.target_of_row
-    stored = [column.take(np.where(rows >= 0, rows, -1)) for column in columns]
+    stored = []
+    while columns:  # one at a time, so that no column is in memory twice for long
+        stored.append(columns.pop(0).take(rows))
     store = LocalStore(dataset.store.url if to is None else to)
     manifest, is_new = write_table(store, dataset.manifest.dataset_id, settings.name, unit, stored)
     return AttachedTable(

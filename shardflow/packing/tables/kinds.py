@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast, get_args
 
@@ -25,9 +25,11 @@ from shardflow.packing.tables.readers import Values
 MISSING: Final = frozenset({"", "#N/A", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"})
 """Strings that stand for no value."""
 _BOOLEANS: Final = {"true": True, "false": False}
-_INT: Final = re.compile(r"[+-]?(?:0|[1-9]\d{0,17})(?:\.0*)?", re.ASCII)
-_FLOAT: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
-_LEADING_ZERO: Final = re.compile(r"[+-]?0\d", re.ASCII)
+_NUMBER: Final = re.compile(
+    r"[+-]?(?:(?:0|[1-9]\d*)(?P<point>\.\d*)?|(?P<bare>\.\d+))(?P<exponent>[eE][+-]?\d{1,3})?", re.ASCII
+)
+"""A number without the leading zeros that codes have."""
+_MAX_DIGITS: Final = 18
 _UID: Final = re.compile(r"[0-2](?:\.(?:0|[1-9]\d*)){4,}", re.ASCII)
 _MIN_UID_CHARACTERS: Final = 16
 _DATE: Final = re.compile(
@@ -40,7 +42,8 @@ _NAMES_OF_IDENTIFIERS: Final = re.compile(
     r"(?:^|_)(?:id|ids|uid|uids|uuid|mrn|ssn|accession|dob|birth|birthdate|address|phone|email|path|paths|"
     r"filename|file|files|date|datetime|timestamp|name|names|surname)(?:_|$)"
 )
-_MAX_DISTINCT: Final = 200_000
+_MAX_DISTINCT: Final = 20_000
+_MAX_PARSED: Final = 65_536
 _MIN_DISTINCT: Final = 5
 _MIN_IDENTIFIER: Final = 10_000
 _MIN_NUMBERS: Final = 20
@@ -88,9 +91,10 @@ def parse_value(value: Any) -> tuple[str, Any]:
 def _parse_text(text: str) -> tuple[str, Any]:
     if text in MISSING:
         return "missing", None
-    if _INT.fullmatch(text):
-        return "int", int(text.partition(".")[0])
-    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
+    found = _NUMBER.fullmatch(text)
+    if found is not None and found.lastgroup is None:
+        return ("int", int(text)) if len(text) <= _MAX_DIGITS else ("text", text)
+    if found is not None:
         kind, number = _parse_number(float(text))
         return (kind, number) if kind != "missing" else ("text", text)
     if text.lower() in _BOOLEANS:
@@ -119,14 +123,32 @@ def _parse_list(values: Values) -> tuple[str, Any]:
     return ("floats", found) if is_list else ("other", None)
 
 
-class Parser(dict[str, tuple[str, Any]]):
-    """Values that were parsed before, within a bound."""
+class Parser(dict[str | None, int]):
+    """Positions of texts among those that were parsed, within a bound.
 
-    def __missing__(self, value: str) -> tuple[str, Any]:
-        found = parse_value(value)
-        if len(self) < _MAX_DISTINCT:
-            self[value] = found
-        return found
+    A batch looks up all of its texts at once; what is done with them is done once for each different text.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.parsed: list[Any] = []
+        self.generation = 0
+
+    def __missing__(self, text: str | None) -> int:
+        kind, value = parse_value(text)
+        self[text] = len(self.kinds)
+        self.kinds.append(kind)
+        self.parsed.append(value)
+        return len(self.kinds) - 1
+
+    def look_up(self, values: Values) -> NDArray[np.intp] | None:
+        """Return the position of each value; None if some are no texts, of which True would equal 1."""
+        if not isinstance(values, tuple) and not {*map(type, values)} <= {str, type(None)}:
+            return None
+        if len(self) > _MAX_PARSED:
+            self.clear()
+            self.kinds, self.parsed, self.generation = [], [], self.generation + 1
+        return np.fromiter(map(self.__getitem__, values), np.intp, len(values))
 
 
 @dataclass(slots=True)
@@ -150,6 +172,9 @@ class Profile:
     longest: int = 0
     smallest: float = 0.0
     """Smallest magnitude of a number."""
+    low: float = 0.0
+    high: float = 0.0
+    parser: Parser = field(default_factory=Parser)
 
     def add(self, values: Values) -> None:
         """Count the values of a batch."""
@@ -157,13 +182,19 @@ class Profile:
             self.counts["floats"] += len(values)
             self.widths.add(values.shape[1])
             return
-        plain: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
-        # True equals 1, so only texts and numbers of one type are counted by value.
-        seen: Iterable[tuple[Any, int]] = ((value, 1) for value in plain)
-        if {*map(type, plain)} <= {str, type(None)} or isinstance(values, np.ndarray):
-            seen = Counter(plain).items()
-        for value, count in seen:
-            self._add(*parse_value(value), count)
+        if isinstance(values, np.ndarray):
+            seen, counts = np.unique(values, return_counts=True)
+            for value, count in zip(seen.tolist(), counts.tolist(), strict=True):
+                self._add(*parse_value(value), count)
+            return
+        positions = self.parser.look_up(values)
+        if positions is None:
+            for value in values:
+                self._add(*parse_value(value), 1)
+            return
+        counts = np.bincount(positions, minlength=len(self.parser.kinds))
+        for place in np.flatnonzero(counts).tolist():
+            self._add(self.parser.kinds[place], self.parser.parsed[place], int(counts[place]))
 
     def _add(self, kind: str, value: Any, count: int) -> None:
         self.counts[kind] += count
@@ -176,6 +207,7 @@ class Profile:
                 self.texts.add(value)
         elif kind in _NUMBERS:
             self.smallest = min(self.smallest, abs(value)) if self.numbers else abs(value)
+            self.low, self.high = min(self.low, value), max(self.high, value)
             self.num_dates += count * bool(kind == "int" and _DATE.fullmatch(str(value)))
             if len(self.numbers) < _MAX_DISTINCT:
                 self.numbers.add(value)
@@ -271,49 +303,61 @@ class ColumnBuilder:
     """Values that the kind cannot hold; they count as missing."""
     values: NDArray[Any] = field(init=False)
     is_missing: NDArray[np.bool_] = field(init=False)
-    _parser: Parser = field(init=False, default_factory=Parser)
     _codes: dict[str, int] = field(init=False, default_factory=dict)
+    _known: tuple[tuple[int, int], NDArray[Any], NDArray[Any], NDArray[Any]] | None = field(
+        init=False, default=None
+    )
 
     def __post_init__(self) -> None:
         width = (next(iter(self.profile.widths), 1),) if self.kind == "floats" else ()
-        self.values = np.zeros((self.num_targets, *width), _DTYPES[self.kind])
+        dtype = np.dtype(_DTYPES[self.kind])
+        if self.kind == "int":
+            largest = min(max(-self.profile.low, self.profile.high), float(_MAX_INT))
+            dtype = np.min_scalar_type(-1 - int(largest))
+        self.values = np.zeros((self.num_targets, *width), dtype)
         self.is_missing = np.ones(self.num_targets, bool)
 
     def convert(self, values: Values) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.int64]]:
         """Return values as stored, which are missing, and the places of those that the kind cannot hold."""
-        dtype, num = self.values.dtype, len(values)
-        if isinstance(values, np.ndarray):
-            if values.ndim > 1 and self.kind == "floats":
-                found = values.astype(dtype)
-                return found, np.isnan(found).any(axis=1), np.zeros(0, np.int64)
-            values = values.tolist()
-        out = np.zeros((num, *self.values.shape[1:]), dtype)
-        if self.kind == "floats":
-            parsed = [parse_value(value) for value in values]
+        if isinstance(values, np.ndarray) and values.ndim > 1 and self.kind == "floats":
+            return values, np.asarray(np.isnan(values).any(axis=1)), np.zeros(0, np.int64)
+        plain: Values = values.tolist() if isinstance(values, np.ndarray) else values
+        parser = self.profile.parser
+        positions = parser.look_up(plain)
+        if positions is None:
+            parsed = [parse_value(value) for value in plain]
+            found, missing, is_conflict = self._stored(
+                [kind for kind, _ in parsed], [one for _, one in parsed]
+            )
         else:
-            parser = self._parser
-            parsed = [parser[value] if type(value) is str else parse_value(value) for value in values]
-        if self.kind == "bool":
-            parsed = [("bool", value == 1) if value in (0, 1) else (kind, value) for kind, value in parsed]
+            key = (parser.generation, len(parser.kinds))
+            if self._known is None or self._known[0] != key:
+                self._known = (key, *self._stored(parser.kinds, parser.parsed))
+            found, missing, is_conflict = (known[positions] for known in self._known[1:])
+        conflicts = np.flatnonzero(is_conflict)
+        self.num_conflicts += len(conflicts)
+        return found, missing, conflicts
+
+    def _stored(
+        self, kinds: Sequence[str], values: Sequence[Any]
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return parsed values as stored, which are missing, and which of these the kind cannot hold."""
         accepted = _ACCEPTED[self.kind]
-        missing = np.fromiter((kind not in accepted for kind, _ in parsed), bool, num)
-        conflicts = np.array(
-            [place for place in np.flatnonzero(missing).tolist() if parsed[place][0] != "missing"], np.int64
-        )
+        there = [kind in accepted for kind in kinds]
+        if self.kind == "bool":
+            pairs = zip(kinds, values, strict=True)
+            there = [kind == "bool" or (kind == "int" and value in (0, 1)) for kind, value in pairs]
+        out = np.zeros((len(kinds), *self.values.shape[1:]), self.values.dtype)
         if self.kind in ("category", "string"):
             codes = self._codes
-            texts = [
-                codes.setdefault(str(value), len(codes)) if kind in accepted else None
-                for kind, value in parsed
-            ]
-            out[:] = [0 if code is None else code for code in texts]
-        else:
-            empty: Any = out[0] if num and self.kind == "floats" else 0
-            chosen = [value if kind in accepted else empty for kind, value in parsed]
-            if num:
-                out[:] = chosen
-        self.num_conflicts += len(conflicts)
-        return out, missing, conflicts
+            for place in np.flatnonzero(there).tolist():
+                out[place] = codes.setdefault(str(values[place]), len(codes))
+        elif kinds:
+            empty: Any = out[0] if self.kind == "floats" else 0
+            out[:] = [value if is_there else empty for value, is_there in zip(values, there, strict=True)]
+        missing = ~np.array(there, bool)
+        is_conflict = missing & np.array([kind != "missing" for kind in kinds], bool)
+        return out, missing, is_conflict
 
     def names(self) -> tuple[str, ...]:
         """Return the values of a category or of strings, ascending, and renumber the codes by them."""
