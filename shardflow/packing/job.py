@@ -54,9 +54,11 @@ from shardflow.packing.scheduling import (
     own_shards,
 )
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.packing.sources.layouts.base import PlacedLayout
 from shardflow.packing.sources.layouts.opening import open_layout
 from shardflow.packing.studies.report_content import reading_basis
 from shardflow.packing.summary import PackSummary, Status, forecast
+from shardflow.packing.tables.joining import attach_labels
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
@@ -65,6 +67,7 @@ from shardflow.packing.workspace import CrashLog, locked_workspace
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
+    from shardflow.format import Dataset
     from shardflow.packing.config import InputsConfig, PackConfig
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.inventory import FileTable, StudyTable
@@ -267,11 +270,18 @@ class Execution:
             num_threads=run.config.execution.resolved_num_processes,
             base=self.base,
             uploader=run.uploader,
+            attach=self._attach_labels,
         )
         run.finish_upload()
         run.workspace.remove_work()
         run.progress.phase("done", 0)
         return run.summary("packed", manifest, self.engine, ingested)
+
+    def _attach_labels(self, dataset: Dataset) -> None:
+        """Attach the tables of labels that the layout finds beside the images."""
+        layout, workspace = self.run.layout, self.run.workspace
+        if isinstance(layout, PlacedLayout):
+            attach_labels(dataset, layout.labels(), self.key, workspace.output, workspace.private)
 
     def _end_task(self, study_pass: StudyPass) -> PackSummary:
         """End an array task: its shards are packed, and nothing is published."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,7 @@ from shardflow.packing.versions.base import sample_entries, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
 if TYPE_CHECKING:
+    from shardflow.format import Dataset
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.plan import PackPlan
@@ -131,6 +132,7 @@ def publish(
     num_threads: int,
     base: Base | None = None,
     uploader: Uploader | None = None,
+    attach: Callable[[Dataset], object] | None = None,
 ) -> Manifest:
     """Write the first version of a dataset, or the one after ``base``.
 
@@ -145,6 +147,7 @@ def publish(
         num_threads: Number of threads that read for the page.
         base: The previous version.
         uploader: Locates shards that are not in the output folder.
+        attach: Writes tables for the version, which is not published yet.
 
     Raises:
         StorageError: A file cannot be written.
@@ -178,7 +181,7 @@ def publish(
         extra=extra,
         studies=settled.studies if base is None else None,
     )
-    return write_version(workspace, new, progress, uploader)
+    return write_version(workspace, new, progress, uploader, attach=attach)
 
 
 def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | None) -> dict[str, Any]:

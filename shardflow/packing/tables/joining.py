@@ -6,9 +6,11 @@ values. What does not fit is counted, and listed in the private folder, because 
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +20,22 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
 from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
-from shardflow.packing.tables.keys import KeyIndex, KeyKind, PrivateFolder, default_unit, open_keys, restored
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.sources.layouts.base import LabelTable
+from shardflow.packing.tables.keys import (
+    KeyIndex,
+    KeyKind,
+    PrivateFolder,
+    default_unit,
+    open_keys,
+    restored,
+    study_keys,
+)
 from shardflow.packing.tables.kinds import ColumnBuilder, Profile, column_name
 from shardflow.packing.tables.readers import Batch, TableReader, Values, open_table
 from shardflow.storage import LocalStore, write_atomic
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_LISTED: Final = 1_000_000
 
 
@@ -110,16 +123,107 @@ def attach_table(
     reader = open_table(file)
     index = open_keys(dataset, settings.on, unit, private)
     join = _Join(reader, file, settings, index)
+    store = LocalStore(dataset.store.url if to is None else to)
+    return _write(dataset, join, store, None if private is None else private.path)
+
+
+def attach_labels(
+    dataset: Dataset, labels: Sequence[LabelTable], secret: SecretKey, output: Path, private: Path
+) -> list[AttachedTable]:
+    """Attach the tables of labels that a layout found; those without files are left out.
+
+    A table that cannot be used is left out with a warning: labels that are wrong are no reason not to pack.
+
+    Args:
+        dataset: The version; it need not be published yet.
+        labels: From `shardflow.packing.sources.layouts.base.PlacedLayout.labels`.
+        secret: Key of the dataset.
+        output: Its folder.
+        private: Its private folder.
+
+    Raises:
+        StorageError: A table cannot be written.
+    """
+    done = []
+    for table in labels:
+        if not table.files:
+            continue
+        settings = TableSettings(name=table.name, on="study_instance_uid", columns=table.columns)
+        try:
+            reader = _LabelReader(table)
+            settings = replace(settings, columns=reader.columns)
+            join = _Join(reader, table.files[0], settings, study_keys(dataset, secret))
+            done.append(_write(dataset, join, LocalStore(output), private))
+        except ConfigError as error:
+            _LOGGER.warning("labels %s of the layout are not attached: %s", table.name, error.message)
+    return done
+
+
+class _LabelReader:
+    """Reader of the labels of a layout, which names the study of each row.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+
+    def __init__(self, table: LabelTable) -> None:
+        self._table = table
+        self._classes: dict[str, str] = {}
+        if table.classes:
+            for batch in self._batches():
+                for value in batch.get(table.classes, ()):
+                    self._classes |= {column_name(one): one for one in _listed(value)}
+        self.columns = table.columns
+        if table.columns is not None:
+            self.columns = (*table.columns, *self._classes)
+
+    def __call__(self, _: Path) -> Iterator[Batch]:
+        for batch in self._batches():
+            yield dict(self._with_study(batch))
+
+    def _batches(self) -> Iterator[Batch]:
+        for file in self._table.files:
+            yield from open_table(file)(file)
+
+    def _with_study(self, batch: Batch) -> Iterator[tuple[str, Values]]:
+        table = self._table
+        if any(key not in batch for key in table.keys):
+            raise ConfigError(f"there is no column {table.keys[0]!r} of studies.")
+        rows = zip(*(batch[key] for key in table.keys), strict=True)
+        yield "study_instance_uid", [table.study([str(value).strip() for value in row]) for row in rows]
+        for name, values in batch.items():
+            if name not in table.keys and name != table.classes and column_name(name) != "study_instance_uid":
+                yield name, values
+        if table.classes:
+            found = [frozenset(map(column_name, _listed(value))) for value in batch[table.classes]]
+            known = [isinstance(value, str) and value.strip()[:1] == "[" for value in batch[table.classes]]
+            for name in self._classes:
+                pairs = zip(found, known, strict=True)
+                yield name, [name in each if is_known else None for each, is_known in pairs]
+
+
+def _listed(value: Any) -> list[str]:
+    """Return the texts of a list as Python or JSON writes it."""
+    try:
+        found = ast.literal_eval(value) if isinstance(value, str) else []
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    return [one.strip() for one in found if isinstance(one, str) and one.strip()] if found else []
+
+
+def _write(dataset: Dataset, join: _Join, store: LocalStore, private: Path | None) -> AttachedTable:
+    """Join, write the table, and list what does not fit."""
+    settings, index = join.settings, join.index
+    unit = default_unit(settings.on, settings.unit)
     try:
         join.survey()
         columns = join.fill()
     finally:
-        join.list_problems(dataset, None if private is None else private.path)
+        join.list_problems(dataset, private)
     rows = index.target_of_row
     stored = []
     while columns:  # one at a time, so that no column is in memory twice for long
         stored.append(columns.pop(0).take(rows))
-    store = LocalStore(dataset.store.url if to is None else to)
     manifest, is_new = write_table(store, dataset.manifest.dataset_id, settings.name, unit, stored)
     return AttachedTable(
         name=settings.name,
@@ -143,7 +247,7 @@ def attach_table(
 
 class _Join:
     def __init__(self, reader: TableReader, file: Path, settings: TableSettings, index: KeyIndex) -> None:
-        self._read, self._file, self._settings, self._index = reader, file, settings, index
+        self._read, self._file, self.settings, self.index = reader, file, settings, index
         self._profiles: dict[str, Profile] = {}
         self._key: str | None = None
         self._problems: list[dict[str, Any]] = []
@@ -172,13 +276,13 @@ class _Join:
         if len(self.targets) and not (self.targets >= 0).any():
             raise ConfigError(
                 f"None of the {len(self.targets):,} rows of {self._file.name} names a sample by its "
-                f"{self._settings.on}; is it the right column (--key-column), and the right dataset?"
+                f"{self.settings.on}; is it the right column (--key-column), and the right dataset?"
             )
 
     def _check_columns(self, batch: Batch) -> None:
         if self._key is not None:
             return
-        on, wanted = self._settings.on, self._settings.key_column
+        on, wanted = self.settings.on, self.settings.key_column
         names = {name: column_name(name) for name in batch}
         found = [name for name, short in names.items() if name == wanted or short == (wanted or on)]
         if len(found) != 1:
@@ -188,20 +292,20 @@ class _Join:
                 f"{', '.join(names)}."
             )
         self._key = found[0]
-        for name in self._settings.columns or ():
+        for name in self.settings.columns or ():
             if name not in names and name not in names.values():
                 raise ConfigError(f"{self._file.name} has no column {name!r}; it has {', '.join(names)}.")
-        for name in self._settings.types:
+        for name in self.settings.types:
             if name not in names and name not in names.values():
                 raise ConfigError(f"--type names no column of {self._file.name}: {name!r}.")
 
     def _is_wanted(self, name: str) -> bool:
-        chosen = self._settings.columns
+        chosen = self.settings.columns
         return chosen is None or name in chosen or column_name(name) in chosen
 
     def _find(self, values: Values, first: int) -> NDArray[np.int64]:
         found = [restored(value) for value in values]
-        targets = self._index.find([text for text, _ in found])
+        targets = self.index.find([text for text, _ in found])
         through_float = sum(is_float for _, is_float in found)
         self.num_through_float += through_float
         for place in np.flatnonzero(targets < 0).tolist():
@@ -221,7 +325,7 @@ class _Join:
     # ---- columns -------------------------------------------------------------------------------------
 
     def _builders(self) -> list[tuple[str, ColumnBuilder]]:
-        settings, builders = self._settings, []
+        settings, builders = self.settings, []
         names: dict[str, str] = {}
         for source, profile in self._profiles.items():
             short = column_name(source)
@@ -241,7 +345,7 @@ class _Join:
                     f"The columns {names[short]!r} and {source!r} would both be {short}; rename one."
                 )
             names[short] = source
-            builders.append((source, ColumnBuilder(profile, kind or profile.kind(), self._index.num_targets)))
+            builders.append((source, ColumnBuilder(profile, kind or profile.kind(), self.index.num_targets)))
         if not builders:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             raise ConfigError(
@@ -306,10 +410,10 @@ class _Join:
 
     def has_row(self) -> NDArray[np.bool_]:
         """Return which rows of the dataset a row of the file names."""
-        is_named = np.zeros(self._index.num_targets + 1, bool)
+        is_named = np.zeros(self.index.num_targets + 1, bool)
         is_named[self.targets[self.targets >= 0]] = True
         is_named[-1] = False
-        found: NDArray[np.bool_] = is_named[self._index.target_of_row]
+        found: NDArray[np.bool_] = is_named[self.index.target_of_row]
         return found
 
     # ---- private list --------------------------------------------------------------------------------
@@ -324,12 +428,12 @@ class _Join:
             return
         folder = private / "tables"
         folder.mkdir(mode=0o700, exist_ok=True)
-        missing = [] if self._settings.unit not in (None, "study") else self._without_row(dataset)
+        missing = [] if self.settings.unit not in (None, "study") else self._without_row(dataset)
         data = [json.dumps(line).encode() + b"\n" for line in (*self._problems, *missing)]
-        write_atomic(folder / f"{self._settings.name}.jsonl", data, replace=True, mode=0o600)
+        write_atomic(folder / f"{self.settings.name}.jsonl", data, replace=True, mode=0o600)
 
     def _without_row(self, dataset: Dataset) -> list[dict[str, Any]]:
-        if len(self._index.target_of_row) != dataset.studies.num_samples or not len(self.targets):
+        if len(self.index.target_of_row) != dataset.studies.num_samples or not len(self.targets):
             return []
         keys = dataset.studies.gather("sample_key", np.flatnonzero(~self.has_row()))
         return [{"sample_key": key.decode(), "problem": "no row"} for key in keys[:_MAX_LISTED].tolist()]

@@ -124,10 +124,15 @@ class _SortedKeys(KeyIndex):
         surrogate: str = "",
         secret: SecretKey | None = None,
     ) -> None:
-        self._keys, number = np.unique(keys, return_inverse=True)
         self._surrogate, self._secret = surrogate, secret
-        pairs = np.unique(np.stack([number.astype(np.int64), rows]), axis=1)
         self.target_of_row = np.full(num_rows, -1, np.int64)
+        self._keys, first = np.unique(keys, return_index=True)
+        if len(self._keys) == len(keys):  # each key names one row
+            self._targets, self.num_targets = rows[first], num_rows
+            self.target_of_row[rows] = rows
+            return
+        number = np.searchsorted(self._keys, keys)
+        pairs = np.unique(np.stack([number.astype(np.int64), rows]), axis=1)
         if len(np.unique(pairs[0])) == pairs.shape[1]:
             # A key names one row, which others may name too.
             self._targets, self.num_targets = pairs[1], num_rows
@@ -251,8 +256,7 @@ def open_keys(dataset: Dataset, on: KeyKind, unit: TableUnit, private: PrivateFo
             "they are; write --private-dir DIR, or join --on sample_key."
         )
     if on == "study_instance_uid":
-        column = np.asarray(studies.column("sample_key"))
-        return _SortedKeys(column, rows, len(rows), "study", private.secret(dataset))
+        return study_keys(dataset, private.secret(dataset))
     if on in ("series_instance_uid", "sop_instance_uid"):
         return _stored_keys(dataset, on, unit, private.secret(dataset))
     row_of = {key.decode("ascii"): row for row, key in enumerate(studies.column("sample_key").tolist())}
@@ -275,6 +279,12 @@ def open_keys(dataset: Dataset, on: KeyKind, unit: TableUnit, private: PrivateFo
     if on == "accession_number":
         return _Accessions(keys, found, len(rows))
     return _SortedKeys(keys, found, len(rows), "patient", private.secret(dataset))
+
+
+def study_keys(dataset: Dataset, secret: SecretKey) -> KeyIndex:
+    """Return the index of the studies of a dataset by Study Instance UID, or what a layout has instead."""
+    column = np.asarray(dataset.studies.column("sample_key"))
+    return _SortedKeys(column, np.arange(len(column)), len(column), "study", secret)
 
 
 class _Accessions(_SortedKeys):

@@ -177,6 +177,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 _READERS: Final[Mapping[str, TableReader]] = {
     "csv": read_csv,
     "tsv": read_csv,
+    "json": read_json_lines,
     "jsonl": read_json_lines,
     "ndjson": read_json_lines,
     "parquet": read_parquet,

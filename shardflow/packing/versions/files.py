@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -333,7 +333,12 @@ def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
 
 
 def write_version(
-    workspace: Workspace, new: NewVersion, progress: Progress, uploader: Uploader | None = None
+    workspace: Workspace,
+    new: NewVersion,
+    progress: Progress,
+    uploader: Uploader | None = None,
+    *,
+    attach: Callable[[Dataset], object] | None = None,
 ) -> Manifest:
     """Write samples table, ledger, page, tables of facts and manifest.
 
@@ -342,6 +347,7 @@ def write_version(
         new: The version.
         progress: Receives the phases.
         uploader: Locates shards that are not in the folder.
+        attach: Writes tables for the version, which is not published yet.
 
     Raises:
         AlreadyExistsError: This version exists.
@@ -387,6 +393,8 @@ def write_version(
     former = versions(store)
     if former:
         carry_tables(store, Dataset(store, load(store, former[-1])), Dataset(store, manifest))
+    if attach is not None:
+        attach(Dataset(store, manifest))
     remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
     progress.phase("manifest", 0)
     commit(store, manifest)

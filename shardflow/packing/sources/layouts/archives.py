@@ -18,7 +18,14 @@ from typing import ClassVar, Final, NamedTuple
 from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.documents.bounded import DocumentLimits, parse_xml, read_bounded
-from shardflow.packing.sources.layouts.base import LayoutInputs, PlacedLayout, patient_attributes, read_table
+from shardflow.packing.sources.layouts.base import (
+    LabelTable,
+    LayoutInputs,
+    PlacedLayout,
+    find_files,
+    patient_attributes,
+    read_table,
+)
 from shardflow.packing.sources.layouts.table_layout import TableLayout
 from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import (
@@ -110,10 +117,47 @@ class Chexpert(TableLayout):
         match = _CHEXPERT_IMAGE.fullmatch(values["image"])
         return [f"{match[2]}/{match[3]}"] if match else []
 
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the 14 observations of ``layout.table``, or of ``report_fixed.json`` of CheXpert Plus."""
+        table = self.settings.table
+        if table is None:
+            return ()
+        is_plus = self.columns["image"] == _PLUS["image"]
+        files = find_files([table.parent], "report_fixed.json") if is_plus else (table,)
+        key = self.settings.columns.get("image", self.columns["image"])
+        return [
+            LabelTable(
+                name="chexpert",
+                files=files,
+                keys=(key,),
+                study=lambda values: next(iter(self.studies_of({"image": values[0]})), ""),
+                columns=CHEXPERT_LABELS,
+            )
+        ]
+
     def text_of(self, values: Mapping[str, str]) -> str:
         """Return the whole report, or its sections where the table has no whole one."""
         sections = [f"{name.upper()}: {values[name]}" for name in ("findings", "impression") if values[name]]
         return values["text"] or "\n".join(sections)
+
+
+CHEXPERT_LABELS: Final = (
+    "No Finding",
+    "Enlarged Cardiomediastinum",
+    "Cardiomegaly",
+    "Lung Lesion",
+    "Lung Opacity",
+    "Edema",
+    "Consolidation",
+    "Pneumonia",
+    "Atelectasis",
+    "Pneumothorax",
+    "Pleural Effusion",
+    "Pleural Other",
+    "Fracture",
+    "Support Devices",
+)
+"""Columns of the labelers CheXpert and NegBio: 1 present, 0 absent, -1 uncertain, empty not mentioned."""
 
 
 def _is_plus(table: Path) -> bool:
@@ -205,6 +249,17 @@ class CtRate(TableLayout):
         match = _VOLUME.fullmatch(values["image"])
         return [match[2]] if match else []
 
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the 18 abnormalities of ``train_predicted_labels.csv`` and that of ``valid``."""
+        return [
+            LabelTable(
+                name="abnormalities",
+                files=find_files(self.table_folders(), "*predicted_labels.csv"),
+                keys=(self.columns["image"],),
+                study=lambda values: next(iter(self.studies_of({"image": values[0]})), ""),
+            )
+        ]
+
     def text_of(self, values: Mapping[str, str]) -> str:
         """Join the sections that are not empty."""
         sections = {"FINDINGS": values["findings"], "IMPRESSION": values["impression"]}
@@ -278,6 +333,23 @@ class MimicCxr(TableLayout):
             attributes=patient_attributes(view=values["view"]),
             is_gray=True,
         )
+
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the labels of the JPG version by CheXpert and NegBio, and the official split."""
+        return [
+            LabelTable(
+                name=name,
+                files=find_files(self.table_folders(), f"mimic-cxr-*-{file}.csv*"),
+                keys=("study_id",),
+                study=lambda values: values[0],
+                columns=columns,
+            )
+            for name, file, columns in (
+                ("chexpert", "chexpert", CHEXPERT_LABELS),
+                ("negbio", "negbio", CHEXPERT_LABELS),
+                ("official", "split", ("split",)),
+            )
+        ]
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
         """Read the report tree, sorted by path; it may be the tree of the images."""
@@ -440,3 +512,17 @@ class PadChest(TableLayout):
     def studies_of(self, values: Mapping[str, str]) -> Sequence[str]:
         """Return the study of an image; all images of a study repeat its report."""
         return [values["study"]] if values["study"] else []
+
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the findings of the column ``Labels``, each as yes or no."""
+        table = self.settings.table
+        return [
+            LabelTable(
+                name="padchest",
+                files=() if table is None else (table,),
+                keys=(self.settings.columns.get("study", self.columns["study"]),),
+                study=lambda values: values[0],
+                columns=(),
+                classes="Labels",
+            )
+        ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Protocol
@@ -282,6 +282,33 @@ class LayoutInputs(Protocol):
         """Settings of the layout."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelTable:
+    """Table of labels that a collection distributes, attached to the dataset when it is packed."""
+
+    name: str
+    """Of the attached table."""
+    files: tuple[Path, ...]
+    """CSV files of the same columns."""
+    keys: tuple[str, ...]
+    """Columns that name the study."""
+    study: Callable[[Sequence[str]], str]
+    """Returns the study as `Placement.study` names it, from the values of ``keys``; empty for none."""
+    columns: tuple[str, ...] | None = None
+    """Columns to take; None for all that look like labels."""
+    classes: str = ""
+    """Column of lists of classes, each of which becomes a column of yes or no."""
+
+
+def find_files(folders: Iterable[Path | None], pattern: str) -> tuple[Path, ...]:
+    """Return the files that match a pattern in the first folder that has any, ascending by name."""
+    for folder in folders:
+        found = sorted(path for path in folder.glob(pattern) if path.is_file()) if folder else []
+        if found:
+            return tuple(found)
+    return ()
+
+
 class Layout(Protocol):
     """Turns input folders into images, reports, links and splits."""
 
@@ -339,6 +366,16 @@ class PlacedLayout:
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
         """Read the reports; by default there are none."""
         return iter(())
+
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the tables of labels that are there; by default there are none."""
+        return ()
+
+    def table_folders(self) -> list[Path | None]:
+        """Return where a collection keeps its tables: beside the named ones, and beside the images."""
+        named = (self.settings.table, self.settings.split_table, self.inputs.reports)
+        places = [None if path is None else path.absolute().parent for path in named]
+        return [*places, *self._roots, *(root.parent for root in self._roots)]
 
     def reason_of_other(self, path: Path) -> Reason:
         """Return the reason for which a file is not an image."""

@@ -17,8 +17,10 @@ from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.layouts.base import (
+    LabelTable,
     LayoutInputs,
     PlacedLayout,
+    find_files,
     form_of_path,
     patient_attributes,
     read_reports,
@@ -423,6 +425,17 @@ class Rsna(PlacedLayout):
             attributes={},
             is_patient_study=self.settings.is_patient_study,
         )
+
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the conditions of ``train.csv``, a row per study."""
+        return [
+            LabelTable(
+                name="rsna",
+                files=find_files(self.table_folders(), "train.csv"),
+                keys=("study_id",),
+                study=lambda values: values[0],
+            )
+        ]
 
     def reason_of_other(self, path: Path) -> Reason:
         """Return ANNOTATION_FILE for tables of labels."""
