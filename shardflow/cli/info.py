@@ -119,6 +119,14 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
             **{name: _spread(columns[name]) for name in _MEASURED},
         },
         "images_by_role": _images_by_role(dataset, rows),
+        "tables": {
+            name: {
+                "number": place.manifest.number,
+                "unit": place.manifest.unit,
+                "columns": {column.name: column.kind for column in place.manifest.columns},
+            }
+            for name, place in dataset.tables.places.items()
+        },
     }
 
 
@@ -246,4 +254,13 @@ def _show(facts: dict[str, Any]) -> None:
             f"images by role{of}",
             ("", "images"),
             [(role, f"{count:,}") for role, count in facts["images_by_role"].items()],
+        )
+    if facts["tables"]:
+        show_table(
+            "attached tables",
+            ("", "version", "a row per", "columns"),
+            [
+                (name, table["number"], table["unit"], len(table["columns"]))
+                for name, table in facts["tables"].items()
+            ],
         )

@@ -233,6 +233,8 @@ def test_the_command_joins(
     assert "value (float)" in shown
     assert "1 rows name none of the samples" in shown
     assert uid not in shown
+    assert main(["info", str(job.output)]) == 0
+    assert "attached tables" in capsys.readouterr().out
     assert main(arguments) != 0
     assert "needs the private folder" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ Batch: TypeAlias = Mapping[str, Values]
 value. Strings are parsed as those of a CSV are. Batches may lack columns."""
 TableReader: TypeAlias = Callable[[Path], Iterator[Batch]]
 READER_GROUP: Final = "shardflow.tables"
-_ROWS: Final = 32_768
+_ROWS: Final = 8_192
 _SEPARATORS: Final = ",;\t|"
 _MAX_FIELD_CHARACTERS: Final = 1 << 24
 
