@@ -393,6 +393,7 @@ class _Join:
                 "--columns. The rows are listed in the private folder."
             )
         self.num_type_conflicts = sum(builder.num_conflicts for _, builder in builders)
+        self._profiles.clear()  # what was parsed takes more memory than what is stored
         columns = []
         for source, builder in builders:
             is_text = builder.kind in ("category", "string")
@@ -431,6 +432,7 @@ class _Join:
         missing = [] if self.settings.unit not in (None, "study") else self._without_row(dataset)
         data = [json.dumps(line).encode() + b"\n" for line in (*self._problems, *missing)]
         write_atomic(folder / f"{self.settings.name}.jsonl", data, replace=True, mode=0o600)
+        self._problems.clear()
 
     def _without_row(self, dataset: Dataset) -> list[dict[str, Any]]:
         if len(self.index.target_of_row) != dataset.studies.num_samples or not len(self.targets):
