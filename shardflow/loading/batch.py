@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -64,33 +65,41 @@ class SlotKeys:
         return keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchInfo:
     """Identity of a batch: its samples, and its place in the run."""
 
-    sample_keys: list[str | None]
-    """Sample key per slot; None in a padding slot. A masked sample keeps its key."""
     weight: NDArray[np.float32]
     """``(B,)``, 1 for a sample, 0 for padding and for a masked sample."""
     epoch: int
     step: int
     micro_batch: int
     """Number of the micro-batch in its step."""
-    units: list[Unit | None]
-    """Place of each sample in its study: the study's key, and for samples that are series or images the
-    number of the series and the position in it. None in a padding slot."""
     classes: Mapping[str, Sequence[str]]
     """By field the names of its classes, in the order of their numbers; of fields that have classes. Of a
     field of several columns by ``NAME.COLUMN``."""
     columns: Mapping[str, Sequence[str]]
     """By field of several columns their names, in order."""
+    _batch: Batch = field(repr=False)
+
+    @cached_property
+    def sample_keys(self) -> list[str | None]:
+        """Sample key per slot; None in a padding slot. A masked sample keeps its key."""
+        return self._batch.sample_keys
+
+    @cached_property
+    def units(self) -> list[Unit | None]:
+        """Place of each sample in its study: the study's key, and for samples that are series or images the
+        number of the series and the position in it. None in a padding slot.
+        """
+        return self._batch.units
 
 
 class Batch(Mapping[str, Any]):
     """Micro-batch of one rank: a mapping from the names of fields to their values.
 
-    With ``fields`` of the loader the entries are those fields and what belongs to them, such as
-    ``NAME_mask``; otherwise they are `arrays`. `info` says which samples are in it.
+    The entries are the fields of the loader and what belongs to them, such as ``NAME_mask``. `info` says
+    which samples are in it.
 
     Its memory is recycled: it returns to the loader when the batch, its arrays and everything made from them
     without a copy (slices, ``torch.from_numpy``) are gone, never earlier.
@@ -196,7 +205,7 @@ class Batch(Mapping[str, Any]):
 
         Known where a field delivers images or slices of series; else all are empty.
         """
-        return list(self._descriptor.get("modalities", [""] * len(self)))
+        return list(self._descriptor.get("modalities", [""] * self.num_slots))
 
     @property
     def quarantined(self) -> list[QuarantineRow]:
@@ -211,7 +220,6 @@ class Batch(Mapping[str, Any]):
     @property
     def info(self) -> BatchInfo:
         """Samples of the batch, and its place in the run."""
-        keys = self.sample_keys
         classes: dict[str, tuple[str, ...]] = {}
         columns: dict[str, tuple[str, ...]] = {}
         for entry in self._descriptor.get("entries") or ():
@@ -221,12 +229,14 @@ class Batch(Mapping[str, Any]):
                 columns[entry["name"]] = tuple(entry["columns"])
                 classes |= {name: tuple(names) for name, names in entry["column_classes"].items()}
         place = self.epoch, self.step, self.micro
-        return BatchInfo(keys, self._arrays["weight"], *place, self._units(keys), classes, columns)
+        return BatchInfo(self._arrays["weight"], *place, classes, columns, self)
 
-    def _units(self, keys: Sequence[str | None]) -> list[Unit | None]:
+    @property
+    def units(self) -> list[Unit | None]:
+        """Place of each sample in its study, see `BatchInfo.units`."""
         names = self._descriptor.get("units")  # left out where all are studies, also in a blend
         found: list[Unit | None] = []
-        for key, component in zip(keys, self.components, strict=True):
+        for key, component in zip(self.sample_keys, self.components, strict=True):
             unit = "study" if names is None else names[component]
             found.append(None if key is None else parse_unit_key(key, unit))
         return found
