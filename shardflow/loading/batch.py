@@ -89,8 +89,10 @@ class BatchInfo:
 
     @cached_property
     def units(self) -> list[Unit | None]:
-        """Place of each sample in its study: the study's key, and for samples that are series or images the
-        number of the series and the position in it. None in a padding slot.
+        """Place of each sample in its study; None in a padding slot.
+
+        It holds the study's key, and for samples that are series or images the number of the series and the
+        position in it.
         """
         return self._batch.units
 
