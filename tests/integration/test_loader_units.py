@@ -252,7 +252,6 @@ def test_a_row_without_the_content_of_a_field_is_dropped_or_padded(dataset: Data
         ),
         ({"unit": "series", "where": "modalty == 'CT'"}, "did you mean modality"),
         ({"unit": "series", "where": "modality == 'MR'"}, "selects no series"),
-        ({"unit": "series", "fields": None}, "need fields="),
         ({"unit": "entity", "where": None}, "shardflow entities"),
     ],
 )
