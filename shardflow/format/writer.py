@@ -1,20 +1,21 @@
-"""Dataset writer: tar shards, their indexes, the samples table, and the manifest last.
+"""Dataset writer: samples from Python become a dataset, in parts that run side by side and resume.
 
-`ShardWriter` is the public interface. The pieces below it also serve text corpora: a shard that grows on
-disk, the cut of a split into shards, and the samples table streamed from the indexes.
+A part writes into a folder of its own below ``parts/``; a shard there is finished by its ``.json``, which is
+written last. Whoever finishes the last part links all shards into their places and writes the samples table,
+the attached table and, as the commit point, the manifest.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -22,34 +23,46 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, StorageError
-from shardflow.format.codecs import CODECS, array_header, encode_array
-from shardflow.format.index import ShardIndex
-from shardflow.format.keys import (
-    SPLIT_PATTERN,
-    STUDY_FIELD,
-    Json,
-    check_field,
-    check_sample_key,
-    parse_slice_field,
-    shard_name,
-    slice_field,
-)
-from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
+from shardflow.errors import AlreadyExistsError, ConfigError, FormatError
+from shardflow.format.foreign.places import ImageFacts
+from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, check_sample_key, shard_name
+from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import OutcomeCounts
-from shardflow.format.samples import COLUMNS, derived_column
-from shardflow.format.table import StreamedColumn, Table, crc32c, stream_table
-from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, member_header, member_num_bytes, padding
+from shardflow.format.sample_values import (
+    ColumnValues,
+    check_series,
+    encode_fields,
+    join_columns,
+    joined_kind,
+    kind_of,
+    modality_of,
+    picture_facts,
+)
+from shardflow.format.shard_files import (
+    SplitFiles,
+    link_shard,
+    naming_os_errors,
+    package_versions,
+    write_file,
+    write_samples,
+)
+from shardflow.format.table import Table
+from shardflow.format.tables import (
+    ColumnsTable,
+    StoredColumn,
+    check_table_name,
+    encode_columns,
+    write_table,
+)
 from shardflow.storage import LocalStore, write_atomic
 
-Fields = Sequence[tuple[str, bytes]]
-"""Names of fields in ascending order, with their bytes."""
-
-_BUFFER_BYTES: Final = 1 << 20
 _MAX_MODALITIES: Final = 255
+_MAX_PARTS: Final = 1_000_000
 # The packages whose versions decide the bytes that `ShardWriter` writes.
 _PACKAGES: Final = ("blosc2", "imagecodecs", "numpy", "opencv-python-headless", "shardflow")
-_DTYPES: Final = {"offset_bytes": "<u8", "num_bytes": "<u8", "modality": "u1"}
+_PARTS: Final = "parts"
+_DONE: Final = "done"
+_SETTINGS: Final = "settings.json"
 
 
 class ShardWriter:
@@ -67,15 +80,19 @@ class ShardWriter:
     ============================  ==============================================================
     ``bytes``                     any; stored as they are
     ``str``                       ``*.txt``; stored as UTF-8
+    int                           ``*.cls``, ``cls``; stored as decimal digits
     dict or list                  ``*.json``, ``json``; stored as JSON
-    array                         ``*.b2nd``, ``*.npy``, ``*.htj2k``, ``*.png16``; one image
+    array of any shape            ``*.npy``, ``npy``: numbers or bools
+    dict of arrays                ``*.npz``, ``npz``
+    ``(H, W)`` or ``(H, W, 3)``   ``*.png``, ``png``; uint8 or uint16
+    array                         ``*.b2nd``, ``*.htj2k``, ``*.png16``; one image
     array ``(slices, ...)``       ``sSSS.CODEC``, such as ``s000.b2nd``: all slices of a series
     ============================  ==============================================================
 
     Fields of a loader (docs/fields.md) deliver slices as images once ``shardflow attach --facts`` has run.
     ``study.json`` may state facts of series that pixels do not, such as ``{"series": [{"modality": "DX",
     "technical": {"view_position": "PA"}}]}``. Names that begin with two underscores are notes of WebDataset
-    and are not stored.
+    and are not stored. Labels and other values are given as ``columns=`` and become an attached table.
 
     Args:
         path: Folder of the dataset; must be new or empty.
@@ -84,19 +101,27 @@ class ShardWriter:
             where its group (else its key) falls, whatever else is written.
         target_bytes: A shard is closed before it passes this; a larger sample is alone in one.
         max_samples: A shard is closed when it holds so many samples; None for no limit.
+        table: Name of the attached table that ``columns=`` become.
+        part: Which of ``num_parts`` this writer writes, from 0; each has its own samples.
+        num_parts: Writers that make one dataset, in any processes or threads and in any order. Their samples
+            follow each other by part, so the bytes do not depend on who wrote which part, nor on how many at
+            a time. The dataset appears when the last part is closed.
+        resume: Go on where a stopped writer of the part was: given the same samples in the same order,
+            `write` passes over those in finished shards, by key. An exception then leaves finished shards.
 
     Attributes:
-        dataset_id: Of the dataset; None until it is closed.
+        dataset_id: Of the dataset; None until its last part is closed.
 
     Raises:
-        ConfigError: The folder holds something, or a setting is wrong.
+        ConfigError: The folder holds something, another process writes the part, or a setting is wrong.
         StorageError: The folder cannot be made.
 
     Example::
 
         with ShardWriter("chest", splits={"train": 90, "val": 10}) as writer:
-            for number, (pixels, report) in enumerate(studies):
-                writer.write({"__key__": f"study{number}", "s000.b2nd": pixels, "report.txt": report})
+            for number, (pixels, report, age) in enumerate(studies):
+                sample = {"__key__": f"study{number}", "s000.b2nd": pixels, "report.txt": report}
+                writer.write(sample, columns={"age": age})
     """
 
     def __init__(
@@ -107,42 +132,133 @@ class ShardWriter:
         splits: Mapping[str, int] | None = None,
         target_bytes: int = 512 << 20,
         max_samples: int | None = None,
+        table: str = "labels",
+        part: int = 0,
+        num_parts: int = 1,
+        resume: bool = False,
     ) -> None:
         if target_bytes < 1 or (max_samples is not None and max_samples < 1):
             raise ConfigError("target_bytes and max_samples must be at least 1, got less; correct them.")
-        self._parts = {split: 1} if splits is None else dict(splits)
-        if min(self._parts.values(), default=0) < 0 or not sum(self._parts.values()):
+        self._shares = {split: 1} if splits is None else dict(splits)
+        if min(self._shares.values(), default=0) < 0 or not sum(self._shares.values()):
             raise ConfigError("splits must give parts of at least 0, and some split a part; correct them.")
-        for name in self._parts:
+        for name in self._shares:
             _check_split(name)
+        check_table_name(table)
+        if not 0 <= part < num_parts <= _MAX_PARTS:
+            raise ConfigError(
+                f"part must be one of 0 to num_parts - 1, and num_parts at most {_MAX_PARTS:,}, got part "
+                f"{part!r} of {num_parts!r}; correct them."
+            )
         self._root = Path(path).absolute()
         self._target_bytes = target_bytes
         self._max_samples = max_samples
+        self._table = table
+        self._num_parts = num_parts
+        self._is_resumed = resume
+        self._part = part
+        self._folder = self._root / _PARTS / f"{part:06d}"
         self._splits: dict[str, _WrittenSplit] = {}
-        self._modalities: dict[str, int] = {}
+        self._modalities: set[str] = set()
+        self._kinds: dict[str, str] = {}
         self._keys: set[str] = set()
+        self._stored_keys: frozenset[str] | None = None
         self._is_open = True
+        self._lock: int | None = None
         self.dataset_id: str | None = None
+        settings: dict[str, Json] = {
+            "splits": [list(item) for item in self._shares.items()],
+            "target_bytes": target_bytes,
+            "max_samples": max_samples,
+            "table": table,
+            "num_parts": num_parts,
+            "packages": package_versions(_PACKAGES),
+        }
         with naming_os_errors("making the folder of a dataset"):
             self._root.mkdir(parents=True, exist_ok=True)
-            if any(self._root.iterdir()):
+            if resume and versions(LocalStore(self._root)):
+                self._open_finished()
+                return
+            others = {one.name for one in self._root.iterdir()}
+            if others - ({_PARTS, "shards", "samples", "tables"} if resume else _open_to(num_parts)):
                 raise ConfigError(
                     "a dataset must be written into a new or empty folder, got one that holds something; "
-                    "name another, or delete what a stopped writer left."
+                    "name another, or go on with what a stopped writer left by resume=True."
                 )
-            # Of two writers that find the folder empty one makes this.
-            (self._root / "shards").mkdir()
+            self._take_part(canonical_json(settings))
+            self._is_done = (self._folder / _DONE).exists()
+        for name in sorted({one.name.rpartition("-")[0] for one in self._folder.glob("shards/*.json")}):
+            self._open_split(name)
 
-    def write(self, sample: Mapping[str, Any], *, split: str | None = None, group: str | None = None) -> None:
+    def _take_part(self, settings: bytes) -> None:
+        """Make the folder of the part, or take it over."""
+        try:
+            # Of two writers that find the folder empty one makes this.
+            self._folder.mkdir(parents=True, exist_ok=self._is_resumed)
+        except FileExistsError:
+            raise ConfigError(
+                "a dataset must be written into a new or empty folder, and each part once, got a part that "
+                f"another writer began ({self._part}); go on with it by resume=True, or name another folder."
+            ) from None
+        self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            raise ConfigError(
+                f"a part must have one writer at a time, got a second one of part {self._part}; wait for the "
+                "first, or end it."
+            ) from None
+        place = self._root / _PARTS / _SETTINGS
+        try:
+            write_atomic(place, [settings])
+        except AlreadyExistsError:
+            if place.read_bytes() != settings:
+                self._release()
+                raise ConfigError(
+                    "all parts of a dataset, and a resumed writer, must have the same splits, target_bytes, "
+                    "max_samples, table, num_parts and package versions, got others than the first writer; "
+                    "use its, or write into another folder."
+                ) from None
+
+    def _open_finished(self) -> None:
+        """Take a finished dataset: `write` then checks that it holds the sample."""
+        store = LocalStore(self._root)
+        manifest = load(store)
+        samples = Table(store.map(manifest.samples.path), name=manifest.samples.path)
+        self._stored_keys = frozenset(key.decode() for key in samples.column("sample_key").tolist())
+        self.dataset_id = manifest.dataset_id
+        shutil.rmtree(self._root / _PARTS, ignore_errors=True)
+
+    def _open_split(self, name: str) -> _WrittenSplit:
+        written = self._splits.get(name)
+        if written is None:
+            written = self._splits[name] = _WrittenSplit(
+                self._folder, name, self._target_bytes, self._max_samples, self._kinds
+            )
+            self._modalities |= written.modalities
+        return written
+
+    def write(
+        self,
+        sample: Mapping[str, Any],
+        *,
+        split: str | None = None,
+        group: str | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
         """Append a sample.
 
         Args:
             sample: ``__key__`` and fields, see the class.
             split: The split it goes to; as the writer's settings have it if not given.
             group: Name of samples that stay in one split, such as a patient; replaces the key in the choice.
+            columns: Values by column of the attached table, read as ``sf.Column("labels.NAME")``: bools,
+                integers, floats, texts or lists of floats; None and NaN are missing.
 
         Raises:
-            FormatError: The sample cannot be stored as it is; the writer stays as it was.
+            FormatError: The sample cannot be stored as it is, or is not the one that a finished shard holds
+                at its place; the writer stays as it was.
             StorageError: It cannot be written.
         """
         if not self._is_open:
@@ -153,44 +269,65 @@ class ShardWriter:
         check_sample_key(key)
         if key in self._keys:
             raise FormatError(f"each sample must have a key of its own, got {key} twice.")
+        if self._stored_keys is not None:
+            if key not in self._stored_keys:
+                raise FormatError(
+                    f"a finished dataset takes no further samples, got {key}; write it into another folder."
+                )
+            self._keys.add(key)
+            return
+        name = self._split_of(key if group is None else group) if split is None else _check_split(split)
+        if name in self._splits and self._splits[name].passes_over(key):
+            self._keys.add(key)
+            return
+        if self._is_done:
+            raise FormatError(
+                f"a finished part takes no further samples, got {key}; write it as another part, into "
+                "another folder."
+            )
         fields = encode_fields(sample)
-        rows, columns = _check_series(fields)
-        modality = _modality(sample)
+        shape = check_series(fields)
+        modality = modality_of(sample)
         if modality not in self._modalities and len(self._modalities) == _MAX_MODALITIES:
             raise FormatError(f"a dataset must have at most {_MAX_MODALITIES} modalities, got more.")
-        name = self._split_of(key if group is None else group) if split is None else _check_split(split)
-        if name not in self._splits:
-            files = SplitFiles(self._root, name, self._target_bytes, self._max_samples)
-            self._splits[name] = _WrittenSplit(files)
-        written = self._splits[name]
-        written.files.add(key, fields)
-        written.rows.append(rows)
-        written.columns.append(columns)
-        written.modality.append(self._modalities.setdefault(modality, len(self._modalities)))
+        self._open_split(name).add(key, fields, shape, modality, columns or {})
+        self._modalities.add(modality)
         self._keys.add(key)
 
     def close(self) -> None:
-        """Write what is left, the manifest last; a closed writer stays as it is.
+        """Finish the part and, if it is the last one, the dataset; a closed writer stays as it is.
 
         Raises:
-            FormatError: No sample was written.
+            FormatError: No sample was written, two parts have a sample of one key, a column has several kinds
+                in them, or a resumed writer got fewer samples than were stored.
             StorageError: A file cannot be written; there is no dataset then.
         """
         if self._is_open:
             try:
-                self.dataset_id = self._publish()
+                if self._stored_keys is None:
+                    self._finish()
             except BaseException:
                 self.abandon()
                 raise
             self._is_open = False
+            self._release()
 
     def abandon(self) -> None:
-        """Remove what was written; there is no dataset."""
+        """Remove what this part has written, with ``resume`` only what is unfinished; there is no dataset."""
         self._is_open = False
         for written in self._splits.values():
             written.files.abandon()
-        for folder in ("shards", "samples"):
-            shutil.rmtree(self._root / folder, ignore_errors=True)
+        if self._lock is not None and not self._is_resumed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._num_parts == 1:
+                for name in (_PARTS, "shards", "samples", "tables"):
+                    shutil.rmtree(self._root / name, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -206,425 +343,263 @@ class ShardWriter:
     def _split_of(self, group: str) -> str:
         digest = hashlib.sha256(b"split\0" + group.encode("utf-8", "surrogatepass")).digest()
         position, end = int.from_bytes(digest[:8], "big"), 0
-        total = sum(self._parts.values())
-        for name, parts in self._parts.items():
+        total = sum(self._shares.values())
+        for name, parts in self._shares.items():
             end += parts
             if position * total < end << 64:
                 return name
         raise AssertionError  # the position is below the last end
 
-    def _publish(self) -> str:
-        if not self._keys:
+    def _finish(self) -> None:
+        """Close the shards of the part; publish the dataset if no part is missing."""
+        if not self._keys and self._num_parts == 1:
             raise FormatError("a dataset must hold a sample, got none; write one.")
-        splits = [self._splits[name] for name in sorted(self._splits)]
-        shards = [shard for written in splits for shard in written.files.close()]
-        modalities = sorted(self._modalities)
-        places = np.array([modalities.index(name) for name in self._modalities], "u1")
-        samples = write_samples(
-            self._root,
-            "samples/samples-000001.tbl",
-            shards,
-            key_num_bytes=max(map(len, self._keys)),
-            modalities=modalities,
-            given={
-                "rows": np.concatenate([np.asarray(written.rows) for written in splits]),
-                "columns": np.concatenate([np.asarray(written.columns) for written in splits]),
-                "modality": places[np.concatenate([np.asarray(written.modality) for written in splits])],
-            },
-        )
-        manifest = Manifest(
-            manifest_version=1,
-            shards=tuple(shards),
-            samples=samples,
-            counts=OutcomeCounts(packed=len(self._keys), skipped=0, quarantined=0),
-            created_with=package_versions(_PACKAGES),
-        )
-        return commit(LocalStore(self._root), manifest)
+        for written in self._splits.values():
+            written.close()
+        write_atomic(self._folder / _DONE, [], replace=True)
+        with _locked(self._root / _PARTS):
+            if versions(LocalStore(self._root)):  # another part was the last one too
+                self.dataset_id = load(LocalStore(self._root)).dataset_id
+                return
+            parts = [self._root / _PARTS / f"{number:06d}" for number in range(self._num_parts)]
+            if all((part / _DONE).exists() for part in parts):
+                self.dataset_id = _publish(self._root, parts, self._table)
+                shutil.rmtree(self._root / _PARTS, ignore_errors=True)
 
 
 class _WrittenSplit:
-    """A split being written: its shards, and the facts of its samples that no index holds."""
-
-    def __init__(self, files: SplitFiles) -> None:
-        self.files = files
-        self.rows = array("I")
-        self.columns = array("I")
-        self.modality = array("B")
-
-
-class SplitFiles:
-    """Cuts the samples of one split into shards.
+    """A split of a part: its shards, and the facts of the open one's samples that no index holds.
 
     Args:
-        root: Folder of the dataset; shards go into ``shards/`` below it.
-        split: The split; its shards are numbered from 0.
-        target_bytes: A shard is closed before it passes this; a larger sample is alone in one.
-        max_samples: A shard is closed when it holds so many; None for no limit.
+        folder: Of the part; may hold finished shards, which are kept, and unfinished ones, which are removed.
+        split: Its name.
+        target_bytes: As `SplitFiles` has it.
+        max_samples: As `SplitFiles` has it.
+        kinds: Kinds of the columns of the part.
     """
 
-    def __init__(self, root: Path, split: str, target_bytes: int, max_samples: int | None = None) -> None:
-        self._root = root
-        self._split = split
-        self._target_bytes = target_bytes
-        self._max_samples = max_samples
-        self._shard: _OpenShard | None = None
-        self._entries: list[ShardEntry] = []
-
-    def add(self, key: str, fields: Fields) -> None:
-        """Append a sample.
-
-        Raises:
-            FormatError: A name is too long for a tar; nothing is written.
-            StorageError: It cannot be written.
-        """
-        members = [(name, payload, member_header(f"{key}.{name}", len(payload))) for name, payload in fields]
-        num_bytes = sum(member_num_bytes(len(payload)) for _, payload in fields)
-        shard = self._shard
-        if shard is not None and (
-            shard.num_bytes + num_bytes > self._target_bytes or shard.num_samples == self._max_samples
-        ):
-            self._end()
-        if self._shard is None:
-            self._shard = _OpenShard(self._root, self._split, len(self._entries))
-        self._shard.add(key, members)
-
-    def close(self) -> list[ShardEntry]:
-        """End the last shard; return all of them.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
-        self._end()
-        return self._entries
-
-    def abandon(self) -> None:
-        """Close what is open and remove it."""
-        if self._shard is not None:
-            self._shard.abandon()
-            self._shard = None
-
-    def _end(self) -> None:
-        if self._shard is not None:
-            self._entries.append(self._shard.close())
-            self._shard = None
-
-
-class _OpenShard:
-    """A shard being written: members go to disk as they come, the columns of the index stay in memory."""
-
-    def __init__(self, root: Path, split: str, number: int) -> None:
-        self._root = root
-        self._split = split
-        self._name = shard_name(split, number)
-        self._path = root / "shards" / f"{self._name}.tar"
-        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
-        self.num_bytes = 0
-        with naming_os_errors("writing a shard"):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("xb", buffering=0)
-        self._sha256 = hashlib.sha256()
-        self._buffer: list[bytes] = []
-        self._num_buffered = 0
-        self._keys: list[bytes] = []
-        self._num_fields = array("I")
-        self._names: dict[str, int] = {}
-        self._field_name = array("I")
-        self._offsets = array("Q")
-        self._sizes = array("Q")
-        self._crcs = array("I")
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._keys)
-
-    def add(self, key: str, members: Sequence[tuple[str, bytes, bytes]]) -> None:
-        """Append a sample: name, payload and header of each member."""
-        for name, payload, header in members:
-            size = len(payload)
-            self._buffer += (header, payload, padding(size))
-            self._field_name.append(self._names.setdefault(name, len(self._names)))
-            self._offsets.append(self.num_bytes + BLOCK_NUM_BYTES)
-            self._sizes.append(size)
-            self._crcs.append(crc32c(payload))
-            num_bytes = member_num_bytes(size)
-            self.num_bytes += num_bytes
-            self._num_buffered += num_bytes
-        self._keys.append(key.encode("ascii"))
-        self._num_fields.append(len(members))
-        if self._num_buffered >= _BUFFER_BYTES:
-            self._flush()
-
-    def close(self) -> ShardEntry:
-        """End the tar and write its index; both are on the disk then."""
-        self._buffer.append(END_OF_ARCHIVE)
-        self.num_bytes += len(END_OF_ARCHIVE)
-        self._flush()
-        with naming_os_errors("writing a shard"):
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._temporary.replace(self._path)
-        names = sorted(self._names)
-        position = np.empty(len(names), "<u4")
-        position[[self._names[name] for name in names]] = np.arange(len(names))
-        columns = {
-            "sample_key": np.array(self._keys, "S"),
-            "sample_first_field": np.cumsum([0, *self._num_fields]).astype("<u4"),
-            "field_name": position[np.asarray(self._field_name)],
-            "field_offset": np.asarray(self._offsets, "<u8"),
-            "field_num_bytes": np.asarray(self._sizes, "<u8"),
-            "field_crc32c": np.asarray(self._crcs, "<u4"),
-        }
-        index = ShardIndex.encode_columns(self._name, self.num_bytes, names, columns)
-        # Syncs the folder, and with it the name of the tar.
-        entry = write_file(self._root, f"shards/{self._name}.idx", [index])
-        return ShardEntry(
-            name=self._name,
-            split=self._split,
-            path=f"shards/{self._name}.tar",
-            num_bytes=self.num_bytes,
-            sha256=self._sha256.hexdigest(),
-            index=entry,
-            num_samples=len(self._keys),
-            num_fields=len(self._offsets),
+    def __init__(
+        self, folder: Path, split: str, target_bytes: int, max_samples: int | None, kinds: dict[str, str]
+    ) -> None:
+        self._folder, self._split = folder, split
+        finished = list(_finished(folder, split))
+        self._remove_unfinished({shard.entry.name for shard in finished})
+        self._stored = np.concatenate([shard.keys for shard in finished]) if finished else np.zeros(0, "S")
+        self._place = 0
+        self.modalities = {name for shard in finished for name in shard.facts["modalities"]}
+        for shard in finished:
+            for name, column in shard.columns.items():
+                kind = kind_of(column)
+                kinds[name] = joined_kind(kinds.get(name, kind), kind) or kind
+        self._columns = ColumnValues(kinds)
+        self._begin()
+        self.files = SplitFiles(
+            folder,
+            split,
+            target_bytes,
+            max_samples,
+            finished=[shard.entry for shard in finished],
+            on_shard=self._end_shard,
         )
 
-    def abandon(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+    def _begin(self) -> None:
+        self._rows, self._num_columns, self._modality = array("I"), array("I"), array("B")
+        self._codes: dict[str, int] = {}
+        self._images: dict[str, ImageFacts] = {}
 
-    def _flush(self) -> None:
-        data = memoryview(b"".join(self._buffer))
-        self._buffer.clear()
-        self._num_buffered = 0
-        self._sha256.update(data)
-        with naming_os_errors("writing a shard"):
-            while data:
-                data = data[self._file.write(data) :]
+    def _remove_unfinished(self, finished: set[str]) -> None:
+        for path in (self._folder / "shards").glob(f"*{self._split}-*"):
+            if path.name.partition(".")[0] not in finished and path.name.lstrip(".").startswith(
+                f"{self._split}-"
+            ):
+                path.unlink()
 
+    def passes_over(self, key: str) -> bool:
+        """Return whether a finished shard holds the next sample.
 
-def encode_fields(sample: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """Encode the fields of a sample, in the order of a shard; see `ShardWriter` for values and names.
-
-    Raises:
-        FormatError: A name or a value is none that can be stored.
-    """
-    fields: dict[str, bytes] = {}
-    for name, value in sample.items():
-        if name.startswith("__"):
-            continue
-        check_field(name)
-        for stored, payload in _encoded(name, value):
-            if stored in fields:
-                raise FormatError(f"a sample must have each field once, got {stored} twice.")
-            fields[stored] = payload
-    if not fields:
-        raise FormatError("a sample must have a field beside its __key__, got none.")
-    return sorted(fields.items())
-
-
-def _encoded(name: str, value: Any) -> Iterator[tuple[str, bytes]]:
-    head, _, kind = name.rpartition(".")
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        yield name, bytes(value)
-    elif isinstance(value, str) and kind == "txt":
-        try:
-            yield name, value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise FormatError(f"a text must be Unicode without lone surrogates ({name}).") from None
-    elif isinstance(value, (dict, list)) and kind == "json":
-        try:
-            text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
+        Raises:
+            FormatError: It holds another one at this place.
+        """
+        if self._place == len(self._stored):
+            return False
+        if self._stored[self._place] != key.encode("ascii"):
             raise FormatError(
-                f"a value must be one that JSON holds, got {type(error).__name__} ({name})."
-            ) from None
-        yield name, text.encode("ascii")
-    elif isinstance(value, np.ndarray) and kind in CODECS:
-        if parse_slice_field(f"{head}.i0000.{kind}") is None:
-            yield name, encode_array(kind, value)
-        else:
-            for index, plane in enumerate(value):
-                yield slice_field(int(head[1:]), index, kind), encode_array(kind, plane)
-    else:
-        raise FormatError(
-            f"a field must be bytes, a str in .txt, a dict or list in .json, or an array in "
-            f"{', '.join(f'.{codec}' for codec in CODECS)}, got a {type(value).__name__} in {name}; rename "
-            "the field, or encode its value to bytes."
-        )
-
-
-def _check_series(fields: Fields) -> tuple[int, int]:
-    """Return rows and columns of the primary series, 0 without one; refuse series that no reader expects.
-
-    Raises:
-        FormatError: Series or slices are not numbered from 0, or slices of a series differ in form.
-    """
-    forms: dict[int, set[tuple[str, tuple[int, ...], np.dtype[Any]]]] = {}
-    numbers: dict[int, list[int]] = {}
-    for name, payload in fields:
-        part = parse_slice_field(name)
-        if part is not None and part.codec in CODECS:
-            form = (part.codec, *array_header(part.codec, payload))
-            forms.setdefault(part.series, set()).add(form)
-            numbers.setdefault(part.series, []).append(part.index)
-    for place, series in enumerate(sorted(numbers)):
-        if series != place or sorted(numbers[series]) != list(range(len(numbers[series]))):
-            raise FormatError("series and their slices must be numbered from 0 without gaps, got others.")
-        if len(forms[series]) > 1:
-            raise FormatError(
-                f"slices of a series must have one shape, dtype and codec, got others (s{series:03d})."
+                "a resumed writer must be given the same samples in the same order, got another key as "
+                f"sample {self._place} of split {self._split}; give the same, or write into another folder."
             )
-    if not forms:
-        return 0, 0
-    ((_, (rows, columns, *_), _),) = forms[0]
-    return rows, columns
+        self._place += 1
+        return True
+
+    def add(
+        self,
+        key: str,
+        fields: Sequence[tuple[str, bytes]],
+        shape: tuple[int, int],
+        modality: str,
+        columns: Mapping[str, Any],
+    ) -> None:
+        """Append a sample; refused as a whole, or taken."""
+        values = self._columns.check(columns)
+        self.files.add(key, fields)
+        self._columns.add(values)
+        self._rows.append(shape[0])
+        self._num_columns.append(shape[1])
+        self._modality.append(self._codes.setdefault(modality, len(self._codes)))
+        for name, facts in picture_facts(fields):
+            known = self._images.get(name)
+            self._images[name] = facts if known is None else known.joined(facts)
+
+    def close(self) -> None:
+        """End the last shard.
+
+        Raises:
+            FormatError: Fewer samples came than finished shards hold.
+        """
+        if self._place < len(self._stored):
+            raise FormatError(
+                f"a resumed writer must be given all samples again, got {self._place} of the "
+                f"{len(self._stored)} stored ones of split {self._split}; give the others too."
+            )
+        self.files.close()
+
+    def _end_shard(self, entry: ShardEntry) -> None:
+        """Write what no index holds beside a shard; with this it is finished."""
+        facts = {
+            "entry": asdict(entry),
+            "rows": self._rows.tolist(),
+            "columns": self._num_columns.tolist(),
+            "modalities": list(self._codes),
+            "modality": self._modality.tolist(),
+            "images": {name: _plain(found) for name, found in self._images.items()},
+        }
+        columns = self._columns.stored()
+        if columns:
+            write_file(
+                self._folder,
+                f"shards/{entry.name}.tbl",
+                [encode_columns(columns, "study", entry.num_samples)],
+            )
+        write_file(self._folder, f"shards/{entry.name}.json", [json.dumps(facts).encode()])
+        self._begin()
 
 
-def _modality(sample: Mapping[str, Any]) -> str:
-    """Return the modality of the primary series, as ``study.json`` has it."""
-    study: Any = sample.get(STUDY_FIELD)
-    with suppress(LookupError, TypeError, ValueError, RecursionError):
-        if isinstance(study, (bytes, bytearray)):
-            study = json.loads(study)
-        modality = study["series"][0]["modality"]
-        return modality if isinstance(modality, str) else ""
-    return ""
+class _FinishedShard:
+    """A finished shard of a part, as its files tell."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, store = folder, LocalStore(folder)
+        self.facts: dict[str, Any] = json.loads(store.read(f"shards/{name}.json"))
+        entry = self.facts["entry"]
+        self.entry = ShardEntry(**{**entry, "index": FileEntry(**entry["index"])})
+        index = Table(store.map(self.entry.index.path), name="the index of a part")
+        self.keys: NDArray[np.bytes_] = index.column("sample_key")
+        self.columns: dict[str, StoredColumn] = {}
+        if (folder / "shards" / f"{name}.tbl").exists():
+            table = ColumnsTable(Table(store.map(f"shards/{name}.tbl"), name="the columns of a part"))
+            self.columns = {column: table.gather(column) for column in table.kinds}
+
+
+def _finished(folder: Path, split: str) -> Iterator[_FinishedShard]:
+    """Yield the finished shards of a split of a part, in order."""
+    number = 0
+    while (folder / "shards" / f"{shard_name(split, number)}.json").exists():
+        yield _FinishedShard(folder, shard_name(split, number))
+        number += 1
+
+
+def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
+    """Make the dataset of finished parts, whose files stay; the manifest is written last."""
+    for name in ("shards", "samples", "tables"):  # of a job that was killed here
+        shutil.rmtree(root / name, ignore_errors=True)
+    by_split: dict[str, list[_FinishedShard]] = {}
+    for part in parts:
+        for split in sorted({one.name.rpartition("-")[0] for one in part.glob("shards/*.json")}):
+            by_split.setdefault(split, []).extend(_finished(part, split))
+    found = [shard for split in sorted(by_split) for shard in by_split[split]]
+    if not found:
+        raise FormatError("a dataset must hold a sample, got none in any part; write one.")
+    keys = np.sort(np.concatenate([shard.keys for shard in found]))
+    repeated = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(repeated):
+        raise FormatError(
+            f"each sample must have a key of its own, got {keys[repeated[0]].decode()} in two parts; delete "
+            "the folder, and write the parts with other keys."
+        )
+    modalities = sorted({name for shard in found for name in shard.facts["modalities"]})
+    if len(modalities) > _MAX_MODALITIES:
+        raise FormatError(f"a dataset must have at most {_MAX_MODALITIES} modalities, got more.")
+    columns = join_columns([(shard.columns, shard.entry.num_samples) for shard in found])
+    places = {name: code for code, name in enumerate(modalities)}
+    codes = [
+        np.array([places[name] for name in shard.facts["modalities"]], "u1")[shard.facts["modality"]]
+        for shard in found
+    ]
+    shards = []
+    for split in sorted(by_split):
+        for number, shard in enumerate(by_split[split]):
+            name = shard_name(split, number)
+            index = link_shard(shard.folder, shard.entry.name, root, name)
+            shards.append(replace(shard.entry, name=name, path=f"shards/{name}.tar", index=index))
+    samples = write_samples(
+        root,
+        "samples/samples-000001.tbl",
+        shards,
+        key_num_bytes=keys.dtype.itemsize,
+        modalities=modalities,
+        given={
+            "rows": np.concatenate([np.array(shard.facts["rows"], "u4") for shard in found]),
+            "columns": np.concatenate([np.array(shard.facts["columns"], "u4") for shard in found]),
+            "modality": np.concatenate(codes),
+        },
+    )
+    images: dict[str, ImageFacts] = {}
+    for shard in found:
+        for name, plain in shard.facts["images"].items():
+            facts = ImageFacts(**{**plain, "rows": tuple(plain["rows"]), "columns": tuple(plain["columns"])})
+            images[name] = images[name].joined(facts) if name in images else facts
+    pictures = {name: _plain(facts) for name, facts in sorted(images.items())}
+    manifest = Manifest(
+        manifest_version=1,
+        shards=tuple(shards),
+        samples=samples,
+        counts=OutcomeCounts(packed=len(keys), skipped=0, quarantined=0),
+        created_with=package_versions(_PACKAGES),
+        extra={"members": {"images": pictures}} if pictures else {},
+    )
+    store = LocalStore(root)
+    if columns:
+        # Before the manifest, so that no reader sees the samples without their labels.
+        write_table(store, manifest.dataset_id, table, "study", columns, number=1)
+    return commit(store, manifest)
+
+
+def _plain(facts: ImageFacts) -> dict[str, Any]:
+    return {**asdict(facts), "rows": list(facts.rows), "columns": list(facts.columns)}
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of all parts."""
+    with naming_os_errors("locking the parts of a dataset"):
+        try:
+            descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # another part was the last one, and has removed the folder
+            descriptor = None
+    try:
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open_to(num_parts: int) -> set[str]:
+    """Return what a folder may hold before a part is begun in it."""
+    return {_PARTS} if num_parts > 1 else set()
 
 
 def _check_split(split: str) -> str:
     if not SPLIT_PATTERN.fullmatch(split):
         raise ConfigError("a split's name must be 1 to 32 of [a-z0-9], got another; rename it.")
     return split
-
-
-def link_shard(source: Path, entry: str, root: Path, name: str) -> FileEntry:
-    """Link a finished shard into a dataset under a new name.
-
-    Args:
-        source: The folder it was written to.
-        entry: Its name there.
-        root: Folder of the dataset, on the same file system.
-        name: Its new name; an existing file of that name is replaced.
-
-    Returns:
-        Its new index.
-
-    Raises:
-        StorageError: A file cannot be written.
-        ChecksumError: The index is damaged.
-    """
-    tar, target = source / "shards" / f"{entry}.tar", root / "shards" / f"{name}.tar"
-    with naming_os_errors("putting a shard into its place"):
-        target.parent.mkdir(exist_ok=True)
-        if not (target.exists() and target.samefile(tar)):
-            target.unlink(missing_ok=True)
-            os.link(tar, target)
-    table = Table(LocalStore(source).map(f"shards/{entry}.idx"), name="the index of a part")
-    columns = {column: table.column(column) for column in table.column_names}
-    meta = table.meta
-    index = ShardIndex.encode_columns(name, meta["shard_num_bytes"], meta["field_names"], columns)
-    # Syncs the folder, and with it the name of the tar.
-    return write_file(root, f"shards/{name}.idx", [index])
-
-
-def write_samples(
-    root: Path,
-    path: str,
-    shards: Sequence[ShardEntry],
-    *,
-    key_num_bytes: int,
-    modalities: Sequence[str] = ("",),
-    given: Mapping[str, NDArray[Any]] | None = None,
-) -> FileEntry:
-    """Write the samples table as a stream over the indexes of all shards.
-
-    Args:
-        root: Folder of the dataset, where the indexes are.
-        path: Of the table.
-        shards: In the order of the manifest.
-        key_num_bytes: Length of the longest sample key.
-        modalities: Names that the column ``modality`` points into.
-        given: Columns that no index determines (rows, columns, modality), all rows of each; zeros if not
-            given.
-
-    Raises:
-        StorageError: It cannot be written.
-        FormatError: An index cannot be trusted.
-    """
-    store = LocalStore(root)
-    num_rows = sum(shard.num_samples for shard in shards)
-    splits: dict[str, list[int]] = {}
-    row = 0
-    for shard in shards:
-        span = splits.setdefault(shard.split, [row, row])
-        row = span[1] = row + shard.num_samples
-
-    def pieces(name: str) -> Iterator[NDArray[Any]]:
-        start = 0
-        for number, shard in enumerate(shards):
-            stop = start + shard.num_samples
-            if name == "shard":
-                yield np.full(shard.num_samples, number)
-            elif name in ("rows", "columns", "modality"):
-                yield np.zeros(shard.num_samples, "u1") if given is None else given[name][start:stop]
-            else:
-                index = shard.index.path
-                yield derived_column(ShardIndex(Table(store.map(index), name=index)), name)
-            start = stop
-
-    dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
-    columns = [
-        StreamedColumn(
-            name=name, dtype=np.dtype(dtypes.get(name, "<u4")), shape=(num_rows,), pieces=pieces(name)
-        )
-        for name in COLUMNS
-    ]
-    meta: dict[str, Json] = {
-        "kind": "samples",
-        "format_version": 1,
-        "splits": splits,
-        "modalities": list(modalities),
-    }
-    return write_file(root, path, stream_table(columns, meta))
-
-
-def write_file(root: Path, path: str, pieces: Iterable[bytes]) -> FileEntry:
-    """Write a file of a dataset from its pieces, and return what a manifest says of it.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    sha256, num_bytes = hashlib.sha256(), 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal num_bytes
-        for piece in pieces:
-            sha256.update(piece)
-            num_bytes += len(piece)
-            yield piece
-
-    write_atomic(root / path, counted(), replace=True)
-    return FileEntry(path=path, num_bytes=num_bytes, sha256=sha256.hexdigest())
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed ones of some packages, for a manifest's ``created_with``."""
-    found: dict[str, str] = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-@contextmanager
-def naming_os_errors(action: str) -> Iterator[None]:
-    """Turn errors of the operating system into `StorageError` without a path, which may name a person."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else type(error).__name__
-        raise StorageError(
-            f"{action} must succeed, got: {reason}; make room or repair it, and run the job again."
-        ) from None

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.format.writer import naming_os_errors
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, digest_bytes, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,

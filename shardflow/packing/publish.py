@@ -13,7 +13,7 @@ from shardflow.errors import ShardflowError
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.records import RECORD_TIMES
 from shardflow.format.samples import SampleEntry, SampleFacts
-from shardflow.format.writer import package_versions
+from shardflow.format.shard_files import package_versions
 from shardflow.packing.config import PageConfig, content_digest
 from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code

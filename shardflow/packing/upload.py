@@ -28,9 +28,9 @@ from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.tables import TableManifest, table_versions
-from shardflow.format.writer import naming_os_errors
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
 from shardflow.storage.opening import erase

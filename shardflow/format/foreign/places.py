@@ -77,9 +77,10 @@ def image_facts(manifest: Manifest, member: str) -> ImageFacts | None:
     Raises:
         ManifestError: The entry of the manifest is malformed.
     """
-    foreign: Any = manifest.extra.get("foreign", {})
+    # `ShardWriter` notes them under "members": its shards are not foreign.
+    noted: Any = manifest.extra.get("foreign") or manifest.extra.get("members") or {}
     try:
-        found = foreign.get("images", {}).get(member)
+        found = noted.get("images", {}).get(member)
         if found is None:
             return None
         num_bits = int(found["num_bits"])

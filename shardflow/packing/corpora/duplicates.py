@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.table import Table, encode_table
-from shardflow.format.writer import naming_os_errors
 from shardflow.packing.corpora.config import CorpusConfig, LineError, LineReason, number_of
 from shardflow.packing.corpora.content import ContentMaker, texts_digest
 from shardflow.packing.corpora.inputs import PartTask, part_lines

@@ -21,8 +21,8 @@ from shardflow.format.ledger import LineOutcomes, stream_outcomes
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import OUTCOMES, OutcomeCounts
 from shardflow.format.samples import SamplesTable
+from shardflow.format.shard_files import write_file, write_samples
 from shardflow.format.table import Table
-from shardflow.format.writer import write_file, write_samples
 from shardflow.packing.corpora.config import REASON_TABLE
 from shardflow.packing.corpora.duplicates import ResolveTask, ScanDone, num_buckets, write_existing
 from shardflow.packing.corpora.inputs import InputFile, PartTask, list_path, write_list

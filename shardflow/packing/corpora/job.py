@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from shardflow.errors import ConfigError
 from shardflow.format.manifest import Manifest, load, versions
-from shardflow.format.writer import package_versions
+from shardflow.format.shard_files import package_versions
 from shardflow.packing.corpora.execution import Execution, run_all, unpacked
 from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
 from shardflow.packing.corpora.parts import HANDLERS, CorpusSetup, InspectDone, InspectTask

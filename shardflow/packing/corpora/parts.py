@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, StorageError
 from shardflow.format.manifest import FileEntry, ShardEntry
-from shardflow.format.writer import SplitFiles, link_shard, naming_os_errors
+from shardflow.format.shard_files import SplitFiles, link_shard, naming_os_errors
 from shardflow.packing.corpora.config import (
     PACKED,
     REASON_TABLE,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from shardflow.format.facts import write_shard_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.shard_files import naming_os_errors, write_file
 from shardflow.format.tar import END_OF_ARCHIVE
-from shardflow.format.writer import naming_os_errors, write_file
 from shardflow.packing.studies.fragment import (
     DamagedFragmentError,
     Fragment,

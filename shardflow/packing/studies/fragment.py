@@ -22,8 +22,8 @@ import google_crc32c
 
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_header, padding
-from shardflow.format.writer import naming_os_errors
 from shardflow.packing.engines.base import decode
 from shardflow.packing.workspace import write_plainly
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.format.codecs import decode_array, encode_array
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
-from shardflow.format.writer import naming_os_errors
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.viewing.planes import encode_thumbnail
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from shardflow.format.columns import image_starts, num_unit_rows
 from shardflow.format.dataset import Dataset
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.series import open_series
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tables import TableUnit
-from shardflow.format.writer import naming_os_errors
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.header_rows import digest64
 from shardflow.packing.workspace import Workspace

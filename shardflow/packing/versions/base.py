@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.manifest import Manifest, ShardEntry
 from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.table import Table
-from shardflow.format.writer import naming_os_errors
 from shardflow.packing.config import PageConfig
 from shardflow.packing.inventory import (
     ATTACHMENT_KIND,

@@ -29,9 +29,9 @@ from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit,
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
 from shardflow.format.series import series_folder
+from shardflow.format.shard_files import write_file
 from shardflow.format.studies import studies_folder
 from shardflow.format.tables import TableManifest
-from shardflow.format.writer import write_file
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
     CARRIED,

@@ -28,8 +28,8 @@ from shardflow.format.keys import SAMPLE_KEY_PATTERN, shard_name
 from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
 from shardflow.format.reasons import Reason
 from shardflow.format.samples import SampleEntry
+from shardflow.format.shard_files import write_file
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
-from shardflow.format.writer import write_file
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import of_inputs, reason_code
 from shardflow.packing.progress import SilentProgress

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,16 @@ import pytest
 import webdataset
 
 from shardflow.errors import ConfigError, FormatError, StorageError
+from shardflow.fields.columns import Column
+from shardflow.fields.members import Array, Json
+from shardflow.fields.pictures import Image
 from shardflow.format import Dataset, decode_array, verify, webdataset_decoder
 from shardflow.format.keys import parse_slice_field
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.writer import ShardWriter
 from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
+from tests import writer_killed
 from tests.factories import make_sample
 
 pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -179,7 +187,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "field name": ({"__key__": "b", "Report.txt": "x"}, "field name"),
     "text as json": ({"__key__": "b", "report.json": "x"}, "got a str in report.json"),
     "array as text": ({"__key__": "b", "x.txt": VOLUME}, "got a ndarray in x.txt"),
-    "number": ({"__key__": "b", "label.cls": 3}, "got a int in label.cls"),
+    "number": ({"__key__": "b", "label.bin": 3}, "got a int in label.bin"),
     "no number": ({"__key__": "b", "a.json": {"x": float("nan")}}, "JSON holds"),
     "surrogate": ({"__key__": "b", "a.txt": "\udc80"}, "lone surrogates"),
     "gap": ({"__key__": "b", "s000.i0001.npy": VOLUME[0]}, "without gaps"),
@@ -262,3 +270,211 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="open"):
         writer.write({**GOOD, "__key__": "b"})
     writer.close()
+
+
+PHOTO = np.arange(12 * 10, dtype=np.uint16).reshape(12, 10) * 500
+
+
+def typed(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a sample with a value of every type, and its columns."""
+    sample = {
+        "__key__": f"k{number}",
+        "label.cls": number % 3,
+        "report.txt": f"No effusion, {number} mm.",
+        "meta.json": {"share": 0.5, "number": number},
+        "vector.npy": np.arange(5, dtype="f4") + number,
+        "flags.npy": np.array([[[[True]]]]),
+        "points.npz": {"b": np.arange(3) + number, "a": np.zeros((2, 2))},
+        "photo.png": PHOTO + number,
+        "color.png": np.full((4, 5, 3), [number, 2, 3], np.uint8),
+        "raw.bin": b"\0\1",
+    }
+    columns: dict[str, Any] = {
+        "label": number % 3,
+        "age": 60 + number if number % 2 else 60.5,
+        "sex": "FM"[number % 2],
+        "is_new": np.bool_(number % 2),
+        "vector": [number, 0.5],
+        "late": None if number < 9 else 1,
+    }
+    if number % 4 == 0:
+        del columns["sex"]
+    return sample, columns
+
+
+def write_typed(path: Path, part: int = 0, num_parts: int = 1, stop: int = 12, **settings: Any) -> None:
+    """Write a part of twelve samples."""
+    size = 12 // num_parts
+    with ShardWriter(path, part=part, num_parts=num_parts, max_samples=2, **settings) as writer:
+        for number in range(part * size, part * size + size):
+            if number >= stop:
+                raise KeyError("stopped")
+            sample, columns = typed(number)
+            writer.write(sample, columns=columns)
+
+
+def test_values_of_every_type_are_what_webdataset_and_fields_read(tmp_path: Path) -> None:
+    write_typed(tmp_path / "d")
+    assert verify(tmp_path / "d").is_whole
+    tars = sorted(str(path) for path in (tmp_path / "d" / "shards").glob("*.tar"))
+    found = list(webdataset.WebDataset(tars, shardshuffle=False).decode())
+    assert len(found) == 12
+    for number, sample in enumerate(found):
+        assert sample["label.cls"] == number % 3
+        assert sample["report.txt"] == f"No effusion, {number} mm."
+        assert sample["meta.json"] == {"share": 0.5, "number": number}
+        assert np.array_equal(sample["vector.npy"], np.arange(5) + number)
+        assert sample["flags.npy"].shape == (1, 1, 1, 1)
+        assert np.array_equal(sample["points.npz"]["b"], np.arange(3) + number)
+        assert sample["raw.bin"] == b"\0\1"
+    fields = {
+        "photo": Image(member="photo.png"),
+        "color": Image(member="color.png"),
+        "points": Array(member="points.npz", array="b", shape=(3,), dtype="int64"),
+        "cls": Json(member="label.cls"),
+        "label": Column("labels.label"),
+        "age": Column("labels.age"),
+        "sex": Column("labels.sex", missing="pad"),
+        "is_new": Column("labels.is_new"),
+        "vector": Column("labels.vector"),
+        "late": Column("labels.late", missing="pad"),
+    }
+    loader = Loader(
+        Dataset.open(tmp_path / "d"),
+        split="train",
+        seed=1,
+        batch=BatchSpec(micro_batch_size=4, micro_batches_per_step=1),
+        fields=fields,
+    )
+    seen = set()
+    for batch in loader:
+        assert (batch["photo"].dtype, batch["photo"].shape) == (np.uint16, (4, 1, 12, 10))
+        for slot, key in enumerate(batch.sample_keys):
+            number = int(str(key)[1:])
+            seen.add(number)
+            assert np.array_equal(batch["photo"][slot, 0], PHOTO + number)
+            assert batch["color"][slot, :, 0, 0].tolist() == [number, 2, 3]
+            assert batch["points"][slot].tolist() == [number, number + 1, number + 2]
+            assert batch["cls"][slot] == batch["label"][slot] == number % 3
+            assert batch["age"][slot] == (60 + number if number % 2 else 60.5)
+            assert bool(batch["is_new"][slot]) == bool(number % 2)
+            assert batch["vector"][slot].tolist() == [number, 0.5]
+            assert batch["sex_mask"][slot] == (number % 4 > 0)
+            if number % 4:
+                assert batch.info.classes["sex"][batch["sex"][slot]] == "FM"[number % 2]
+            assert batch["late_mask"][slot] == (number >= 9)
+    assert seen == set(range(12))
+
+
+def test_parts_in_any_order_by_any_number_of_writers_give_the_same_bytes(tmp_path: Path) -> None:
+    for part in range(3):
+        write_typed(tmp_path / "one", part, 3)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda part: write_typed(tmp_path / "threads", part, 3), (2, 0, 1)))
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as processes:
+        jobs = [processes.submit(write_typed, tmp_path / "processes", part, 3) for part in (1, 2, 0)]
+        for job in jobs:
+            job.result()
+    assert verify(tmp_path / "one").is_whole
+    expected = digests(tmp_path / "one")
+    assert digests(tmp_path / "threads") == digests(tmp_path / "processes") == expected
+    # Shards that a part ends where one writer would end them are those of one writer.
+    write_typed(tmp_path / "whole")
+    assert digests(tmp_path / "whole").keys() - expected.keys() == set()
+    assert [name for name in expected if name.endswith(".tar")]
+    dataset = Dataset.open(tmp_path / "one")
+    assert [dataset.samples.sample_key(row) for row in range(12)] == [f"k{number}" for number in range(12)]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 11])
+def test_a_stopped_writer_goes_on(tmp_path: Path, stop: int) -> None:
+    write_typed(tmp_path / "whole")
+    with pytest.raises(KeyError):
+        write_typed(tmp_path / "d", stop=stop, resume=True)
+    with pytest.raises(ConfigError, match="resume=True"):
+        write_typed(tmp_path / "d")
+    write_typed(tmp_path / "d", resume=True)
+    assert digests(tmp_path / "d") == digests(tmp_path / "whole")
+    write_typed(tmp_path / "d", resume=True)  # finished: nothing is left to do
+    assert digests(tmp_path / "d") == digests(tmp_path / "whole")
+    with (
+        ShardWriter(tmp_path / "d", resume=True) as writer,
+        pytest.raises(FormatError, match="no further samples"),
+    ):
+        writer.write({"__key__": "other", "x": b""})
+
+
+def test_a_resumed_writer_refuses_other_samples_and_settings(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        write_typed(tmp_path / "d", stop=5, resume=True)
+    with pytest.raises(ConfigError, match="must have the same splits"):
+        ShardWriter(tmp_path / "d", resume=True)
+    with pytest.raises(FormatError, match="got 1 of the 4 stored"):
+        write_first(tmp_path / "d", "k0")
+    with pytest.raises(FormatError, match="in the same order"):
+        write_first(tmp_path / "d", "k1")
+    with ShardWriter(tmp_path / "d", max_samples=2, resume=True) as writer:
+        with pytest.raises(ConfigError, match="one writer at a time"):
+            ShardWriter(tmp_path / "d", max_samples=2, resume=True)
+        for number in range(12):
+            sample, columns = typed(number)
+            writer.write(sample, columns=columns)
+
+
+def write_first(path: Path, key: str) -> None:
+    with ShardWriter(path, max_samples=2, resume=True) as writer:
+        writer.write({"__key__": key, "x": b""})
+
+
+def test_parts_must_fit_together(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "d", num_parts=2) as first:
+        first.write(GOOD, columns={"label": 1})
+    assert first.dataset_id is None
+    with pytest.raises(ConfigError, match="each part once"):
+        ShardWriter(tmp_path / "d", num_parts=2)
+    with pytest.raises(ConfigError, match="must have the same splits"):
+        ShardWriter(tmp_path / "d", part=1, num_parts=3)
+    with (
+        pytest.raises(FormatError, match="got a in two parts"),
+        ShardWriter(tmp_path / "d", part=1, num_parts=2, resume=True) as second,
+    ):
+        second.write(GOOD)
+    with ShardWriter(tmp_path / "e", num_parts=2) as first:
+        first.write(GOOD, columns={"label": 1})
+    with (
+        pytest.raises(FormatError, match="got int and text"),
+        ShardWriter(tmp_path / "e", part=1, num_parts=2) as second,
+    ):
+        second.write({**GOOD, "__key__": "b"}, columns={"label": "edema"})
+    with ShardWriter(tmp_path / "e", part=1, num_parts=2) as second:
+        second.write({**GOOD, "__key__": "b"}, columns={"label": 2})
+    assert second.dataset_id is not None
+    assert Dataset.open(tmp_path / "e").samples.num_samples == 2
+
+
+WRONG_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"label": "edema"}, "got text after int"),
+    "length": ({"vector": [1.0]}, "got lists of 1 floats after lists of 2 floats"),
+    "name": ({"Label": 1}, "a-z, 0-9 and _"),
+    "large": ({"label": 1 << 70}, "64 bits"),
+    "object": ({"label": {"a": 1}}, "got another dict"),
+    "infinite": ({"vector": [1.0, float("inf")]}, "finite"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COLUMNS)
+def test_a_column_that_cannot_be_stored_refuses_the_sample(tmp_path: Path, case: str) -> None:
+    columns, expected = WRONG_COLUMNS[case]
+    with ShardWriter(tmp_path / "d") as writer:
+        writer.write(GOOD, columns={"label": 1, "vector": [1, 2]})
+        with pytest.raises(FormatError, match=expected):
+            writer.write({**GOOD, "__key__": "b"}, columns=columns)
+        writer.write({**GOOD, "__key__": "b"}, columns={"label": 2})
+    assert Dataset.open(tmp_path / "d").samples.num_samples == 2
+
+
+def test_a_kill_at_any_point_leaves_nothing_or_the_dataset_and_the_writer_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.writer_killed", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == list(writer_killed.POINTS)

@@ -1,0 +1,328 @@
+"""Files of a dataset being written: shards that grow on disk, the cut of a split, the samples table."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import StorageError
+from shardflow.format.index import ShardIndex
+from shardflow.format.keys import Json, shard_name
+from shardflow.format.manifest import FileEntry, ShardEntry
+from shardflow.format.samples import COLUMNS, derived_column
+from shardflow.format.table import StreamedColumn, Table, crc32c, stream_table
+from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, member_header, member_num_bytes, padding
+from shardflow.storage import LocalStore, write_atomic
+
+Fields = Sequence[tuple[str, bytes]]
+"""Names of fields in ascending order, with their bytes."""
+
+_BUFFER_BYTES: Final = 1 << 20
+_DTYPES: Final = {"offset_bytes": "<u8", "num_bytes": "<u8", "modality": "u1"}
+
+
+class SplitFiles:
+    """Cuts the samples of one split into shards.
+
+    Args:
+        root: Folder of the dataset; shards go into ``shards/`` below it.
+        split: The split; its shards are numbered from 0.
+        target_bytes: A shard is closed before it passes this; a larger sample is alone in one.
+        max_samples: A shard is closed when it holds so many; None for no limit.
+        finished: Shards that an earlier writer has closed; the numbers go on behind them.
+        on_shard: Called with each shard that is closed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        split: str,
+        target_bytes: int,
+        max_samples: int | None = None,
+        *,
+        finished: Sequence[ShardEntry] = (),
+        on_shard: Callable[[ShardEntry], object] | None = None,
+    ) -> None:
+        self._root = root
+        self._split = split
+        self._target_bytes = target_bytes
+        self._max_samples = max_samples
+        self._shard: _OpenShard | None = None
+        self._entries = list(finished)
+        self._on_shard = on_shard
+
+    def add(self, key: str, fields: Fields) -> None:
+        """Append a sample.
+
+        Raises:
+            FormatError: A name is too long for a tar; nothing is written.
+            StorageError: It cannot be written.
+        """
+        members = [(name, payload, member_header(f"{key}.{name}", len(payload))) for name, payload in fields]
+        num_bytes = sum(member_num_bytes(len(payload)) for _, payload in fields)
+        shard = self._shard
+        if shard is not None and (
+            shard.num_bytes + num_bytes > self._target_bytes or shard.num_samples == self._max_samples
+        ):
+            self._end()
+        if self._shard is None:
+            self._shard = _OpenShard(self._root, self._split, len(self._entries))
+        self._shard.add(key, members)
+
+    def close(self) -> list[ShardEntry]:
+        """End the last shard; return all of them.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._end()
+        return self._entries
+
+    def abandon(self) -> None:
+        """Close what is open and remove it."""
+        if self._shard is not None:
+            self._shard.abandon()
+            self._shard = None
+
+    def _end(self) -> None:
+        if self._shard is not None:
+            self._entries.append(self._shard.close())
+            self._shard = None
+            if self._on_shard is not None:
+                self._on_shard(self._entries[-1])
+
+
+class _OpenShard:
+    """A shard being written: members go to disk as they come, the columns of the index stay in memory."""
+
+    def __init__(self, root: Path, split: str, number: int) -> None:
+        self._root = root
+        self._split = split
+        self._name = shard_name(split, number)
+        self._path = root / "shards" / f"{self._name}.tar"
+        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
+        self.num_bytes = 0
+        with naming_os_errors("writing a shard"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("xb", buffering=0)
+        self._sha256 = hashlib.sha256()
+        self._buffer: list[bytes] = []
+        self._num_buffered = 0
+        self._keys: list[bytes] = []
+        self._num_fields = array("I")
+        self._names: dict[str, int] = {}
+        self._field_name = array("I")
+        self._offsets = array("Q")
+        self._sizes = array("Q")
+        self._crcs = array("I")
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: str, members: Sequence[tuple[str, bytes, bytes]]) -> None:
+        """Append a sample: name, payload and header of each member."""
+        for name, payload, header in members:
+            size = len(payload)
+            self._buffer += (header, payload, padding(size))
+            self._field_name.append(self._names.setdefault(name, len(self._names)))
+            self._offsets.append(self.num_bytes + BLOCK_NUM_BYTES)
+            self._sizes.append(size)
+            self._crcs.append(crc32c(payload))
+            num_bytes = member_num_bytes(size)
+            self.num_bytes += num_bytes
+            self._num_buffered += num_bytes
+        self._keys.append(key.encode("ascii"))
+        self._num_fields.append(len(members))
+        if self._num_buffered >= _BUFFER_BYTES:
+            self._flush()
+
+    def close(self) -> ShardEntry:
+        """End the tar and write its index; both are on the disk then."""
+        self._buffer.append(END_OF_ARCHIVE)
+        self.num_bytes += len(END_OF_ARCHIVE)
+        self._flush()
+        with naming_os_errors("writing a shard"):
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._temporary.replace(self._path)
+        names = sorted(self._names)
+        position = np.empty(len(names), "<u4")
+        position[[self._names[name] for name in names]] = np.arange(len(names))
+        columns = {
+            "sample_key": np.array(self._keys, "S"),
+            "sample_first_field": np.cumsum([0, *self._num_fields]).astype("<u4"),
+            "field_name": position[np.asarray(self._field_name)],
+            "field_offset": np.asarray(self._offsets, "<u8"),
+            "field_num_bytes": np.asarray(self._sizes, "<u8"),
+            "field_crc32c": np.asarray(self._crcs, "<u4"),
+        }
+        index = ShardIndex.encode_columns(self._name, self.num_bytes, names, columns)
+        # Syncs the folder, and with it the name of the tar.
+        entry = write_file(self._root, f"shards/{self._name}.idx", [index])
+        return ShardEntry(
+            name=self._name,
+            split=self._split,
+            path=f"shards/{self._name}.tar",
+            num_bytes=self.num_bytes,
+            sha256=self._sha256.hexdigest(),
+            index=entry,
+            num_samples=len(self._keys),
+            num_fields=len(self._offsets),
+        )
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        data = memoryview(b"".join(self._buffer))
+        self._buffer.clear()
+        self._num_buffered = 0
+        self._sha256.update(data)
+        with naming_os_errors("writing a shard"):
+            while data:
+                data = data[self._file.write(data) :]
+
+
+def link_shard(source: Path, entry: str, root: Path, name: str) -> FileEntry:
+    """Link a finished shard into a dataset under a new name.
+
+    Args:
+        source: The folder it was written to.
+        entry: Its name there.
+        root: Folder of the dataset, on the same file system.
+        name: Its new name; an existing file of that name is replaced.
+
+    Returns:
+        Its new index.
+
+    Raises:
+        StorageError: A file cannot be written.
+        ChecksumError: The index is damaged.
+    """
+    tar, target = source / "shards" / f"{entry}.tar", root / "shards" / f"{name}.tar"
+    with naming_os_errors("putting a shard into its place"):
+        target.parent.mkdir(exist_ok=True)
+        if not (target.exists() and target.samefile(tar)):
+            target.unlink(missing_ok=True)
+            os.link(tar, target)
+    table = Table(LocalStore(source).map(f"shards/{entry}.idx"), name="the index of a part")
+    columns = {column: table.column(column) for column in table.column_names}
+    meta = table.meta
+    index = ShardIndex.encode_columns(name, meta["shard_num_bytes"], meta["field_names"], columns)
+    # Syncs the folder, and with it the name of the tar.
+    return write_file(root, f"shards/{name}.idx", [index])
+
+
+def write_samples(
+    root: Path,
+    path: str,
+    shards: Sequence[ShardEntry],
+    *,
+    key_num_bytes: int,
+    modalities: Sequence[str] = ("",),
+    given: Mapping[str, NDArray[Any]] | None = None,
+) -> FileEntry:
+    """Write the samples table as a stream over the indexes of all shards.
+
+    Args:
+        root: Folder of the dataset, where the indexes are.
+        path: Of the table.
+        shards: In the order of the manifest.
+        key_num_bytes: Length of the longest sample key.
+        modalities: Names that the column ``modality`` points into.
+        given: Columns that no index determines (rows, columns, modality), all rows of each; zeros if not
+            given.
+
+    Raises:
+        StorageError: It cannot be written.
+        FormatError: An index cannot be trusted.
+    """
+    store = LocalStore(root)
+    num_rows = sum(shard.num_samples for shard in shards)
+    splits: dict[str, list[int]] = {}
+    row = 0
+    for shard in shards:
+        span = splits.setdefault(shard.split, [row, row])
+        row = span[1] = row + shard.num_samples
+
+    def pieces(name: str) -> Iterator[NDArray[Any]]:
+        start = 0
+        for number, shard in enumerate(shards):
+            stop = start + shard.num_samples
+            if name == "shard":
+                yield np.full(shard.num_samples, number)
+            elif name in ("rows", "columns", "modality"):
+                yield np.zeros(shard.num_samples, "u1") if given is None else given[name][start:stop]
+            else:
+                index = shard.index.path
+                yield derived_column(ShardIndex(Table(store.map(index), name=index)), name)
+            start = stop
+
+    dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
+    columns = [
+        StreamedColumn(
+            name=name, dtype=np.dtype(dtypes.get(name, "<u4")), shape=(num_rows,), pieces=pieces(name)
+        )
+        for name in COLUMNS
+    ]
+    meta: dict[str, Json] = {
+        "kind": "samples",
+        "format_version": 1,
+        "splits": splits,
+        "modalities": list(modalities),
+    }
+    return write_file(root, path, stream_table(columns, meta))
+
+
+def write_file(root: Path, path: str, pieces: Iterable[bytes]) -> FileEntry:
+    """Write a file of a dataset from its pieces, and return what a manifest says of it.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    sha256, num_bytes = hashlib.sha256(), 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal num_bytes
+        for piece in pieces:
+            sha256.update(piece)
+            num_bytes += len(piece)
+            yield piece
+
+    write_atomic(root / path, counted(), replace=True)
+    return FileEntry(path=path, num_bytes=num_bytes, sha256=sha256.hexdigest())
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the installed ones of some packages, for a manifest's ``created_with``."""
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+@contextmanager
+def naming_os_errors(action: str) -> Iterator[None]:
+    """Turn errors of the operating system into `StorageError` without a path, which may name a person."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        raise StorageError(
+            f"{action} must succeed, got: {reason}; make room or repair it, and run the job again."
+        ) from None
