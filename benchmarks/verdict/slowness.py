@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shardflow.fields import images
+from shardflow.fields import pixels
 from shardflow.format import Dataset
 from shardflow.storage import ByteRange, ByteStore
 from shardflow.training import run as prepare
@@ -79,10 +77,11 @@ class _Present:
     """How many times as long computing takes as it should."""
 
 
-def transform(_sample: dict[str, NDArray[Any]], _rng: np.random.Generator) -> None:
+def transform(sample: dict[str, Any]) -> dict[str, Any]:
     """Take the time that the present run's transform takes; the sample stays as it is."""
     if next(_Present.turns) % _Present.slowness.every == 0:
         time.sleep(_Present.slowness.sample_s * _Present.pace)
+    return sample
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def slowed(slowness: Slowness) -> Iterator[None]:
         if slowness.read_s or slowness.link_bytes_per_s:
             stack.enter_context(_patched(prepare, "open_data", _with_slow_store(slowness)))
         if slowness.slice_s:
-            stack.enter_context(_patched(images, "decode_slice", _with_slow_codec(slowness)))
+            stack.enter_context(_patched(pixels, "decode_slice", _with_slow_codec(slowness)))
         stack.enter_context(_patched(run_module, "prepare_run", _with_slow_step(slowness)))
         for _ in range(slowness.num_burners):
             stack.enter_context(_burner())
