@@ -19,22 +19,24 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.foreign.build import ForeignSource, IndexOptions, index_tars
-from shardflow.format.foreign.scan import expand_braces
+from shardflow.format.foreign.places import expand_places
 from shardflow.storage import open_store
 
 DESCRIPTION = """\
 Reads each tar once and writes a dataset that points at it: manifest, indexes, samples table. The dataset then
 streams, verifies and resumes like one that shardflow packed; the tars stay where and what they are.
 
-TARS are paths or addresses; {000000..000123} and {a,b} are expanded (quote them from the shell). SPLIT=TARS
-puts them into a split of that name; without it they are of split train. Samples are grouped as webdataset
-does: the key is a member's path up to the first dot of its last part.
+TARS are paths or addresses; {000000..000123}, {a,b} and * are expanded (quote them from the shell).
+SPLIT=TARS puts them into a split of that name; without it they are of split train. Integers of .cls become
+the columns members.cls and so on. Samples are grouped as webdataset does: the key is a member's path up to
+the first dot of its last part.
 
 Exit code 1: a tar is damaged, or does not fit; the message says where, and what option would take it.
 """
 EXAMPLES = """\
 examples:
   shardflow index 'cxr-{000000..000123}.tar' -o cxr-index
+  shardflow index 'train=tars/*.tar' -o index
   shardflow index 'train=s3://bucket/a-{000..499}.tar' 'val=s3://bucket/b-{00..09}.tar' -o index
 """
 _SPLIT = re.compile(r"([a-z0-9]{1,32})=(.+)", re.ASCII | re.DOTALL)
@@ -43,7 +45,12 @@ _SPLIT = re.compile(r"([a-z0-9]{1,32})=(.+)", re.ASCII | re.DOTALL)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow index``."""
     add = parser.add_argument
-    add("tars", metavar="TARS", nargs="+", help="tars, with braces; SPLIT=TARS for another split than train")
+    add(
+        "tars",
+        metavar="TARS",
+        nargs="+",
+        help="tars, with braces or *; SPLIT=TARS for another split than train",
+    )
     add("-o", "--output", metavar="OUT", required=True, help="folder or address to write the dataset to")
     add("--text-field", metavar="F", default="txt", help="field that is the sample's text (txt)")
     add(
@@ -97,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             ("samples", f"{report.num_samples:,} in {counted(report.num_shards, 'shard')}"),
             ("read", f"{human_bytes(report.num_bytes)}, {rate}/s"),
             ("members", f"{report.num_fields:,} fields, {report.num_skipped:,} skipped"),
+            ("columns", ", ".join(report.columns) or "none"),
             ("mended", f"{report.num_repaired:,} members joined, {report.num_renamed:,} samples renamed"),
         ]
     )
@@ -107,4 +115,4 @@ def run(arguments: argparse.Namespace) -> int:
 def _sources(text: str) -> list[ForeignSource]:
     found = _SPLIT.fullmatch(text)
     split, pattern = (found[1], found[2]) if found else ("train", text)
-    return [ForeignSource(place=place, split=split) for place in expand_braces(pattern)]
+    return [ForeignSource(place=place, split=split) for place in expand_places(pattern)]

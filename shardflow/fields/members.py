@@ -10,6 +10,7 @@ import io
 import json
 import math
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -53,12 +54,17 @@ _UNREADABLE: Final = (
     NotImplementedError,
     RecursionError,
     SyntaxError,
+    struct.error,
     zipfile.BadZipFile,
     zlib.error,
 )
 _IMAGE_KINDS: Final = frozenset({"jpg", "jpeg", "png"})
 # webdataset would unpickle these, which runs foreign code.
 _PICKLES: Final = frozenset({"pth", "pt", "pkl", "pickle", "pyd", "dill"})
+# Data types of NIfTI by their codes; colors, complex and 128-bit values are none of these.
+_NIFTI_DTYPES: Final = {
+    2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"
+}  # fmt: skip
 _NPY_HEAD: Final = 1 << 16
 # The header is matched, not evaluated: NumPy parses it as Python source, which fails at times where several
 # threads do so at once (CPython 3.11), and is slower.
@@ -77,6 +83,11 @@ def is_image_field(name: str) -> bool:
 def is_pickle(name: str) -> bool:
     """Tell whether a field is a pickle, which nothing here reads."""
     return name.rpartition(".")[2] in _PICKLES
+
+
+def is_nifti(name: str) -> bool:
+    """Tell whether a field is a NIfTI volume."""
+    return f".{name}".endswith((".nii", ".nii.gz"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +158,12 @@ class Bytes(Field):
 
 @dataclass(frozen=True, kw_only=True)
 class Array(Field):
-    """Array of a member, ``.npy`` or ``.npz``.
+    """Array of a member: ``.npy``, ``.npz``, or a NIfTI volume, ``.nii`` or ``.nii.gz``.
 
     With ``shape`` ``(B, *shape)``; with ``max_shape`` ``(B, *max_shape)``, zeros behind each array, and
     ``NAME_shape`` ``(B, n)`` int64 is the shape of each; ``NAME_mask`` ``(B,)`` uint8 is 1 where there is
-    one. An array of another shape, a pickle, and values that ``dtype`` cannot hold mask the slot; floats are
-    rounded to a smaller float.
+    one. A volume has the axes of its file (x, y, z, ...) and its values scaled. An array of another shape, a
+    pickle, and values that ``dtype`` cannot hold mask the slot; floats are rounded to a smaller float.
 
     Example::
 
@@ -165,7 +176,7 @@ class Array(Field):
     type_name: ClassVar[str] = "array"
 
     member: str
-    """Stored field that holds the array; its name ends with ``npy`` or ``npz``."""
+    """Stored field that holds the array; its name ends with ``npy``, ``npz``, ``nii`` or ``nii.gz``."""
     dtype: str
     """Dtype to deliver, such as ``"float32"``: a boolean, an integer, a float or complex."""
     shape: tuple[int, ...] | None = None
@@ -180,13 +191,13 @@ class Array(Field):
     def __post_init__(self) -> None:
         check_member(self)
         kind = self.member.rpartition(".")[2]
-        if is_pickle(self.member) or kind not in ("npy", "npz"):
+        if is_pickle(self.member) or not (kind in ("npy", "npz") or is_nifti(self.member)):
             raise ConfigError(
-                f"member names an .npy or .npz array, got {self.member!r}; pickles are never read, write "
-                "arrays with numpy.save."
+                f"member names an .npy, .npz, .nii or .nii.gz array, got {self.member!r}; pickles are never "
+                "read, write arrays with numpy.save."
             )
         if self.array is not None and kind != "npz":
-            raise ConfigError(f"array names one of an .npz, and {self.member!r} is an .npy; leave it out.")
+            raise ConfigError(f"array names one of an .npz, and {self.member!r} is none; leave it out.")
         if (self.shape is None) == (self.max_shape is None):
             raise ConfigError(
                 "No table knows the shape of an array: write either shape=(768,) for all, or "
@@ -496,6 +507,8 @@ class BoundArray(BoundMember):
     def _read(self, payload: NDArray[np.uint8]) -> NDArray[Any]:
         if self.spec.member.endswith("npy"):
             return read_npy(payload)
+        if is_nifti(self.spec.member):
+            return read_nifti(payload, self.spec.max_bytes)
         with zipfile.ZipFile(io.BytesIO(payload.tobytes())) as archive:
             names = [f"{self.spec.array}.npy"] if self.spec.array is not None else archive.namelist()
             if len(names) != 1:
@@ -592,3 +605,57 @@ def read_npy(payload: NDArray[np.uint8]) -> NDArray[Any]:
         return np.empty(shape, dtype)
     values = np.frombuffer(payload[stop:].data, dtype)
     return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
+
+
+def read_nifti(payload: NDArray[np.uint8], max_bytes: int) -> NDArray[Any]:
+    """Return the volume of a NIfTI file of version 1 or 2, also gzipped, with its values scaled.
+
+    Args:
+        payload: ``(num_bytes,)``, the file: header and volume in one.
+        max_bytes: Size that it may have when it is not compressed.
+
+    Returns:
+        With the axes of the file, ``(x, y, z, ...)``; of its dtype, or float64 where it has a scale.
+
+    Raises:
+        ValueError: It is no such file, has another size than its header says, or is larger.
+        zlib.error: It cannot be decompressed.
+    """
+    data = payload.tobytes()
+    if data[:2] == b"\x1f\x8b":
+        data = _gunzip(data, max_bytes)
+    order = next((sign for sign in "<>" if data[:4] in (struct.pack(f"{sign}i", n) for n in (348, 540))), "")
+    if order and struct.unpack_from(f"{order}i", data)[0] == 348 and data[344:348] == b"n+1\0":
+        dims, code = struct.unpack_from(f"{order}8h", data, 40), struct.unpack_from(f"{order}h", data, 70)[0]
+        start, slope, shift = struct.unpack_from(f"{order}3f", data, 108)
+    elif order and data[4:8] == b"n+2\0":
+        code, dims = struct.unpack_from(f"{order}h", data, 12)[0], struct.unpack_from(f"{order}8q", data, 16)
+        start, slope, shift = struct.unpack_from(f"{order}qdd", data, 168)
+    else:
+        raise ValueError("no NIfTI of a known version in one file")
+    if code not in _NIFTI_DTYPES or not 1 <= dims[0] <= 7:
+        raise ValueError("no NIfTI of plain numbers")
+    shape = dims[1 : 1 + dims[0]]
+    if min(shape) < 1:
+        raise ValueError("a NIfTI without values")
+    dtype = np.dtype(f"{order}{_NIFTI_DTYPES[code]}")
+    if not 0 <= start <= len(data) - math.prod(shape) * dtype.itemsize:
+        raise ValueError("another size than in the header")
+    volume = np.frombuffer(data, dtype, math.prod(shape), int(start)).reshape(shape, order="F")
+    is_scaled = math.isfinite(slope) and slope != 0 and (slope, shift) != (1, 0)
+    return volume * np.float64(slope) + np.float64(shift) if is_scaled else volume
+
+
+def _gunzip(data: bytes, max_bytes: int) -> bytes:
+    """Decompress all members of a gzip file, which never grow beyond a bound."""
+    pieces, num_bytes = [], 0
+    while data:
+        stream = zlib.decompressobj(wbits=31)
+        pieces.append(stream.decompress(data, max_bytes - num_bytes + 1))
+        num_bytes += len(pieces[-1])
+        if num_bytes > max_bytes:
+            raise ValueError("larger than max_bytes")
+        if not stream.eof:
+            raise ValueError("a cut gzip file")
+        data = stream.unused_data.lstrip(b"\0")
+    return b"".join(pieces)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
-from collections.abc import Mapping
+import struct
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,9 +20,10 @@ from PIL import Image as Picture
 
 import shardflow as sf
 from shardflow.errors import ConfigError
+from shardflow.fields.members import read_nifti
 from shardflow.format import Dataset
 from shardflow.format.foreign import ForeignSource, index_tars
-from shardflow.format.foreign.places import image_facts
+from shardflow.format.foreign.places import expand_places, image_facts
 from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
 from tests.foreign_tars import python_tar
@@ -295,3 +300,107 @@ def test_the_only_image_of_foreign_tars_is_the_default_image(tmp_path: Path) -> 
     dataset = _made(tmp_path / "a", others)
     with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default") as loader:
         assert {"image", "report"} <= {*next(iter(loader))}
+
+
+def _volume(number: int, kind: str) -> NDArray[Any]:
+    return np.random.default_rng(number).integers(0, 100, (3, 4, 2)).astype(kind)
+
+
+def _nifti(folder: Path, number: int, kind: str, name: str, *, scale: float | None = None) -> bytes:
+    """Return a file that nibabel wrote."""
+    version: Any = nibabel.Nifti2Image if number % 2 else nibabel.Nifti1Image
+    header = version.header_class(endianness=">" if number == 3 else "<")
+    header.set_data_dtype(kind)
+    image = version(_volume(number, kind), np.eye(4), header)
+    if scale is not None:
+        image.header.set_slope_inter(scale, 5)
+    image.to_filename(folder / name)
+    return (folder / name).read_bytes()
+
+
+def test_nifti_npz_json_and_classes_are_typed(tmp_path: Path) -> None:
+    for shard in range(2):
+        members = []
+        for number in range(4 * shard, 4 * shard + 4):
+            points = io.BytesIO()
+            np.savez(points, points=np.full(3, number), other=np.zeros(2))
+            stored = {
+                "ct.nii.gz": _nifti(tmp_path, number, "int16", "a.nii.gz"),
+                "dose.nii": _nifti(tmp_path, number, "uint8", "b.nii", scale=0.5),
+                "npz": points.getvalue(),
+                "json": json.dumps({"number": number}).encode(),
+                "cls": b"%d\n" % number,
+                "view.cls": b"PA",
+            }
+            if number == 2:
+                del stored["cls"]
+            members += [(f"Case_{number}.{name}", data) for name, data in stored.items()]
+        python_tar(tmp_path / f"t-{shard}.tar", members)
+    places = expand_places(f"{tmp_path}/t-*.tar")
+    report = index_tars([ForeignSource(place=place) for place in places], tmp_path / "out")
+    assert (report.num_samples, report.columns) == (8, ("members.cls",))
+    fields = {
+        "ct": sf.Array(member="ct.nii.gz", shape=(3, 4, 2), dtype="int16"),
+        "dose": sf.Array(member="dose.nii", max_shape=(4, 4, 2), dtype="float32"),
+        "points": sf.Array(member="npz", array="points", shape=(3,), dtype="int64"),
+        "meta": sf.Json(member="json"),
+        "label": sf.Column("members.cls", missing="pad"),
+        "value": sf.Json(member="cls", missing="pad"),
+    }
+    dataset = Dataset.open(tmp_path / "out")
+    seen = 0
+    with _loader(dataset, fields) as loader:
+        for batch in loader:
+            for slot in np.flatnonzero(batch.info.weight).tolist():
+                number = batch["meta"][slot]["number"]
+                seen += 1
+                assert np.array_equal(batch["ct"][slot], _volume(number, "int16"))
+                assert np.array_equal(batch["dose"][slot, :3], _volume(number, "uint8") * 0.5 + 5)
+                assert batch["points"][slot].tolist() == [number] * 3
+                assert batch["label_mask"][slot] == (number != 2)
+                assert batch["value"][slot] == (None if number == 2 else number)
+                assert batch["label"][slot] == (0 if number == 2 else number)
+    assert seen == 8
+    with _loader(dataset, {"x": sf.Column("members.cls", missing="drop")}) as loader:
+        assert sum(int(batch.info.weight.sum()) for batch in loader) == 7
+
+
+BAD_VOLUMES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: gzip.compress(data)[:-20],
+    "short": lambda data: data[:-1],
+    "no volume": lambda data: b"x" * len(data),
+    "colors": lambda data: data[:70] + b"\x80\0" + data[72:],
+    "offset": lambda data: data[:108] + struct.pack("<f", float("inf")) + data[112:],
+    "axes": lambda data: data[:40] + struct.pack("<h", 9) + data[42:],
+    "bomb": lambda data: gzip.compress(data + bytes(1 << 20)),
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("case", BAD_VOLUMES)
+def test_a_damaged_volume_is_one_that_cannot_be_read(tmp_path: Path, case: str) -> None:
+    whole = _nifti(tmp_path, 0, "int16", "a.nii")
+    assert read_nifti(np.frombuffer(gzip.compress(whole), np.uint8), 1 << 16).shape == (3, 4, 2)
+    with pytest.raises((ValueError, zlib.error)):
+        read_nifti(np.frombuffer(BAD_VOLUMES[case](whole), np.uint8), 1 << 16)
+
+
+def test_patterns_match_files_as_a_shell_does(tmp_path: Path) -> None:
+    for name in ("b-1.tar", "a-0.tar", "a-1.tar", "a[0].tar", "note.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "c.tar").mkdir()
+
+    def names(pattern: str) -> list[str]:
+        return [Path(place).name for place in expand_places(f"{tmp_path}/{pattern}")]
+
+    assert names("*.tar") == ["a-0.tar", "a-1.tar", "a[0].tar", "b-1.tar"]
+    assert names("{b,a}-?.tar") == ["b-1.tar", "a-0.tar", "a-1.tar"]
+    assert names("a-[1-9].tar") == ["a-1.tar"]
+    assert names("a[0].tar") == ["a[0].tar"]
+    assert names("not-there.tar") == ["not-there.tar"]
+    with pytest.raises(ConfigError, match="must match at least one tar, got none"):
+        names("d-*.tar")
+    address = f"file://{tmp_path}"
+    assert expand_places(f"{address}/a-*.tar") == [f"{address}/a-0.tar", f"{address}/a-1.tar"]
+    with pytest.raises(ConfigError, match="after its last /"):
+        expand_places("s3://bucket/*/a.tar")

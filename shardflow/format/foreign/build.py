@@ -8,12 +8,16 @@ alone, so a killed run is started again and produces identical bytes.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardflow._version import __version__
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError
@@ -33,6 +37,7 @@ from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, sha256_he
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import IMAGE_KINDS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.tables import COLUMN_NAME, StoredColumn, write_table
 from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
 from shardflow.storage import ByteStore, LocalStore, open_store
 
@@ -40,6 +45,9 @@ _MAX_KEY_BYTES = 4096
 _MAX_MEMBER_NAMES = 1000
 # A remote store answers a window of this with several requests side by side.
 _WINDOW_BYTES = 16 << 20
+CLASSES_TABLE: Final = "members"
+"""Name of the attached table of the integers of ``cls`` fields."""
+_CLASS: Final = re.compile(rb"\s*([+-]?\d{1,18})\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +85,8 @@ class ForeignSample:
     rows: int = 0
     """The largest height of its images, in pixels, as their headers tell; 0 without any."""
     columns: int = 0
+    classes: dict[str, int | None] = field(default_factory=dict)
+    """Integers of its fields that end with ``cls``; None of one that holds none."""
 
 
 @dataclass(slots=True)
@@ -150,13 +160,17 @@ def group_members(members: Iterable[TarMember], *, shard: str, options: IndexOpt
             grouped.samples.append(sample)
         current = sample
         sample.fields[name] = FieldLocation(name, member.offset, member.num_bytes, member.crc32c)
-        if name.rpartition(".")[2] in IMAGE_KINDS:
-            _add_image(grouped, sample, name, member.head)
+        _add_facts(grouped, sample, name, member.head)
     return grouped
 
 
-def _add_image(grouped: GroupedShard, sample: ForeignSample, name: str, head: bytes) -> None:
-    header = image_header(head)
+def _add_facts(grouped: GroupedShard, sample: ForeignSample, name: str, head: bytes) -> None:
+    """Note the integer of a class, and the size and kind of an image."""
+    kind = name.rpartition(".")[2]
+    if kind == "cls":
+        found = _CLASS.fullmatch(head)
+        sample.classes[name] = int(found[1]) if found else None
+    header = image_header(head) if kind in IMAGE_KINDS else None
     if header is None:
         return
     rows, columns = header.rows, header.columns
@@ -206,6 +220,8 @@ class IndexReport:
     """Samples whose key another one had before."""
     fields: dict[str, int]
     """How many samples have each field."""
+    columns: tuple[str, ...]
+    """Columns that hold the integers of fields that end with ``cls``, such as ``members.cls``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +387,10 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
             },
         },
     )
+    classes = _class_columns(shards)
+    if classes:
+        # Before the manifest, so that no reader sees the samples without them.
+        write_table(store, manifest.dataset_id, CLASSES_TABLE, "study", classes, number=1)
     return IndexReport(
         dataset_id=commit(store, manifest),
         num_shards=len(shards),
@@ -381,7 +401,33 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
         num_repaired=sum(shard.grouped.num_repaired for shard in shards),
         num_renamed=num_renamed,
         fields=dict(sorted(fields.items())),
+        columns=tuple(f"{CLASSES_TABLE}.{column.name}" for column in classes),
     )
+
+
+def _class_columns(shards: Sequence[_Scanned]) -> list[StoredColumn]:
+    """Return a column for each field that ends with ``cls`` and holds an integer wherever it is."""
+    num_rows = sum(len(shard.grouped.samples) for shard in shards)
+    values: dict[str, NDArray[np.int64]] = {}
+    known: dict[str, NDArray[np.bool_]] = {}
+    others: set[str] = set()
+    for row, sample in enumerate(sample for shard in shards for sample in shard.grouped.samples):
+        for name, number in sample.classes.items():
+            if number is None:
+                others.add(name)
+                continue
+            if name not in values and len(values) < _MAX_MEMBER_NAMES:
+                values[name], known[name] = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool)
+            if name in values:
+                values[name][row], known[name][row] = number, True
+    columns: dict[str, StoredColumn] = {}
+    for name in sorted(values.keys() - others):
+        column = re.sub("[^a-z0-9_]", "_", name)
+        if COLUMN_NAME.fullmatch(column) and column not in columns:
+            columns[column] = StoredColumn(
+                name=column, kind="int", values=values[name], is_missing=~known[name]
+            )
+    return list(columns.values())
 
 
 def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str, Json]:

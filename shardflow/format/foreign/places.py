@@ -7,18 +7,24 @@ by itself, with the same dataset_id.
 
 from __future__ import annotations
 
+import glob
 import os
 import posixpath
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from shardflow.errors import ManifestError, NotFoundError, StorageError
+from shardflow.errors import ConfigError, ManifestError, NotFoundError, StorageError
+from shardflow.format.foreign.scan import expand_braces
 from shardflow.format.manifest import Manifest
 from shardflow.storage import ByteRange, ByteStore, open_store
 
 LOCATIONS_VERSION: Final = 1
+_WILD: Final = re.compile(r"[*?\[]")
 
 
 def is_foreign(manifest: Manifest) -> bool:
@@ -97,6 +103,41 @@ def image_facts(manifest: Manifest, member: str) -> ImageFacts | None:
         rows=(least_rows, most_rows),
         columns=(least_columns, most_columns),
     )
+
+
+def expand_places(pattern: str) -> list[str]:
+    """Expand the braces of a pattern, and its ``*``, ``?`` and ``[...]``, as a shell does; sorted by name.
+
+    Of an address the last part alone may have a ``*``, and nothing else is expanded in it.
+
+    Raises:
+        ConfigError: Braces are not closed, or no file has such a name.
+        StorageError: The folder cannot be listed.
+    """
+    return [place for one in expand_braces(pattern) for place in _matching(one)]
+
+
+def _matching(pattern: str) -> list[str]:
+    if "://" in pattern:
+        folder, _, name = pattern.rpartition("/")
+        if "*" not in pattern:
+            return [pattern]
+        if "*" in folder:
+            raise ConfigError(
+                "the * of an address must stand after its last /, got one before; name the folders as {a,b}, "
+                "or give a pattern for each."
+            )
+        names = open_store(folder).list(name.partition("*")[0])
+        found = [f"{folder}/{one}" for one in sorted(names) if "/" not in one and fnmatchcase(one, name)]
+    elif not _WILD.search(pattern) or Path(pattern).exists():
+        return [pattern]
+    else:
+        found = sorted(one for one in glob.glob(pattern, recursive=True) if not Path(one).is_dir())  # noqa: PTH207
+    if not found:
+        raise ConfigError(
+            "a pattern with *, ? or [ must match at least one tar, got none; correct its folder or its name."
+        )
+    return found
 
 
 def _malformed(name: str) -> ManifestError:
