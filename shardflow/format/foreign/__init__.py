@@ -7,7 +7,7 @@ writes the dataset folder, and `places` finds the tars again.
 from __future__ import annotations
 
 from shardflow.format.foreign.build import ForeignSource, IndexOptions, IndexReport, index_tars
-from shardflow.format.foreign.places import expand_places, is_foreign, located
+from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.foreign.scan import expand_braces
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "IndexOptions",
     "IndexReport",
     "expand_braces",
-    "expand_places",
     "index_tars",
     "is_foreign",
     "located",
