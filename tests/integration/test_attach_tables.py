@@ -272,6 +272,31 @@ def test_versions_carry_tables_over(
     assert verify(str(tmp_path / "copy")).damages
 
 
+def test_a_new_study_of_a_known_person_gets_its_fold(
+    job: PackCase, packed: tuple[PackCase, list[MadeStudy]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def folds() -> dict[bytes, int]:
+        assert main(["folds", str(job.output), "--k", "3", "--stratify", "facts.modality"]) == 0
+        dataset = Dataset.open(job.output)
+        found = open_columns(dataset).column("folds.fold")
+        assert found.is_missing is None
+        return dict(zip(dataset.studies.column("sample_key").tolist(), found.values.tolist(), strict=True))
+
+    first = folds()
+    assert sorted(np.bincount(list(first.values())).tolist()) == [1, 2, 2]  # the two of one person together
+    make_one(job, _NUMBER)
+    job.pack(mode="append")
+    capsys.readouterr()
+    second = folds()
+    assert f"{_NUMBER} studies keep their fold" in capsys.readouterr().out
+    dataset = Dataset.open(job.output)
+    person = open_columns(dataset).column("facts.patient_key").values.tolist()
+    owner = dict(zip(dataset.studies.column("sample_key").tolist(), person, strict=True))
+    (added,) = second.keys() - first.keys()
+    assert {key: second[key] for key in first} == first
+    assert [second[key] for key in first if owner[key] == owner[added]] == [second[added]] * 2
+
+
 def test_values_are_those_of_their_rows_in_parquet(job: PackCase) -> None:
     import pyarrow as pa
     from pyarrow import parquet
