@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError
+from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import DrawKey, Field, SlotRequest
 from shardflow.fields.members import is_image_field
@@ -133,6 +133,11 @@ class _Bench:
         self._options = options
         selection = select(dataset, options.split, unit=options.unit, where=options.where, keys=options.keys)
         self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
+        if self._fields.of_previous:
+            raise ConfigError(
+                "bench measures what is read of samples themselves; leave out the fields with "
+                'study = "previous".'
+            )
         has_texts_alone = not any(isinstance(one, PixelField) for one in self._fields.specs.values())
         self.spec = BatchSpec(
             micro_batch_size=_TEXTS_PER_MICRO_BATCH if has_texts_alone else 1,

@@ -25,6 +25,7 @@ from shardflow.seeds import derive
 if TYPE_CHECKING:
     from shardflow.fields.catalog import ImageSet, SeriesCatalog
     from shardflow.fields.decode import ThreadState
+    from shardflow.fields.previous import PreviousStudies
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.format import Dataset
@@ -229,6 +230,17 @@ class FieldContext:
             )
         return SeriesCatalog(self.samples)
 
+    @cached_property
+    def previous(self) -> PreviousStudies:
+        """Earlier studies of the same persons.
+
+        Raises:
+            ConfigError: A dataset has no study facts table, or its samples are no studies.
+        """
+        from shardflow.fields.previous import PreviousStudies
+
+        return PreviousStudies(self.samples)
+
     @property
     def num_samples(self) -> int:
         """Samples of the population, over all datasets."""
@@ -251,7 +263,12 @@ class Field(ABC):
 
     type_name: ClassVar[str] = ""
     """Name in TOML and in descriptors of batches."""
+    reads_previous: ClassVar[bool] = False
+    """Whether ``study="previous"`` may be written."""
 
+    study: Literal["own", "previous"] = "own"
+    """``previous`` delivers the same person's study of the latest earlier day in the same split, whether or
+    not it is selected itself; only for samples that are studies."""
     missing: Missing = "error"
     """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""

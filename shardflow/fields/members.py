@@ -102,6 +102,7 @@ class Json(Field):
     """
 
     type_name: ClassVar[str] = "json"
+    reads_previous: ClassVar[bool] = True
 
     member: str
     """Stored field that holds the JSON, such as ``"study.json"``."""
@@ -135,6 +136,7 @@ class Bytes(Field):
     """
 
     type_name: ClassVar[str] = "bytes"
+    reads_previous: ClassVar[bool] = True
 
     member: str
     """Name of the stored field."""
@@ -174,6 +176,7 @@ class Array(Field):
     """
 
     type_name: ClassVar[str] = "array"
+    reads_previous: ClassVar[bool] = True
 
     member: str
     """Stored field that holds the array; its name ends with ``npy``, ``npz``, ``nii`` or ``nii.gz``."""

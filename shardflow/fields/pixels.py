@@ -69,6 +69,8 @@ ORIGINAL: Final = 0
 class PixelField(Field):
     """Settings that images and slices share."""
 
+    reads_previous: ClassVar[bool] = True
+
     series: str | None = None
     """Expression over the series table that selects series and images, such as ``"role == 'frontal'"``. None
     selects all but localizers and secondary captures (`DEFAULT_SERIES`)."""

@@ -17,6 +17,9 @@ from shardflow.errors import SampleError, StateError
 ALWAYS_TOLERATED: Final = 8
 """Masked samples of an epoch that no share refuses: in a tiny dataset one is a large share."""
 
+PREVIOUS_STUDY: Final = "PREVIOUS_STUDY_"
+"""Begin of the reason of a row whose shard and field are those of the person's earlier study."""
+
 
 class BadSampleReason(StrEnum):
     """Reason why a sample was masked; stable codes."""

@@ -21,10 +21,20 @@ from numpy.typing import NDArray
 from shardflow.config import TypeKey, load_config
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import Reach
-from shardflow.fields.field import Arrays, ArraySpec, BoundField, Field, FieldContext, Slots, check_names
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    Field,
+    FieldContext,
+    Slots,
+    check_choice,
+    check_names,
+)
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
 from shardflow.fields.pictures import Image, Slices
 from shardflow.fields.pixels import BoundPixels, PixelField
+from shardflow.fields.previous import BoundPrevious, PreviousStudies
 from shardflow.fields.reader import Samples
 from shardflow.fields.text import BoundText, Text
 from shardflow.fields.transforming import SampleTransform
@@ -183,6 +193,9 @@ class FieldSet:
     Attributes:
         transform: What is done to each sample; None delivers the fields as they are.
         series_tables: SHA-256 of the series table of each dataset; empty if no field needs it.
+        own: Fields of the samples themselves.
+        of_previous: Fields of the earlier studies of the same persons.
+        previous: Which studies these are; None if no field reads them.
 
     Raises:
         ConfigError: A name is reserved, or a field does not fit the datasets.
@@ -201,6 +214,9 @@ class FieldSet:
         self.series_tables: Sequence[str] = list(tables)
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
         self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
+        self.own: Sequence[BoundField] = [one for one in self.bound if not isinstance(one, BoundPrevious)]
+        self.of_previous: Sequence[BoundField] = [one for one in self.bound if isinstance(one, BoundPrevious)]
+        self.previous: PreviousStudies | None = context.previous if self.of_previous else None
 
     def reopened(self, samples: Samples, counters: StageCounters) -> FieldSet:
         """Return the same fields with tables, counters and locks of this process.
@@ -269,6 +285,11 @@ class FieldSet:
     def reads_shards(self) -> bool:
         """Whether any field is read from shards."""
         return len(self.beside) < len(self.bound)
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether any field is read from the shard of the sample itself."""
+        return len(self.beside) < len(self.own)
 
     @property
     def reads_members(self) -> bool:
@@ -391,7 +412,8 @@ def _resized(value: Any) -> Any:
 def _bind(name: str, field: Field, context: FieldContext) -> BoundField:
     """Bind a field; an error that does not say of which field it is gets its name."""
     try:
-        return field.bind(name, context)
+        check_choice("study", field.study, ("own", "previous"))
+        return BoundPrevious(name, field, context) if field.study == "previous" else field.bind(name, context)
     except ConfigError as error:
         if repr(name) in error.message:
             raise

@@ -45,6 +45,7 @@ class Text(Field):
     """
 
     type_name: ClassVar[str] = "text"
+    reads_previous: ClassVar[bool] = True
 
     member: str | None = None
     """Stored field that holds the text, UTF-8; None is the report, whose size tables know."""

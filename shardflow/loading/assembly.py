@@ -7,7 +7,7 @@ decoded into its place. A bad sample leaves a masked slot and does not affect th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,13 @@ from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import ArraySpec, BoundField, SlotRequest, Slots
 from shardflow.fields.findings import FindingArrays
-from shardflow.fields.quarantine import BadSample, BadSampleReason, Quarantine, QuarantineRow
+from shardflow.fields.quarantine import (
+    PREVIOUS_STUDY,
+    BadSample,
+    BadSampleReason,
+    Quarantine,
+    QuarantineRow,
+)
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.text import TextAssembler
@@ -107,6 +113,8 @@ class BatchSource:
     config: LoaderConfig
     pool: Pool
     assembler: SlotAssembler
+    previous: SlotAssembler
+    """Fills slots with the earlier studies of the same persons."""
     texts: TextAssembler | None
     """Fast path for samples of text alone."""
     part_size: PartSize
@@ -136,6 +144,31 @@ class BatchSource:
             self.reads.opened(number)
         with self.counters.timed("plan"):
             return MicroBatchTask(self, step, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Previous:
+    """Earlier studies of the samples of a micro-batch."""
+
+    slots: Slots
+    shard: NDArray[np.int64]
+    """``(B,)``, as in the samples table; 0 where there is none."""
+    row_in_shard: NDArray[np.int64]
+    keys: Mapping[int, str]
+    """Their keys, by the slots that have one to read."""
+
+    def request(self, slot: int) -> SlotRequest:
+        """Return the request for the earlier study of a slot."""
+        row = int(self.slots.table_rows[slot])
+        return SlotRequest(
+            slot=slot,
+            draw=self.slots.draw(slot),
+            row_in_shard=int(self.row_in_shard[slot]),
+            key=self.keys[slot],
+            component=int(self.slots.components[slot]),
+            study_row=row,
+            table_row=row,
+        )
 
 
 class MicroBatchTask:
@@ -179,6 +212,7 @@ class MicroBatchTask:
         self._num_bytes = self._column("num_bytes", at) if source.fields.reads_members else nothing
         self._mask_known()
         self._slots = self._read_slots()
+        self._previous = self._open_previous()
         self._transforming = source.fields.transform
         self._inputs_layout = BatchLayout.of(self._input_specs())
         self._layout = BatchLayout.of(self._array_specs())
@@ -242,7 +276,8 @@ class MicroBatchTask:
             elif not fields.reads_shards:
                 self._transform_samples(self._transforming, slots, thread)
             return
-        for here in np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1):
+        own = np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1) if fields.reads_own else []
+        for here in own:
             shard, left = int(self._shard[here[0]]), here
             if source.texts is not None and fields.report is not None:
                 left = source.texts.fill(
@@ -258,8 +293,10 @@ class MicroBatchTask:
                 requests = [self._request(slot) for slot in left.tolist()]
                 for slot, bad in source.assembler.fill(shard, requests, self._inputs, thread).items():
                     self._mask(slot, bad)
-            if self._transforming is not None:
-                self._transform_samples(self._transforming, here, thread)
+        if self._previous is not None:
+            self._read_previous(self._previous, slots, thread)
+        if self._transforming is not None:
+            self._transform_samples(self._transforming, slots, thread)
 
     def finish(self) -> Batch:
         """Blank the slots without a sample and return the batch."""
@@ -317,6 +354,30 @@ class MicroBatchTask:
             study_key=self._study_keys[slot] or "",
         )
 
+    def _open_previous(self) -> _Previous | None:
+        """Return where the earlier studies of the samples are stored; None if no field reads them."""
+        previous, selection = self._source.fields.previous, self._source.selection
+        if previous is None:
+            return None
+        slots = previous.slots(self._slots)
+        used = np.flatnonzero(slots.rows >= 0)
+        rows = slots.rows[used]
+        places = np.zeros((2, len(slots)), np.int64)
+        for place, name in zip(places, ("shard", "row_in_shard"), strict=True):
+            place[used] = selection.column(name, rows)
+        if self._source.fields.reads_members:  # so that parts are of even size
+            self._num_bytes[used] += selection.column("num_bytes", rows)
+        keys = dict(zip(used.tolist(), selection.keys(rows), strict=True))
+        return _Previous(slots, places[0], places[1], keys)
+
+    def _read_previous(self, previous: _Previous, slots: NDArray[np.int64], thread: ThreadState) -> None:
+        """Fill slots with the earlier studies, those of one shard at once."""
+        used = [slot for slot in slots.tolist() if slot in previous.keys and slot not in self._bad]
+        for shard in np.unique(previous.shard[used]).tolist():
+            requests = [previous.request(slot) for slot in used if previous.shard[slot] == shard]
+            for slot, bad in self._source.previous.fill(shard, requests, self._inputs, thread).items():
+                self._mask(slot, bad, of_previous=True)
+
     @property
     def _is_held(self) -> bool:
         """Whether what a transform returns is stored after all samples have been transformed."""
@@ -373,7 +434,7 @@ class MicroBatchTask:
         contract.put_items(self._arrays, samples)
         return contract.describe(samples)
 
-    def _mask(self, slot: int, bad: BadSample) -> None:
+    def _mask(self, slot: int, bad: BadSample, *, of_previous: bool = False) -> None:
         row = QuarantineRow(
             epoch=self._source.plan.epoch,
             step=self._step,
@@ -383,12 +444,13 @@ class MicroBatchTask:
             key=self._keys[slot] or "",
             shard=bad.shard,
             field=bad.field,
-            reason=bad.reason.value,
+            reason=f"{PREVIOUS_STUDY if of_previous else ''}{bad.reason.value}",
             component=None if self._components is None else int(self._components[slot]),
         )
         if self._source.config.on_bad_sample == "raise":
             raise SampleError(
-                f"sample {row.key} must be readable, got {bad} ({self.describe()}); run `shardflow verify` "
+                f"{'the previous study of ' if of_previous else ''}sample {row.key} must be readable, got "
+                f"{bad} ({self.describe()}); run `shardflow verify` "
                 'on the dataset, or set on_bad_sample to "mask".'
             )
         self._bad[slot] = row

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ShardflowError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import DrawKey, SlotRequest
+from shardflow.fields.field import BoundField, DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
-from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import FieldSet
 from shardflow.loading.config import World
 from shardflow.loading.selection import Selection
@@ -180,6 +180,9 @@ class PrefetchPlanner:
             planned, _ = plan.step(step)
             rows = planned[is_on_node]
             rows = rows[rows >= 0]
+            if self.fields.previous is not None:
+                earlier = self.fields.previous.rows(rows)
+                rows = np.concatenate([rows, earlier[earlier >= 0]])
             components, inside = self.selection.components_of(rows), self.selection.study_rows(rows)
             for one in unfilled:
                 here = inside[np.isin(components, one.components)]
@@ -347,6 +350,26 @@ class StreamReads:
             StorageError: The index of a shard cannot be read.
         """
         rows = planned.rows
+        if not self._fields.reads_own:
+            found = []
+        else:
+            found = self._locate(rows, rows, self._fields.own, planned, thread)
+        if self._fields.previous is not None:
+            earlier = self._fields.previous.rows(rows)
+            has_one = earlier >= 0
+            fields = self._fields.of_previous
+            found += self._locate(earlier[has_one], rows[has_one], fields, planned, thread)
+        return found
+
+    def _locate(
+        self,
+        rows: NDArray[np.int64],
+        planned_rows: NDArray[np.int64],
+        of: Sequence[BoundField],
+        planned: PlannedRead,
+        thread: ThreadState,
+    ) -> list[ShardRead]:
+        """Return where some fields of studies are stored, ``(n,)``, which are read for rows of the plan."""
         found: list[ShardRead] = []
         shards = self._selection.column("shard", rows)
         inside = self._selection.column("row_in_shard", rows)
@@ -361,7 +384,11 @@ class StreamReads:
             for place in np.flatnonzero(shards == shard_number).tolist():
                 if int(inside[place]) < shard.index.num_samples:
                     with suppress(BadSample):
-                        fields += self._needed(shard, int(inside[place]), int(rows[place]), planned)
+                        request = self._request(
+                            int(inside[place]), int(rows[place]), int(planned_rows[place]), planned
+                        )
+                        fields += {number for one in of for number in one.needed(shard, request)}
+            fields = sorted({*fields})
             offsets = shard.index.field_offsets[fields].tolist()
             sizes = shard.index.field_num_bytes[fields].tolist()
             ranges = [ByteRange(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
@@ -369,17 +396,17 @@ class StreamReads:
                 found.append(ShardRead(shard.store, shard.path, ranges))
         return found
 
-    def _needed(self, shard: Shard, row_in_shard: int, row: int, planned: PlannedRead) -> list[int]:
+    def _request(self, row_in_shard: int, row: int, planned_row: int, planned: PlannedRead) -> SlotRequest:
         plan = self._plans[planned.epoch]
         place: tuple[int, ...] = ()
         if self._selection.repeats:
             # A draw of a mixture depends on the slot too, which the plan knows.
             step, slot = divmod(planned.number, self._per_step)
             micro = self._schedule.micro(self._planner.world.rank, slot)
-            place = (step, micro, int(np.flatnonzero(plan.micro_batch(step, micro).rows == row)[0]))
+            place = (step, micro, int(np.flatnonzero(plan.micro_batch(step, micro).rows == planned_row)[0]))
         at = np.array([row], np.int64)
         table_row = int(self._selection.table_rows(at)[0])
-        request = SlotRequest(
+        return SlotRequest(
             slot=0,
             draw=DrawKey(plan.seed, plan.epoch, row, place, table_row),
             row_in_shard=row_in_shard,
@@ -389,7 +416,6 @@ class StreamReads:
             study_row=int(self._selection.study_rows(at)[0]),
             table_row=table_row,
         )
-        return sorted({number for field in self._fields.bound for number in field.needed(shard, request)})
 
     def _plan_reads(self) -> Iterator[PlannedRead]:
         """Yield the reads of this epoch, then those of the next."""

@@ -404,3 +404,8 @@ def test_patterns_match_files_as_a_shell_does(tmp_path: Path) -> None:
     assert expand_places(f"{address}/a-*.tar") == [f"{address}/a-0.tar", f"{address}/a-1.tar"]
     with pytest.raises(ConfigError, match="after its last /"):
         expand_places("s3://bucket/*/a.tar")
+
+
+def test_an_earlier_study_is_refused_where_no_table_knows_the_person(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match="which tars of other writers do not say"):
+        open_loader(dataset, SPEC, {"prior": sf.Text(member="txt", study="previous", missing="pad")})
