@@ -25,7 +25,6 @@ from shardflow.seeds import derive
 if TYPE_CHECKING:
     from shardflow.fields.catalog import ImageSet, SeriesCatalog
     from shardflow.fields.decode import ThreadState
-    from shardflow.fields.previous import PreviousStudies
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.format import Dataset
@@ -229,17 +228,6 @@ class FieldContext:
                 "sf.Image(member='png')."
             )
         return SeriesCatalog(self.samples)
-
-    @cached_property
-    def previous(self) -> PreviousStudies:
-        """Earlier studies of the same persons.
-
-        Raises:
-            ConfigError: A dataset has no study facts table, or its samples are no studies.
-        """
-        from shardflow.fields.previous import PreviousStudies
-
-        return PreviousStudies(self.samples)
 
     @property
     def num_samples(self) -> int:

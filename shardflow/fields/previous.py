@@ -132,6 +132,7 @@ class BoundPrevious(BoundField):
         name: Name of the entry.
         spec: What to deliver; its ``study`` is ``previous``.
         context: The samples and their tables.
+        previous: Their earlier studies.
 
     Attributes:
         of: The field of the earlier studies.
@@ -141,14 +142,14 @@ class BoundPrevious(BoundField):
             ``error``, or the field does not fit the earlier studies.
     """
 
-    def __init__(self, name: str, spec: Field, context: FieldContext) -> None:
+    def __init__(self, name: str, spec: Field, context: FieldContext, previous: PreviousStudies) -> None:
         super().__init__(name)
         if not spec.reads_previous:
             raise ConfigError(
                 f"study='previous' is not for fields of type {spec.type_name or type(spec).__name__!r}; "
                 "images, slices, text, json, bytes and arrays have it."
             )
-        self._previous = context.previous
+        self._previous = previous
         used = [np.flatnonzero(each) for each in context.populations]
         populations = [np.zeros(len(each), bool) for each in context.populations]
         for population, table, rows in zip(populations, self._previous.tables, used, strict=True):

@@ -205,8 +205,10 @@ class FieldSet:
         check_names(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)
+        reads_previous = any(one.study == "previous" for one in fields.values())
+        self.previous: PreviousStudies | None = PreviousStudies(context.samples) if reads_previous else None
         for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
-            context.bound[name] = _bind(name, one, context)
+            context.bound[name] = _bind(name, one, context, self.previous)
         self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
         self._context = context
         self._entries = [self._describe(one) for one in self.bound]
@@ -216,7 +218,6 @@ class FieldSet:
         self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
         self.own: Sequence[BoundField] = [one for one in self.bound if not isinstance(one, BoundPrevious)]
         self.of_previous: Sequence[BoundField] = [one for one in self.bound if isinstance(one, BoundPrevious)]
-        self.previous: PreviousStudies | None = context.previous if self.of_previous else None
 
     def reopened(self, samples: Samples, counters: StageCounters) -> FieldSet:
         """Return the same fields with tables, counters and locks of this process.
@@ -409,11 +410,13 @@ def _resized(value: Any) -> Any:
     return np.pad(value, sides)
 
 
-def _bind(name: str, field: Field, context: FieldContext) -> BoundField:
+def _bind(name: str, field: Field, context: FieldContext, previous: PreviousStudies | None) -> BoundField:
     """Bind a field; an error that does not say of which field it is gets its name."""
     try:
         check_choice("study", field.study, ("own", "previous"))
-        return BoundPrevious(name, field, context) if field.study == "previous" else field.bind(name, context)
+        if field.study == "previous" and previous is not None:
+            return BoundPrevious(name, field, context, previous)
+        return field.bind(name, context)
     except ConfigError as error:
         if repr(name) in error.message:
             raise
