@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardflow.format.writer import ShardWriter
     from shardflow.loading.batch import Batch
     from shardflow.loading.blend_file import open_blend as blend
+    from shardflow.loading.column_writer import ColumnWriter
     from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
     from shardflow.loading.sample import open_dataset as open  # noqa: A004 - `sf.open`
@@ -69,6 +70,7 @@ __all__ = [
     "CacheConfig",
     "ChecksumError",
     "Column",
+    "ColumnWriter",
     "Columns",
     "ConfigError",
     "Dataset",
@@ -118,6 +120,7 @@ _SOURCES: Final = {
     "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
     "ChecksumError": "shardflow.errors:ChecksumError",
     "Column": "shardflow.fields.columns:Column",
+    "ColumnWriter": "shardflow.loading.column_writer:ColumnWriter",
     "Columns": "shardflow.fields.columns:Columns",
     "ConfigError": "shardflow.errors:ConfigError",
     "Dataset": "shardflow.format.dataset:Dataset",
