@@ -157,6 +157,29 @@ def test_a_missing_sample_is_refused_unless_partial(dataset: Dataset, tmp_path: 
     assert done.num_missing > 0
 
 
+def test_no_text_can_enter(dataset: Dataset, tmp_path: Path) -> None:
+    """Neither parts nor the table hold a byte of a text of the batch; sample keys are not in them either."""
+    with open_loader(dataset, SPEC, {}, world="single") as loader:
+        writer = ColumnWriter(loader, name="predictions", columns=COLUMNS, to=tmp_path)
+        keys = []
+        for batch in loader:
+            writer.add(batch, **predictions(batch))
+            keys += [key for key in batch.sample_keys if key]
+            with pytest.raises(ConfigError, match="needs numbers") as refused:
+                writer.add(
+                    batch, **{**predictions(batch), "edema": [f"CANARY{key}" for key in batch.sample_keys]}
+                )
+            assert "CANARY" not in str(refused.value)
+        writer.flush()
+        parts = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert any(path.suffix == ".tbl" for path in parts)
+        written = b"".join(path.read_bytes() for path in parts)
+        writer.finish()
+    written += b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"CANARY" not in written
+    assert not [key for key in keys if key.encode() in written]
+
+
 # ---- kills -----------------------------------------------------------------------------------------------
 
 
