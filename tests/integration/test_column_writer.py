@@ -258,14 +258,15 @@ def test_slips_are_one_sentence(dataset: Dataset, tmp_path: Path) -> None:
         batch = next(iter(loader))
     with open_loader(dataset, SPEC, {}, world="single", unit="series") as loader:
         series = next(iter(loader))
-    for given, values, words in (
+    added: list[tuple[Any, dict[str, Any], str]] = [
         (batch, {}, "a value for each column"),
         (batch, {"edema": [0.5]}, "the slots of the batch"),
         (batch, {"edema": ["a", "b"]}, "needs numbers"),
         (batch, {"edema": [np.nan, np.nan]}, "not a number"),
         (dict(batch), {"edema": [0.1, 0.2]}, "the batch of the loader"),
         (series, {"edema": [0.1, 0.2]}, "rows of unit 'study'"),
-    ):
+    ]
+    for given, values, words in added:
         with pytest.raises(ConfigError, match=words):
             writer.add(given, **values)
     with pytest.raises(ConfigError, match="No value was added"):
