@@ -278,6 +278,25 @@ def test_a_cache_foresees_and_fetches_earlier_studies(dataset: Dataset, tmp_path
     ]
 
 
+def test_a_cache_keeps_what_is_needed_for_earlier_studies(dataset: Dataset, tmp_path: Path) -> None:
+    config = CacheConfig(directory=tmp_path / "cache", max_bytes=1 << 24, min_free_bytes=0, block_bytes=4096)
+    cache = Cache(config)
+    cached = Dataset(CachedStore(dataset.store, cache), dataset.manifest)
+    number = next(one for one in SPLITS["train"] if _frontal(_earlier(one)) is not None)
+    where = f"facts.study_day == {_day(number)}"
+    with _loader(cached, {"prior": FIELDS["prior"]}, where=where) as loader:
+        next(iter(loader))
+        planner = loader._runtime.planner
+        (one,) = planner._cached
+        stream = planner.follow(loader.plan, range(1))
+        planner._fill_epoch(loader.plan, 0, [one], stream)
+        cache.forecast.report(one.run, 0, 0, 0)
+        rows = np.arange(dataset.samples.num_samples)
+        steps = cache.forecast.distances(dataset.dataset_id, rows, rows + 1, is_scan=True)
+        stream.close()
+    assert set(np.flatnonzero(np.isfinite(steps)).tolist()) == {number, _earlier(number)}
+
+
 def test_a_blend_keeps_to_the_component_and_a_token_budget_is_refused(
     dataset: Dataset, tmp_path: Path
 ) -> None:
