@@ -22,7 +22,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from shardflow.training.checkpoint.tensors import named_optimizer_tensors, named_tensors
-from shardflow.training.config import TrainConfig, num_places
+from shardflow.training.config import TrainConfig
+from shardflow.training.model_fields import num_places
 from shardflow.training.models.building import build_report_model
 from shardflow.training.text import ReportTokenizer
 
@@ -49,7 +50,7 @@ def model_of(config: TrainConfig) -> tuple[nn.Module, ReportTokenizer]:
     """Build the model of a configuration, as a run does."""
     return build_report_model(
         config.model,
-        ReportTokenizer.load(config.text.tokenizer),
+        ReportTokenizer.load(config.text.folder),
         image=config.image,
         num_places=num_places(config.image_field),
         text=config.text,

@@ -309,8 +309,8 @@ def check_name(name: str) -> None:
         )
 
 
-def load_transform(name: str) -> Step:
-    """Import a function by its name.
+def load_function(name: str, setting: str = "transform") -> Step:
+    """Import a function or class by its name.
 
     Raises:
         ConfigError: There is no such module or function.
@@ -322,11 +322,11 @@ def load_transform(name: str) -> Step:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"transform must name a function that can be imported, got {type(error).__name__} for {name!a}; "
+            f"{setting} must name a function that can be imported, got {type(error).__name__} for {name!a}; "
             "is its folder on PYTHONPATH?"
         ) from error
     if not callable(found):
-        raise ConfigError(f"transform must name a function, got {type(found).__name__} for {name!a}.")
+        raise ConfigError(f"{setting} must name a function, got {type(found).__name__} for {name!a}.")
     step: Step = found
     return step
 
@@ -339,7 +339,7 @@ def _resolve(given: Any, setting: str) -> Step:
     """
     if isinstance(given, str):
         check_name(given)
-        given = load_transform(given)
+        given = load_function(given)
     if not callable(given):
         raise ConfigError(
             f"{setting}= is a function of a sample, its name 'package.module:name', or a list of them, got "

@@ -18,17 +18,19 @@ from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, check_names
 from shardflow.fields.pictures import Slices
 from shardflow.fields.pixels import PixelField
-from shardflow.fields.registry import FieldTables, type_name
+from shardflow.fields.registry import FieldTables
 from shardflow.fields.text import Text
-from shardflow.fields.tokens import Tokens
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address
 from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig
+from shardflow.training.model_fields import (
+    IMAGE_FIELD,
+    REPORT_FIELD,
+    check_classify_fields,
+    check_report_fields,
+)
 
-IMAGE_FIELD: Final = "image"
-REPORT_FIELD: Final = "report"
-"""Fields that a model of reports takes."""
 _FIRST_SERIES: Final = "series == 0"
 """The primary series of a study, see docs/format.md."""
 _NUM_SLICES: Final = 8
@@ -55,8 +57,10 @@ class DataConfig:
     splits."""
     manifest_version: Count | None = None
     """Version to open; without it a fresh run takes the newest, a resumed one the version it began with."""
+    unit: Literal["study", "series", "image"] = "study"
+    """What a sample is."""
     view: str = FULL_STUDY
-    """What a sample is: ``full_study``, or the name of an entity view that ``shardflow entities`` made."""
+    """Name of an entity view that ``shardflow entities`` made: then a sample is a finding of a report."""
     train_split: str = "train"
     """Split that is trained on, or several joined by ``+``."""
     where: str | None = None
@@ -79,6 +83,8 @@ class DataConfig:
                     f"data.{given[0]} is set although data.dataset is a blend file; remove it, and set it "
                     "for each component in the file."
                 )
+        if self.view != FULL_STUDY and self.unit != "study":
+            raise ConfigError(f"data.unit is {self.unit!r} although data.view names findings; leave out one.")
 
     @property
     def is_blend(self) -> bool:
@@ -124,8 +130,9 @@ class ImageConfig:
 class TextConfig:
     """Tokenization of reports."""
 
-    tokenizer: Path
-    """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one."""
+    tokenizer: Path | None = None
+    """Folder of a ``PreTrainedTokenizerFast``; ``shardflow train-tokenizer`` makes one. A task of reports
+    needs it."""
     max_tokens: Annotated[int, Bounds(2)] = 256
     """Longer reports are cut; counts the begin and end tokens."""
     prompt: str = "Describe the findings."
@@ -140,6 +147,49 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def folder(self) -> Path:
+        """The tokenizer of a task that has one."""
+        assert self.tokenizer is not None  # noqa: S101 - checked when the settings were read
+        return self.tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What is learned, see docs/howto/classify.md."""
+
+    type: Literal["report", "classify"] = "report"
+    """``report``: write the report of images. ``classify``: tell the classes of an image; takes the fields
+    ``image`` and ``label``, of type ``column`` or ``columns``."""
+    target: str = ""
+    """A task of your own in place of both, ``"package.module:Class"`` of an `ArrayTask`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What it is made with."""
+    labels: Literal["auto", "binary", "multi_label", "multi_class"] = "auto"
+    """Of ``classify``. ``auto``: a column of categories is ``multi_class``, one of numbers ``binary``,
+    several columns are ``multi_label``."""
+    ignore: tuple[float, ...] = ()
+    """Of ``classify``: labels that count as missing, such as ``[-1]`` for uncertain ones."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.target and (self.type, self.labels, self.ignore) != ("report", "auto", ()):
+            raise ConfigError(
+                "task.target is set, and so is task.type, labels or ignore, which it does not take; leave "
+                "out one."
+            )
+        if self.arguments and not self.target:
+            raise ConfigError("task.arguments needs task.target, which is not set; remove it.")
+        if self.type != "classify" and (self.labels, self.ignore) != ("auto", ()):
+            raise ConfigError(
+                "task.labels and task.ignore need task.type = 'classify'; set it, or remove them."
+            )
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether reports are learned."""
+        return self.type == "report" and not self.target
 
 
 _OF_BUDGET = {"text_tokens", "max_samples", "over_budget", "image_tokens_per_slice", "quadratic_tokens"}
@@ -195,8 +245,13 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A small model built from these numbers, or one of transformers from a folder; nothing is downloaded."""
+    """A small model of these numbers, one of transformers from a folder, or what a function returns."""
 
+    target: str = ""
+    """Of a classifier: function or class ``"package.module:function"`` that returns it, such as
+    ``"timm:create_model"``. It takes ``(B, C, rows, columns)`` float32 and returns logits."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What it is called with."""
     path: Path | None = None
     """Folder of a LLaVA-style model or of a vision encoder-decoder, in place of the numbers below."""
     weights: Literal["stored", "random"] = "stored"
@@ -218,6 +273,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.arguments and not self.target:
+            raise ConfigError("model.arguments needs model.target, which is not set; remove it.")
         if self.path is None and self.weights != "stored":
             raise ConfigError("model.weights needs model.path, which is not set; remove it.")
         for part in ("vision", "language"):
@@ -489,85 +546,19 @@ def default_fields(image: ImageConfig) -> dict[str, Field]:
     return {IMAGE_FIELD: images, REPORT_FIELD: Text(missing="pad")}
 
 
-def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:
-    """Refuse fields from which no report can be learned.
-
-    Args:
-        fields: The tables ``[fields.NAME]``.
-        needs_text: Whether the words of reports are asked for, beside their tokens.
-
-    Raises:
-        ConfigError: ``image`` or ``report`` is missing or of a wrong type, or the model cannot take it.
-    """
-    for name, kinds, types in (
-        (IMAGE_FIELD, PixelField, ("slices", "image")),
-        (REPORT_FIELD, (Text, Tokens), ("text", "tokens")),
-    ):
-        one = fields.get(name)
-        if one is None:
-            raise ConfigError(
-                f"[fields] has no field {name!r}, which the model takes; add [fields.{name}] with type = "
-                f'"{types[0]}" or "{types[1]}".'
-            )
-        if not isinstance(one, kinds):
-            raise ConfigError(
-                f'fields.{name} must be of type "{types[0]}" or "{types[1]}" for the model, got '
-                f'"{type_name(type(one))}"; give the other field another name.'
-            )
-    images = fields[IMAGE_FIELD]
-    assert isinstance(images, PixelField)  # noqa: S101 - checked above
-    if images.channels == 3:
-        raise ConfigError("fields.image.channels must be 1, as the model takes gray images; leave it out.")
-    num_places(images)
-    if images.size is None and (images.fit == "letterbox" or not isinstance(images, Slices)):
-        raise ConfigError(
-            "fields.image.size must be set with type 'image' or fit 'letterbox', so that all images of a "
-            "micro-batch are of one size; set it to [image.rows, image.columns]."
-        )
-    if needs_text and text_field(fields) is None:
-        raise ConfigError(
-            "augment.mirror exchanges no sides of a report that names one, and fields.report delivers "
-            'tokens; add [fields.words] with type = "text", or set augment.mirror to 0.'
-        )
-
-
-def text_field(fields: Mapping[str, Field]) -> str | None:
-    """Return the name of a field that delivers the text of reports; None where there is none."""
-    for name, one in fields.items():
-        if isinstance(one, Text) and one.member is None:
-            return name
-    return None
-
-
-def num_places(images: PixelField) -> int:
-    """Return the most images, slices or tiles that a field delivers of a sample.
-
-    Raises:
-        ConfigError: It has no bound, but a model has a position for each.
-    """
-    if isinstance(images, Slices):
-        name, most = "num_slices", max((size[0] for size in images.sizes), default=images.num_slices)
-    else:
-        name, most = "num_images", getattr(images, "num_images", None)
-    if not isinstance(most, int):
-        raise ConfigError(
-            f"fields.image.{name} must be a number, as the model has a position for each; set it."
-        )
-    tiles = images.tiles or 1
-    return most * (tiles + 1 if tiles > 1 else 1)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """All settings of ``shardflow train``."""
 
     data: DataConfig
     batch: BatchConfig
-    text: TextConfig
     run: RunConfig
+    task: TaskConfig = field(default_factory=TaskConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     fields: FieldTables = field(default_factory=dict)
-    """What a batch holds, by name: ``image`` and ``report``, which the model takes, and any others. Left
-    out: 8 slices of the primary series of each study in the size of the model's images, and the report."""
+    """What a batch holds, by name: what the task takes (``image`` and ``report``), and any others. Left out
+    for reports: 8 slices of the primary series of each study in the size of the model's images, and the
+    report."""
     sampling: Sampling = field(default_factory=Sampling)
     """How often each sample is trained on; left out for a blend, whose components have their own."""
     image: ImageConfig = field(default_factory=ImageConfig)
@@ -588,32 +579,18 @@ class TrainConfig:
             raise ConfigError(
                 "[sampling] is set although data.dataset is a blend file; write [component.sampling] in it."
             )
-        if not self.fields:
+        if not self.fields and self.task.has_reports:
             object.__setattr__(self, "fields", default_fields(self.image))
         check_names(self.fields)
-        check_report_fields(self.fields, needs_text=self.augment.mirror > 0)
-        images = self.image_field
+        if self.task.has_reports:
+            self._check_reports()
+        else:
+            self._check_without_reports()
+        images = self.fields.get(IMAGE_FIELD)
         if isinstance(images, Slices) and images.augment_pool and self.augment.is_active:
             raise ConfigError(
                 "fields.image.augment_pool and [augment] are both set, so a sample would be augmented twice, "
                 "beyond what its modality allows; leave out one."
-            )
-        for name in ("rows", "columns"):
-            size, patch = getattr(self.image, name), self.model.patch_size
-            if size % patch and self.model.path is None:
-                raise ConfigError(
-                    f"image.{name} must be a multiple of model.patch_size ({patch}), got {size}; "
-                    f"use {patch * max(1, round(size / patch))}."
-                )
-        if self.batch.packed and self.model.path is not None:
-            raise ConfigError(
-                "batch.packed works with the reference model only, but model.path is set; leave out one."
-            )
-        sizes = isinstance(images, Slices) and images.sizes
-        if self.model.path is not None and (sizes or images.tiles):
-            raise ConfigError(
-                "sizes and tiles of fields.image do not work with model.path, whose model takes one number "
-                "of slices; leave them out."
             )
         if self.loader.wait_timeout_s >= self.timeouts.steady_s:
             # Else the ranks that wait in the gradient exchange give up first, and the message names no shard.
@@ -635,10 +612,67 @@ class TrainConfig:
 
     @property
     def image_field(self) -> PixelField:
-        """The field of the images that the model takes, which is gray."""
+        """The field of the images that the model takes, which are gray but for a classifier of colors."""
         found = self.fields[IMAGE_FIELD]
         assert isinstance(found, PixelField)  # noqa: S101 - checked when the settings were read
-        return replace(found, channels=1)
+        return replace(found, channels=found.channels or 1)
+
+    def _check_reports(self) -> None:
+        """Refuse what a model of reports cannot take."""
+        if self.text.tokenizer is None:
+            raise ConfigError(
+                "text.tokenizer is missing, which reports need; make one with shardflow train-tokenizer, or "
+                "set task.type."
+            )
+        if self.model.target:
+            raise ConfigError(
+                "model.target makes no model of reports; set task.type = 'classify', or name a folder as "
+                "model.path."
+            )
+        check_report_fields(self.fields, needs_text=self.augment.mirror > 0)
+        images = self.image_field
+        for name in ("rows", "columns"):
+            size, patch = getattr(self.image, name), self.model.patch_size
+            if size % patch and self.model.path is None:
+                raise ConfigError(
+                    f"image.{name} must be a multiple of model.patch_size ({patch}), got {size}; "
+                    f"use {patch * max(1, round(size / patch))}."
+                )
+        if self.batch.packed and self.model.path is not None:
+            raise ConfigError(
+                "batch.packed works with the reference model only, but model.path is set; leave out one."
+            )
+        sizes = isinstance(images, Slices) and images.sizes
+        if self.model.path is not None and (sizes or images.tiles):
+            raise ConfigError(
+                "sizes and tiles of fields.image do not work with model.path, whose model takes one number "
+                "of slices; leave them out."
+            )
+
+    def _check_without_reports(self) -> None:
+        """Refuse settings that only a task of reports takes: they would have no effect."""
+        is_own = bool(self.task.target)
+        refused = {
+            "text": self.text != TextConfig(),
+            "lora": self.lora != LoraConfig(),
+            "batch.max_tokens": self.batch.max_tokens is not None,
+            "batch.packed": self.batch.packed,
+            "image": is_own and self.image != ImageConfig(),
+            "augment": is_own and self.augment.is_active,
+            "model.target": is_own and bool(self.model.target),
+        }
+        model, default = self.model, ModelConfig()
+        refused |= {
+            f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
+            for one in fields(ModelConfig)
+            if one.name not in ("target", "arguments", "frozen")
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                what = "task.target" if is_own else "task.type 'classify'"
+                raise ConfigError(f"{name} has no effect with {what}; remove it.")
+        if not is_own:
+            check_classify_fields(self.fields)
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

@@ -28,20 +28,17 @@ from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import (
-    IMAGE_FIELD,
-    REPORT_FIELD,
     AugmentConfig,
     BatchConfig,
     DataConfig,
     ImageConfig,
     TextConfig,
     default_fields,
-    num_places,
-    text_field,
 )
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
+from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD, num_places, text_field
 from shardflow.training.sequences import IGNORED_LABEL, pack_row
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tokenizing import tokenizer_digest
@@ -113,8 +110,10 @@ def open_data(
                 f"data.{key} must be a split of the dataset ({known}), got {split!r}; correct it."
             )
     return TrainingData(
-        training=select(dataset, settings.train_split, where=settings.where, keys=settings.keys),
-        evaluation=select(dataset, settings.eval_split) if settings.eval_split else None,
+        training=select(
+            dataset, settings.train_split, unit=settings.unit, where=settings.where, keys=settings.keys
+        ),
+        evaluation=select(dataset, settings.eval_split, unit=settings.unit) if settings.eval_split else None,
     )
 
 
@@ -201,7 +200,7 @@ def _budget(batch: BatchConfig, images: PixelField, text: TextConfig) -> TokenBu
             max_text_tokens=text.max_tokens,
             **_image_cost(images, batch.image_tokens_per_slice),
             quadratic_tokens=batch.quadratic_tokens,
-            tokenizer=tokenizer_digest(text.tokenizer) if batch.text_tokens == "counted" else "",
+            tokenizer=tokenizer_digest(text.folder) if batch.text_tokens == "counted" else "",
         ),
     )
 

@@ -33,8 +33,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -209,7 +211,9 @@ class Ranks:
         """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
         return self.all_gather_json(value if self.rank == 0 else None)[0]
 
-    def all_gather_numbers(self, values: Sequence[float], timeout_s: float) -> torch.Tensor:
+    def all_gather_numbers(
+        self, values: Sequence[float] | NDArray[np.float64] | torch.Tensor, timeout_s: float
+    ) -> torch.Tensor:
         """Give every rank the numbers of every rank.
 
         A gather and not a sum: every rank then adds in the same order, and sees the largest as well as the
@@ -221,7 +225,7 @@ class Ranks:
         Raises:
             WaitTimeoutError: a rank did not give its numbers within ``timeout_s``, or is gone.
         """
-        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64), timeout_s))
+        return torch.stack(self._gather(torch.as_tensor(values, dtype=torch.float64), timeout_s))
 
     def _gather(self, own: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
         """Exchange tensors of one shape on the control group; every exchange on it comes through here."""

@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import IMAGE_FIELD, REPORT_FIELD, AugmentConfig
+from shardflow.training.config import AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,
@@ -38,7 +39,8 @@ from shardflow.training.device.images import (
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.ledger import LedgerMicroBatch
-from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row
+from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD
+from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 
 # ruff: noqa: N803, N815
@@ -48,9 +50,49 @@ from shardflow.training.text import ReportTokenizer
 _RING_BYTES = 64 << 20
 
 
+class StepInputs(Protocol):
+    """One micro-batch on the device, as the step takes it."""
+
+    @property
+    def num_tokens(self) -> float:
+        """Weighted targets, labeled tokens or labels: the micro-batch's part of the divisor of the loss."""
+
+    @property
+    def num_samples(self) -> float:
+        """Sum of the weights of the samples."""
+
+    @property
+    def weights_B(self) -> torch.Tensor:  # noqa: N802 - the axes are a suffix
+        """float32, a weight for each row."""
+
+    def forward(self, model: nn.Module) -> Any:
+        """Run the model."""
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return the weighted sum of losses of what the model returned."""
+
+
+class InputSource(Protocol):
+    """Maker of inputs from batches, in two halves: one on the host, one on the device."""
+
+    transfer: Transfer
+
+    def for_evaluation(self) -> InputSource:
+        """Return the same without augmentation."""
+
+    def __call__(self, batch: Batch) -> StepInputs:
+        """Run both halves at once."""
+
+    def send(self, batch: Batch) -> Any:
+        """Run the host's half: everything begins to move."""
+
+    def receive(self, sent: Any) -> StepInputs:
+        """Run the device's half, on the current stream."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroInputs:
-    """One micro-batch on the device."""
+    """One micro-batch of images and reports on the device."""
 
     images_BKHW: torch.Tensor
     """int16, uint8, uint16 or float32 in the unit the series was stored in; float32 as the vision model takes
@@ -86,6 +128,14 @@ class MicroInputs:
             self.token_mask_BT,
         )
         return rows if self.packing is None else (*rows, self.packing)
+
+    def forward(self, model: nn.Module) -> Any:
+        """Run the model."""
+        return model(*self.model_arguments)
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return the sum of the weighted token losses."""
+        return weighted_token_loss(output, self.labels_BT, self.weights_B)
 
     @classmethod
     def of(
@@ -351,7 +401,7 @@ def make_inputs(
 class FedMicroBatch:
     """A micro-batch on the device, and its entry in the ledger."""
 
-    inputs: MicroInputs
+    inputs: StepInputs
     entry: LedgerMicroBatch
 
 
@@ -383,12 +433,12 @@ class DeviceFeed:
         looks_ahead: Whether it does.
     """
 
-    def __init__(self, loader: Loader, maker: InputMaker, *, looks_ahead: bool) -> None:
+    def __init__(self, loader: Loader, maker: InputSource, *, looks_ahead: bool) -> None:
         self._maker = maker
         self.looks_ahead = looks_ahead
         self._loader = loader
         self._batches = iter(loader)
-        self._ahead: tuple[SentInputs, LedgerMicroBatch] | None = None
+        self._ahead: tuple[Any, LedgerMicroBatch] | None = None
 
     def take(self) -> FedMicroBatch | None:
         """Return the next micro-batch; None at the end of the epoch."""
@@ -423,14 +473,14 @@ class DeviceFeed:
         self._ahead = None
         self._batches.close()
 
-    def _send_next(self) -> tuple[SentInputs, LedgerMicroBatch] | None:
+    def _send_next(self) -> tuple[Any, LedgerMicroBatch] | None:
         batch = self._batches.fetch()
         return None if batch is None else (self._maker.send(batch), _entry(batch))
 
 
 def step_inputs(
     feed: MicroFeed, num_micro_batches: int, hooks: LoopHook | None = None
-) -> Iterator[tuple[int, MicroInputs]]:
+) -> Iterator[tuple[int, StepInputs]]:
     """Yield number and inputs of a rank's micro-batches of one step, padding ones included.
 
     Args:

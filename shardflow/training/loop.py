@@ -35,7 +35,7 @@ from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import OptimizerConfig, RunConfig
 from shardflow.training.distributed import Ranks, StopRequest, settle
 from shardflow.training.hooks import LoopHook, LoopHooks, PendingFeed, StepPlace, StepReport, StepReports
-from shardflow.training.inputs import DeviceFeed, InputMaker, MicroFeed, MicroInputs, step_inputs
+from shardflow.training.inputs import DeviceFeed, InputSource, MicroFeed, StepInputs, step_inputs
 from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 from shardflow.training.metrics import CheckpointMetrics, EvaluationMetrics, MetricsWriter, StepMetrics
@@ -46,6 +46,7 @@ from shardflow.training.step import (
     learning_rate,
     set_learning_rate,
 )
+from shardflow.training.tasks.task import Meter, Task
 from shardflow.training.tuning import Tuning
 
 
@@ -104,11 +105,12 @@ def evaluate(
     batches: Iterable[Batch],
     ranks: Ranks,
     *,
-    make_inputs: Callable[[Batch], MicroInputs],
+    make_inputs: Callable[[Batch], StepInputs],
     autocast: torch.dtype | None,
     global_step: int,
     epoch: int,
     is_stopping: Callable[[], bool] = lambda: False,
+    meter: Meter | None = None,
 ) -> EvaluationMetrics | None:
     """Measure the loss over this rank's micro-batches and add up all ranks.
 
@@ -121,6 +123,7 @@ def evaluate(
         global_step: Training steps done so far.
         epoch: Training epoch, for the record.
         is_stopping: Whether this rank was asked to stop.
+        meter: Collects the scores that metrics follow from.
 
     Returns:
         The same on every rank; None where any rank was asked to stop: all of them then stop together.
@@ -139,7 +142,8 @@ def evaluate(
             ranks.health.enter(f"evaluation after {global_step} steps")
             for batch in batches:
                 inputs = make_inputs(batch)
-                losses.append(float(compute_loss(model, inputs, autocast)))
+                keep = () if meter is None else (meter.add,)
+                losses.append(float(compute_loss(model, inputs, autocast, *keep)))
                 num_tokens += inputs.num_tokens
                 num_samples += inputs.num_samples
                 if len(losses) == next_poll:
@@ -163,6 +167,7 @@ def evaluate(
         loss=sums[0] / sums[1] if sums[1] else None,
         num_tokens=sums[1],
         num_samples=sums[2],
+        scores={} if meter is None else meter.finish(ranks),
         evaluation_s=time.perf_counter() - started,
     )
 
@@ -198,7 +203,8 @@ class RunParts:
     """Opens one pass over the evaluation split; None where there is none."""
     open_tuning: Callable[[], Tuning] | None
     """Begins the tuner, with an exchange; None where it is off."""
-    inputs: InputMaker
+    inputs: InputSource
+    task: Task
     autocast: torch.dtype | None
     saver: CheckpointSaver
     ledger: LedgerWriter
@@ -585,6 +591,7 @@ class _Evaluation(LoopHook):
                 # At an epoch's end the position is the next one's start.
                 epoch=position.epoch - (position.step == 0),
                 is_stopping=lambda: parts.stop.is_set,
+                meter=parts.task.meter(),
             )
         if found is None:
             _LOGGER.info(

@@ -24,7 +24,8 @@ import numpy as np
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, TrainingError
 from shardflow.telemetry.process import available_bytes
-from shardflow.training.config import TrainConfig, num_places
+from shardflow.training.config import TrainConfig
+from shardflow.training.model_fields import num_places
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +102,10 @@ def measure_memory_curve(config: TrainConfig, *, ranks_per_node: int = 1) -> Mem
         TrainingError: Not even one sample could be run; the message has the last line of the process.
     """
     batch = config.batch
+    if not config.task.has_reports:
+        raise ConfigError(
+            "a micro-batch size is proposed for tasks of reports only; try sizes, and watch the device."
+        )
     if batch.micro_batch_size is None:
         raise ConfigError(
             "no micro-batch size can be proposed for a token budget, as the curve counts samples; set "
@@ -181,7 +186,7 @@ def main(path: str) -> int:
     _print(room_bytes=peak.room_bytes(), device=device.type)
     model, _ = build_report_model(
         config.model,
-        ReportTokenizer.load(config.text.tokenizer),
+        ReportTokenizer.load(config.text.folder),
         image=config.image,
         num_places=num_places(config.image_field),
         text=config.text,

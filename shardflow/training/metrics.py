@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -110,10 +110,13 @@ class EvaluationMetrics:
     """Training steps done before it."""
     epoch: int
     loss: float | None
-    """Mean negative log-likelihood of a token in nats, each sample counted once."""
+    """Mean negative log-likelihood of a token or label in nats, each sample counted once."""
     num_tokens: float
     num_samples: float
     evaluation_s: float
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Metrics of the task by name; each is a key of the line. None where one is not defined, as AUROC of a
+    single class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +168,8 @@ class MetricsWriter:
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Append one evaluation."""
-        self._write("evaluation", asdict(metrics), metrics.global_step)
+        values = asdict(metrics)
+        self._write("evaluation", values | values.pop("scores"), metrics.global_step)
 
     def write_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """Append one checkpoint."""

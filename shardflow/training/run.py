@@ -26,7 +26,6 @@ import torch
 
 from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
-from shardflow.fields.registry import type_name
 from shardflow.loading import Loader, LoaderConfig, Selection, World
 from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
@@ -35,8 +34,8 @@ from shardflow.storage import write_atomic
 from shardflow.training.checkpoint.files import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import AugmentConfig, RunConfig, TrainConfig, num_places
-from shardflow.training.data import batch_spec, open_data, open_inputs, run_fields, sample_inputs
+from shardflow.training.config import AugmentConfig, RunConfig, TrainConfig
+from shardflow.training.data import open_data
 from shardflow.training.distributed import (
     Ranks,
     StopRequest,
@@ -53,8 +52,10 @@ from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-from shardflow.training.models.building import build_report_model, folder_digest
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
+from shardflow.training.tasks.classify import ClassifyTask
+from shardflow.training.tasks.report import ReportTask
+from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tuning import Tuning, given_settings
 
@@ -115,34 +116,44 @@ def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
     return StartDecision(attempt=attempt, checkpoint=str(foreign), damaged=())
 
 
-def model_bindings(config: TrainConfig, tokenizer: ReportTokenizer) -> dict[str, Any]:
-    """Collect the settings that must match the tensors of a checkpoint."""
-    bindings: dict[str, Any] = {}
-    for table in ("model", "image", "augment"):
-        for name, value in asdict(getattr(config, table)).items():
-            bindings[f"{table}.{name}"] = list(value) if isinstance(value, tuple) else value
-    # The loader compares the other fields, which no tensor depends on.
-    images = config.image_field
-    for name, value in {"type": type_name(type(images)), **asdict(images)}.items():
-        bindings[f"fields.image.{name}"] = json.loads(json.dumps(value))
-    bindings["places of fields.image"] = num_places(images)
-    # Recomputing activations changes memory, not results; compiling changes time.
-    del bindings["model.activation_checkpointing"]
-    del bindings["image.compile"]
-    for name in ("path", "weights", "frozen"):
-        del bindings[f"model.{name}"]
-    if config.model.path is not None:
-        bindings["model.path digest"] = folder_digest(config.model.path)
-        bindings["text.prompt"] = config.text.prompt
-    if config.model.frozen:
-        bindings["model.frozen"] = list(config.model.frozen)
-    if config.lora.rank:
-        bindings |= {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
-        bindings["lora.targets"] = list(config.lora.targets)
-    bindings["batch.packed"] = config.batch.packed
-    bindings["text.max_tokens"] = config.text.max_tokens
-    bindings["text.tokenizer digest"] = tokenizer.digest
-    return bindings
+def open_task(config: TrainConfig) -> Task:
+    """Make the task of the settings.
+
+    Raises:
+        ConfigError: The tokenizer cannot be read, or the task of a user cannot be made.
+    """
+    settings = config.task
+    if settings.has_reports:
+        return ReportTask(
+            tokenizer=ReportTokenizer.load(config.text.folder),
+            images=config.image_field,
+            batch=config.batch,
+            settings=config.fields,
+            image=config.image,
+            text=config.text,
+            augment=config.augment,
+            model=config.model,
+            lora=config.lora,
+            seed=config.run.seed,
+        )
+    if settings.target:
+        task = make_own_task(settings)
+        name = f"{settings.target} {json.dumps(settings.arguments, sort_keys=True, default=str)}"
+    else:
+        task, name = _classify_task(config), settings.type
+    return task.open(RunSettings(name=name, batch=config.batch, fields=config.fields, seed=config.run.seed))
+
+
+def _classify_task(config: TrainConfig) -> ArrayTask:
+    return ClassifyTask(
+        config.task,
+        config.model,
+        config.image_field,
+        config.image,
+        config.augment,
+        has_transform=bool(config.data.transform),
+        seed=config.run.seed,
+    )
 
 
 def check_bindings(
@@ -242,23 +253,15 @@ def prepare_run(
         StateError: the checkpoint belongs to another model, seed, dataset or batch spec.
         WaitTimeoutError: ranks are missing once this one is prepared.
     """
-    tokenizer = ReportTokenizer.load(config.text.tokenizer)
-    bindings = model_bindings(config, tokenizer)
+    task = open_task(config)
+    bindings = task.bindings()
     if checkpoint is not None:
         check_bindings(checkpoint, bindings, accepts_content=config.run.accept_content_change)
     saved, saved_lock = (checkpoint.state["loader"], checkpoint.lock) if checkpoint else (None, None)
     data = open_data(config.data, saved, lock=saved_lock, cache=config.cache)
     data.check_modalities("image.standardize", config.image.standardize)
-    loader = stack.enter_context(_open_loader(config, ranks, data.training))
-    model, tokenizer = build_report_model(
-        config.model,
-        tokenizer,
-        image=config.image,
-        num_places=num_places(config.image_field),
-        text=config.text,
-        lora=config.lora,
-        seed=config.run.seed,
-    )
+    loader = stack.enter_context(_open_loader(config, task, ranks, data.training))
+    model = task.make_model(loader, data.evaluation)
     compute = COMPUTE_TYPES[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
     if config.run.compile:
@@ -293,22 +296,8 @@ def prepare_run(
     lock = encode_lock(loader.lock())
     saver = CheckpointSaver(checkpoints, ranks, model, optimizer, is_sharded=is_sharded, lock=lock)
     stack.callback(saver.close)
-    images = config.image_field
-    padding = sample_inputs(images, config.image, config.augment, ranks.device, packed=config.batch.packed)
-    warm_up(wrapped, padding, autocast=autocast)
-    inputs = open_inputs(
-        tokenizer,
-        ranks.device,
-        loader.counters,
-        fields=loader.fields,
-        images=images,
-        image=config.image,
-        text=config.text,
-        augment=config.augment,
-        packed=config.batch.packed,
-        pinned_bytes=config.loader.pinned_bytes,
-        seed=config.run.seed,
-    )
+    inputs = task.open_inputs(loader, ranks.device, pinned_bytes=config.loader.pinned_bytes)
+    warm_up(wrapped, task.padding(inputs, ranks.device), autocast=autocast)
     measures = RunMeasures(
         config.monitor.interval_s,
         ranks,
@@ -348,10 +337,13 @@ def prepare_run(
         updates=updates,
         loader=loader,
         open_evaluation=(
-            partial(_open_loader, config, ranks, data.evaluation, tail="mask") if data.evaluation else None
+            partial(_open_loader, config, task, ranks, data.evaluation, tail="mask")
+            if data.evaluation
+            else None
         ),
         open_tuning=None if config.tune.mode == "off" else open_tuning,
         inputs=inputs,
+        task=task,
         autocast=autocast,
         saver=saver,
         ledger=ledger,
@@ -366,17 +358,17 @@ def prepare_run(
     )
 
 
-def _open_loader(config: TrainConfig, ranks: Ranks, selection: Selection, *, tail: Any = None) -> Loader:
-    settings, images = config.loader, config.image_field
+def _open_loader(
+    config: TrainConfig, task: Task, ranks: Ranks, selection: Selection, *, tail: Any = None
+) -> Loader:
+    settings = config.loader
     is_evaluation = tail is not None
     return Loader(
         selection,
-        batch=batch_spec(config.batch, images, config.text, selection, tail=tail),
+        batch=task.batch_spec(selection, tail),
         seed=config.run.seed,
         accept_content_change=config.run.accept_content_change,
-        fields=run_fields(
-            config.fields, config.image, config.text.tokenizer, selection, is_evaluation=is_evaluation
-        ),
+        fields=task.fields(selection, is_evaluation=is_evaluation),
         sampling=None if is_evaluation else config.sampling,
         transform=None if is_evaluation else list(config.data.transform) or None,
         world=World(
@@ -441,6 +433,8 @@ class TrainSummary:
     """Training loss of the last step of this start."""
     evaluation_loss: float | None
     """Newest evaluation of this start."""
+    evaluation_scores: Mapping[str, float | None]
+    """Its metrics, of a task that has any."""
     num_masked_samples: int
     """Samples that were masked because they could not be read, as far as this rank knows."""
     elapsed_s: float
@@ -515,6 +509,7 @@ def train_on(
             num_steps=loop.num_steps,
             loss=loop.last_step.loss if loop.last_step else None,
             evaluation_loss=loop.evaluation.newest.loss if loop.evaluation.newest else None,
+            evaluation_scores=loop.evaluation.newest.scores if loop.evaluation.newest else {},
             num_masked_samples=len(parts.loader.masks()),
             elapsed_s=time.perf_counter() - started,
         )

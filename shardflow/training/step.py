@@ -3,10 +3,10 @@
 The learning rate is computed from the step number, never stored, so a resumed run has it right by
 construction.
 
-With L the sum of the weighted token losses of all micro-batches of the step and N their weighted tokens, the
-gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied by the world
-size first; N is known only after the last micro-batch, so `Updates` divides the sum by it before clipping
-(docs/adr/0050).
+With L the sum of the weighted losses of all micro-batches of the step and N their weighted targets (tokens
+or labels), the gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied
+by the world size first; N is known only after the last micro-batch, so `Updates` divides the sum by it before
+clipping (docs/adr/0050).
 
 `Updates` also owns the handling of non-finite gradients, and the loss scale of fp16. Every rank sees the same
 norm (that of the exchanged gradient), so all take the same branch without a message. Invariant: a skipped
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,8 +28,7 @@ from shardflow.seeds import derive
 from shardflow.training.config import OptimizerConfig
 from shardflow.training.distributed import gather_whole, no_sync, unwrap
 from shardflow.training.hooks import LoopHook, StepReport
-from shardflow.training.inputs import MicroInputs
-from shardflow.training.sequences import weighted_token_loss
+from shardflow.training.inputs import StepInputs
 
 COMPUTE_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By ``run.precision``: the type to compute in, or None for that of the weights."""
@@ -91,7 +90,7 @@ def seed_micro_batch(seed: int, epoch: int, step: int, micro: int) -> None:
 
 def accumulate_gradients(
     model: nn.Module,
-    micro_batches: Iterable[tuple[int, MicroInputs]],
+    micro_batches: Iterable[tuple[int, StepInputs]],
     *,
     num_micro_batches: int,
     world_size: int,
@@ -147,7 +146,7 @@ def accumulate_gradients(
     )
 
 
-def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | None) -> None:
+def warm_up(model: nn.Module, inputs: StepInputs, *, autocast: torch.dtype | None) -> None:
     """Run one forward and backward of weight 0, so that gradient buckets have their final layout at step 0.
 
     DistributedDataParallel rebuilds its buckets after the first backward, in the order in which gradients
@@ -180,11 +179,25 @@ def warm_up(model: nn.Module, inputs: MicroInputs, *, autocast: torch.dtype | No
     model.zero_grad(set_to_none=True)
 
 
-def compute_loss(model: nn.Module, inputs: MicroInputs, autocast: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of the weighted token losses of a micro-batch."""
+def compute_loss(
+    model: nn.Module,
+    inputs: StepInputs,
+    autocast: torch.dtype | None,
+    keep: Callable[[StepInputs, Any], None] | None = None,
+) -> torch.Tensor:
+    """Return the sum of the weighted losses of a micro-batch.
+
+    Args:
+        model: The model.
+        inputs: The micro-batch.
+        autocast: Type to compute in, or None for that of the weights.
+        keep: Called with the inputs and what the model returned for them.
+    """
     with torch.autocast(inputs.weights_B.device.type, dtype=autocast, enabled=autocast is not None):
-        logits = model(*inputs.model_arguments)
-    return weighted_token_loss(logits, inputs.labels_BT, inputs.weights_B)
+        output = inputs.forward(model)
+    if keep is not None:
+        keep(inputs, output)
+    return inputs.loss(output)
 
 
 class Updates:

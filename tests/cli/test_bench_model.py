@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from shardflow.training import headroom
-from shardflow.training import run as prepare
-from shardflow.training.inputs import DeviceFeed, FedMicroBatch
+from shardflow.training.inputs import DeviceFeed, FedMicroBatch, MicroInputs
 from shardflow.training.ledger import read_ledger
 from shardflow.training.loop import TrainingLoop
 from shardflow.training.models.building import build_report_model
 from shardflow.training.run import train
+from shardflow.training.tasks import report
 from tests.cli.conftest import Call
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
@@ -84,7 +84,7 @@ def test_a_slow_transform_makes_data_the_lower_ceiling(call: Call, tiny: TinyInp
 def test_a_slow_model_makes_compute_the_lower_ceiling(
     call: Call, tiny: TinyInput, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "build_report_model", _slow_model)
+    monkeypatch.setattr(report, "build_report_model", _slow_model)
     called = call("bench", tiny.dataset, "--with-model", tiny.folder / "train.toml", *QUICK, "--json")
     (facts,) = called.lines
     results = facts["results"]
@@ -147,7 +147,7 @@ def test_replayed_micro_batches_are_the_jobs_first_ones(
     assert [fed.entry for fed in taken[:8]] == first
     assert taken[16] is taken[0], "the held ones come again, and are copied once"
     assert len({fed.entry.keys for fed in taken}) > 4
-    images = [fed.inputs.images_BKHW for fed in taken[:16]]
+    images = [fed.inputs.images_BKHW for fed in taken[:16] if isinstance(fed.inputs, MicroInputs)]
     assert not torch.equal(images[0], images[1])
     assert len({image.data_ptr() for image in images}) == 16
     assert set(fed_by) == {DeviceFeed, headroom.ReplayFeed}, "real steps, by the loop of training"

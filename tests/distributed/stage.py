@@ -76,7 +76,7 @@ class Stage:
 def exact_model(stage: Stage) -> ReportModel:
     """The tiny model in double precision, with dropout."""
     config = stage.config("unused")
-    tokenizer = ReportTokenizer.load(config.text.tokenizer)
+    tokenizer = ReportTokenizer.load(config.text.folder)
     return build_model(
         config.model,
         config.image,

@@ -130,7 +130,7 @@ def build_report_model(
         _freeze_idle(model, image, num_places)
         if settings.activation_checkpointing:
             inner.activation_checkpointing_enable()
-    _freeze(model, settings.frozen)
+    freeze(model, settings.frozen)
     if lora.rank:
         add_lora(model, language, lora, seed=seed)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -153,7 +153,12 @@ def folder_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
+def freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
+    """Stop training the parameters whose names begin so.
+
+    Raises:
+        ConfigError: There are none.
+    """
     names = dict(model.named_parameters())
     for beginning in beginnings:
         chosen = [name for name in names if name.startswith(beginning)]

@@ -15,7 +15,7 @@ from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.transfer import Transfer
 from shardflow.training.hooks import LoopHook
-from shardflow.training.inputs import DeviceFeed, InputMaker, step_inputs
+from shardflow.training.inputs import DeviceFeed, InputMaker, MicroInputs, step_inputs
 from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.text import ReportTokenizer
 from tests.tiny_runs import TinyInput, tiny_fields
@@ -107,6 +107,8 @@ def test_a_run_that_stops_goes_on_with_what_was_sent_ahead(tiny: TinyInput) -> N
         resumed = DeviceFeed(again, maker(tiny, Watched()), looks_ahead=False).take()
         assert resumed is not None
         assert resumed.entry == expected.entry
+        assert isinstance(resumed.inputs, MicroInputs)
+        assert isinstance(expected.inputs, MicroInputs)
         assert torch.equal(resumed.inputs.images_BKHW, expected.inputs.images_BKHW)
 
 

@@ -24,12 +24,12 @@ from shardflow.reports.entity_views import build_view
 from shardflow.sampling import ImageBucket, TileRule
 from shardflow.training.checkpoint.files import Checkpoint, read_checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
-from shardflow.training.config import BatchConfig, TrainConfig, num_places
+from shardflow.training.config import BatchConfig, TrainConfig
 from shardflow.training.data import batch_spec, run_fields
 from shardflow.training.distributed import StopRequest
 from shardflow.training.metrics import StepMetrics, read_metrics
-from shardflow.training.run import TrainSummary, check_bindings, model_bindings, train
-from shardflow.training.text import ReportTokenizer
+from shardflow.training.model_fields import num_places
+from shardflow.training.run import TrainSummary, check_bindings, open_task, train
 from tests.entity_datasets import make_entity_dataset
 from tests.factories import make_dataset
 from tests.tiny_runs import TinyInput, tiny_config
@@ -107,9 +107,8 @@ def test_a_run_on_fields_of_every_kind_goes_on_in_every_bit(
     ],
 )
 def test_other_images_are_another_run(tiny: TinyInput, tmp_path: Path, setting: str, name: str) -> None:
-    tokenizer = ReportTokenizer.load(tiny.tokenizer)
     usual, other = (
-        model_bindings(tiny_config(tiny, tmp_path, *settings), tokenizer) for settings in ((), (setting,))
+        open_task(tiny_config(tiny, tmp_path, *settings)).bindings() for settings in ((), (setting,))
     )
     nothing = PiecewiseTensors([])
     bindings = json.loads(json.dumps(usual))

@@ -37,8 +37,7 @@ from shardflow.training.distributed import StopRequest
 from shardflow.training.interval import CacheUse
 from shardflow.training.ledger import LedgerStep, read_ledger
 from shardflow.training.metrics import StepMetrics, read_metrics
-from shardflow.training.run import TrainSummary, check_bindings, model_bindings, train
-from shardflow.training.text import ReportTokenizer
+from shardflow.training.run import TrainSummary, check_bindings, open_task, train
 from tests.factories import make_dataset
 from tests.object_stores import WebServer
 from tests.tiny_runs import NUM_VAL, TinyInput, make_tiny_input, tiny_config
@@ -453,7 +452,7 @@ def test_small_slices_are_asked_of_the_loader(tiny: TinyInput, tmp_path: Path) -
 
 
 def test_checkpoints_without_packing_are_of_padded_rows(tiny: TinyInput) -> None:
-    bindings = model_bindings(tiny_config(tiny, tiny.folder / "run"), ReportTokenizer.load(tiny.tokenizer))
+    bindings = open_task(tiny_config(tiny, tiny.folder / "run")).bindings()
     old = {name: value for name, value in bindings.items() if name != "batch.packed"}
     nothing = PiecewiseTensors([])
     checkpoint = Checkpoint(name="step-00000002", state={"bindings": old}, model=nothing, optimizer=nothing)

@@ -1,0 +1,1 @@
+"""Tasks of the training job: reports, classes, and what users state on their own."""
