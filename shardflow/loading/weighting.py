@@ -41,6 +41,11 @@ def sampled(selection: Selection, sampling: Sampling | None) -> Selection:
     Raises:
         ConfigError: The selection is a blend, a column cannot be used, or no sample can be drawn.
     """
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ConfigError(
+            f"sampling= takes sf.Sampling(balance='TABLE.COLUMN') and its like, "
+            f"got {type(sampling).__name__}."
+        )
     if sampling is None or not sampling.is_used:
         return selection
     if isinstance(selection.population, Mixture):

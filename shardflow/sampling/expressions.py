@@ -372,6 +372,12 @@ class _Evaluation:
     ) -> _Mask:
         """Compare the values of a column with a literal; rows without a value are arbitrary."""
         value = _literal(node, self._text)
+        if column.values.ndim > 1:
+            raise _pointed(
+                self._text,
+                name.col_offset,
+                f"{_name_of(name)} is a list of numbers; only `is missing` asks for it",
+            )
         if column.values.dtype.kind == "S":  # surrogates, too many for a vocabulary
             if not isinstance(value, str):
                 raise self._mismatch(name, node, "a string")

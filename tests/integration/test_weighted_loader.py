@@ -131,6 +131,8 @@ def test_bad_input_is_one_sentence_before_step_0(dataset: Dataset) -> None:
     for sentence, sampling in wrong.items():
         with pytest.raises(ConfigError, match=sentence):
             sf.Loader(dataset, split="train", seed=7, batch=SPEC, fields={}, sampling=sampling)
+    with pytest.raises(ConfigError, match="got str"):
+        sf.Loader(dataset, split="train", seed=7, batch=SPEC, fields={}, sampling="t.finding")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights or balance, got both"):
         sf.Sampling(weights="a", balance="b")
     with pytest.raises(ConfigError, match="must begin with epoch 0"):

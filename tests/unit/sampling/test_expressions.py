@@ -172,3 +172,10 @@ def test_an_endless_expression_is_refused() -> None:
         parse_expression(" or ".join(["size > 1"] * 1000), {"size"})
     with pytest.raises(ConfigError):
         parse_expression("not " * 500 + "has_contrast", {"has_contrast"})
+
+
+def test_a_column_of_lists_of_numbers_is_refused_in_a_comparison_and_known_to_be_missing() -> None:
+    columns = {"vector": _Column(np.ones((2, 3), np.float32), np.array([False, True]))}
+    with pytest.raises(ConfigError, match="vector is a list of numbers"):
+        parse_expression("vector > 1", columns).select(columns, 2)
+    assert parse_expression("vector is missing", columns).select(columns, 2).rows.tolist() == [False, True]
