@@ -145,14 +145,17 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
     counts = (
         (done.num_without_row, f"{unit} have no row; their values are missing"),
         (done.num_unmatched, f"rows name none of the {unit}"),
-        (done.num_ambiguous, "rows have a path that several samples have"),
+        (done.num_ambiguous, "rows have a key that several patients or samples share, so it names none of them"),
         (done.num_without_key, "rows have no key"),
         (
             done.num_through_float,
             "keys were stored as floating-point numbers; export the file with text keys",
         ),
         (done.num_duplicates, "rows repeat an earlier one with equal values"),
-        (done.num_type_conflicts, "values do not fit the type of their column; they are missing"),
+        *(
+            (count, f"values of {name} do not fit its type, {done.columns[name]}; they are missing")
+            for name, count in done.type_conflicts.items()
+        ),
     )
     found = [f"{count:,} {what}" for count, what in counts if count]
     lines += found

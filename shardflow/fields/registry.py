@@ -234,7 +234,7 @@ class FieldSet:
     def content_id(self) -> str:
         """Identity of what fills the slots: the field specs and the digests of the tables that they read."""
         specs = {
-            name: {"type": entry["type"], "settings": repr(self.specs[name])}
+            name: {"type": entry["type"], "settings": _settings(self.specs[name])}
             for name, entry in zip(self.specs, self._entries, strict=True)
         }
         transform = {} if self.transform is None else {"transform": self.transform.identity()}
@@ -378,6 +378,13 @@ class FieldSet:
 
     def _describe(self, field: BoundField) -> dict[str, Any]:
         return {**field.describe(), "type": type_name(type(self.specs[field.name]))}
+
+
+def _settings(field: Field) -> dict[str, str]:
+    """Return the settings that are not the default, so that a new setting leaves identities as they are."""
+    given = {one.name: getattr(field, one.name) for one in fields_of(field) if one.init}
+    defaults = {one.name: one.default for one in fields_of(field)}
+    return {name: repr(value) for name, value in given.items() if value != defaults[name]}
 
 
 def _of_slot(name: str, array: NDArray[Any], slot: int, num_slots: int) -> NDArray[Any]:

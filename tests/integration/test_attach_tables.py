@@ -96,6 +96,43 @@ def test_every_key_names_its_rows(job: PackCase, packed: tuple[PackCase, list[Ma
     assert by_study(job, studies, "value") == [0, 1, 2, 3, 3]
 
 
+def test_an_accession_number_of_several_patients_names_none_of_them(tmp_path: Path) -> None:
+    case = PackCase(tmp_path / "job")
+    case.folder.mkdir()
+    case.prepare()
+    studies = [
+        make_study(
+            case.dicom / f"p{number}",
+            patient=patient,
+            study=str(number),
+            num_slices=1,
+            seed=number,
+            change=lambda dataset, _, number=accession: setattr(dataset, "AccessionNumber", number),
+        )
+        for number, (patient, accession) in enumerate(
+            [("ONE", "SHARED"), ("TWO", "SHARED"), ("THREE", "OWN"), ("THREE", "OWN")]
+        )
+    ]
+    case.pack()
+    file = write_csv(case.folder / "labels.csv", ["accession_number", "value"], [("SHARED", 1), ("OWN", 2)])
+    done = attach(case, file, "accession_number")
+    assert by_study(case, studies, "value") == [None, None, 2, 2]
+    assert (done.num_ambiguous, done.num_without_row) == (1, 2)
+
+
+def test_a_type_that_no_value_has_is_refused_and_others_are_counted(
+    job: PackCase, packed: tuple[PackCase, list[MadeStudy]]
+) -> None:
+    rows = [(study.study_instance_uid, f"0.{n}", str(n)) for n, study in enumerate(packed[1], 1)]
+    file = write_csv(job.folder / "labels.csv", ["StudyInstanceUID", "risk", "grade"], rows)
+    with pytest.raises(ConfigError, match="No value of the column 'risk' of labels.csv is of the type int"):
+        attach(job, file, "study_instance_uid", types={"risk": "int"})
+    rows[0] = (rows[0][0], rows[0][1], "x")
+    write_csv(file, ["StudyInstanceUID", "risk", "grade"], rows)
+    done = attach(job, file, "study_instance_uid", types={"grade": "int"})
+    assert done.type_conflicts == {"grade": 1}
+
+
 def test_series_and_images_have_rows(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
     import pydicom
 

@@ -79,14 +79,14 @@ class AttachedTable:
     num_unmatched: int
     """Rows of the file that name no sample."""
     num_ambiguous: int
-    """Rows of the file whose path several samples have."""
+    """Rows of the file whose path several samples have, or whose accession number several patients have."""
     num_without_key: int
     num_through_float: int
     """Keys that a writer stored as floating-point numbers."""
     num_duplicates: int
     """Rows that repeat an earlier one with equal values."""
-    num_type_conflicts: int
-    """Values that their column cannot hold, which count as missing."""
+    type_conflicts: Mapping[str, int]
+    """By column the number of values that it cannot hold, which count as missing."""
     columns: Mapping[str, ColumnKind]
     left_out: Mapping[str, str]
     """Columns of the file that were not taken, and why."""
@@ -239,7 +239,7 @@ def _write(dataset: Dataset, join: _Join, store: LocalStore, private: Path | Non
         num_without_key=join.num_without_key,
         num_through_float=join.num_through_float,
         num_duplicates=join.num_duplicates,
-        num_type_conflicts=join.num_type_conflicts,
+        type_conflicts=join.type_conflicts,
         columns={one.name: one.kind for one in stored},
         left_out=join.left_out,
     )
@@ -254,7 +254,8 @@ class _Join:
         self.targets = np.zeros(0, np.int64)
         self.left_out: dict[str, str] = {}
         self.num_unmatched = self.num_ambiguous = self.num_without_key = self.num_through_float = 0
-        self.num_duplicates = self.num_type_conflicts = 0
+        self.num_duplicates = 0
+        self.type_conflicts: dict[str, int] = {}
 
     # ---- first pass ----------------------------------------------------------------------------------
 
@@ -392,7 +393,14 @@ class _Join:
                 "row, so none is right by itself; keep one row per key, or choose columns that agree with "
                 "--columns. The rows are listed in the private folder."
             )
-        self.num_type_conflicts = sum(builder.num_conflicts for _, builder in builders)
+        for source, builder in builders:
+            if builder.num_conflicts:
+                self.type_conflicts[column_name(source)] = builder.num_conflicts
+                if builder.is_missing.all():
+                    raise ConfigError(
+                        f"No value of the column {source!r} of {self._file.name} is of the type "
+                        f"{builder.kind}; name another one with --type, or leave the type to the file."
+                    )
         self._profiles.clear()  # what was parsed takes more memory than what is stored
         columns = []
         for source, builder in builders:

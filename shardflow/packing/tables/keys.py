@@ -268,16 +268,24 @@ def open_keys(dataset: Dataset, on: KeyKind, unit: TableUnit, private: PrivateFo
     if on == "path":
         return _Paths(((line["path"], row) for line, row in lines if line.get("path")), len(rows))
     name = "patient" if on == "patient_id" else "accession"
-    pairs = {(line[name], row) for line, row in lines if line.get(name)}
+    people: dict[str, set[str | None]] = {}
+    pairs = set()
+    for line, row in lines:
+        if line.get(name):
+            pairs.add((line[name], row))
+            people.setdefault(line[name], set()).add(line.get("patient"))
     if not pairs:
         raise ConfigError(
             f"The private folder knows no {on} of this dataset: it was packed before shardflow kept them, or "
             "no input has one; join --on study_instance_uid."
         )
+    shared = frozenset(key for key, those in people.items() if len(those) > 1)
+    if on == "accession_number":
+        pairs = {(key, row) for key, row in pairs if key not in shared}
     keys = np.array([key.encode("ascii") for key, _ in pairs], "S")
     found = np.array([row for _, row in pairs], np.int64)
     if on == "accession_number":
-        return _Accessions(keys, found, len(rows))
+        return _Accessions(keys, found, len(rows), shared)
     return _SortedKeys(keys, found, len(rows), "patient", private.secret(dataset))
 
 
@@ -288,10 +296,26 @@ def study_keys(dataset: Dataset, secret: SecretKey) -> KeyIndex:
 
 
 class _Accessions(_SortedKeys):
-    """Index of digests of accession numbers."""
+    """Index of digests of accession numbers, which are unique within an institution only.
+
+    Args:
+        keys: ``(n,)`` digests.
+        rows: ``(n,)`` row of the study that each names.
+        num_rows: Studies of the dataset.
+        shared: Digests of those that studies of several patients have; they name none.
+    """
+
+    def __init__(
+        self, keys: NDArray[np.bytes_], rows: NDArray[np.int64], num_rows: int, shared: frozenset[str]
+    ) -> None:
+        super().__init__(keys, rows, num_rows)
+        self._shared = shared
 
     def find(self, keys: Sequence[str]) -> NDArray[np.int64]:
-        return super().find([accession_digest(key) for key in keys])
+        digests = [accession_digest(key) for key in keys]
+        found = super().find(digests)
+        found[[digest in self._shared for digest in digests]] = _AMBIGUOUS
+        return found
 
 
 def accession_digest(accession: str) -> str:
