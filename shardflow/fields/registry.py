@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
