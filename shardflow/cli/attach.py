@@ -145,7 +145,7 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
     counts = (
         (done.num_without_row, f"{unit} have no row; their values are missing"),
         (done.num_unmatched, f"rows name none of the {unit}"),
-        (done.num_ambiguous, "rows have a key that several patients or samples share, so it names none of them"),
+        (done.num_ambiguous, "rows have a key that several patients or samples share; they name none"),
         (done.num_without_key, "rows have no key"),
         (
             done.num_through_float,

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardflow.cli.common import Pace, step_progress
+from shardflow.format import Dataset
+from shardflow.format.facts import attach_facts
 from shardflow.logs import time_left
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -124,6 +126,7 @@ def test_a_terminal_gets_a_bar_with_counts_and_the_time_left() -> None:
 def test_long_commands_show_a_bar_on_a_terminal(
     dataset: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
+    attach_facts(Dataset.open(dataset))
     named = {"DATASET": str(dataset), "OUT": str(tmp_path / "out")}
     command = [sys.executable, "-m", "shardflow.cli.main", *(named.get(word, word) for word in arguments)]
     shown = _on_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(REPOSITORY)})

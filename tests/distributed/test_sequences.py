@@ -151,7 +151,7 @@ def run_all(
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            make_dataset(folder / DATASET, num_samples=NUM_SAMPLES, samples_per_shard=6)
+            make_dataset(folder / DATASET, num_samples=NUM_SAMPLES, samples_per_shard=6, facts=True)
             for number, tasks in enumerate(launches(worlds, wholes, chains)):
                 write_tasks(folder / f"tasks-{number}.json", tasks)
                 arguments = [str(folder), f"tasks-{number}.json"]

@@ -37,7 +37,7 @@ def main() -> None:
 
     def loader(world: Any = None, **settings: Any) -> Loader:
         config = LoaderConfig(num_threads=1, **settings)
-        return Loader(dataset, split="train", batch=SPEC, seed=3, world=world, config=config)
+        return Loader(dataset, split="train", batch=SPEC, seed=3, fields={}, world=world, config=config)
 
     early = loader()
     found = {"environment": _keys(early)}
@@ -49,7 +49,7 @@ def main() -> None:
         found["process"] = _keys(beside)
     with loader(execution="workers") as beside:
         found["workers"] = _keys(beside)
-    shards = ShardIterableDataset(dataset, split="train", batch=SPEC, seed=3, config=LoaderConfig())
+    shards = ShardIterableDataset(dataset, split="train", batch=SPEC, seed=3, fields={})
     for context in ("fork", "spawn"):
         shards.set_epoch(0)
         workers: Any = DataLoader(shards, batch_size=None, num_workers=1, multiprocessing_context=context)

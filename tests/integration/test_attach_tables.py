@@ -125,7 +125,7 @@ def test_a_type_that_no_value_has_is_refused_and_others_are_counted(
 ) -> None:
     rows = [(study.study_instance_uid, f"0.{n}", str(n)) for n, study in enumerate(packed[1], 1)]
     file = write_csv(job.folder / "labels.csv", ["StudyInstanceUID", "risk", "grade"], rows)
-    with pytest.raises(ConfigError, match="No value of the column 'risk' of labels.csv is of the type int"):
+    with pytest.raises(ConfigError, match=r"No value of the column 'risk' of labels\.csv is of the type int"):
         attach(job, file, "study_instance_uid", types={"risk": "int"})
     rows[0] = (rows[0][0], rows[0][1], "x")
     write_csv(file, ["StudyInstanceUID", "risk", "grade"], rows)

@@ -284,7 +284,6 @@ def test_returning_none_is_one_sentence_before_step_0(dataset: Dataset) -> None:
         (lambda sample: {"x": np.array(["a"])}, {}, "a batch cannot hold"),
         (lambda sample: {}, {}, "returned no entry"),
         (lambda sample: sample, {"outputs": {"x": "float32"}}, r"outputs\['x'\] is \(dtype, shape\)"),
-        (lambda sample: sample, {"fields": None}, "write fields= as well"),
         (lambda sample: sample, {"collate": lambda samples: None}, "return a dict"),
         (lambda sample: sample, {"execution": "workers"}, "package.module:name"),
         (None, {"collate": 3}, "collate= is a function"),

@@ -24,7 +24,9 @@ _NUMBERS = count()
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return Dataset.open(make_dataset(tmp_path_factory.mktemp("web"), num_samples=60, samples_per_shard=11))
+    return Dataset.open(
+        make_dataset(tmp_path_factory.mktemp("web"), num_samples=60, samples_per_shard=11, facts=True)
+    )
 
 
 # ---- nginx ---------------------------------------------------------------------------------------

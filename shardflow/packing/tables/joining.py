@@ -393,14 +393,7 @@ class _Join:
                 "row, so none is right by itself; keep one row per key, or choose columns that agree with "
                 "--columns. The rows are listed in the private folder."
             )
-        for source, builder in builders:
-            if builder.num_conflicts:
-                self.type_conflicts[column_name(source)] = builder.num_conflicts
-                if builder.is_missing.all():
-                    raise ConfigError(
-                        f"No value of the column {source!r} of {self._file.name} is of the type "
-                        f"{builder.kind}; name another one with --type, or leave the type to the file."
-                    )
+        self._count_conflicts(builders)
         self._profiles.clear()  # what was parsed takes more memory than what is stored
         columns = []
         for source, builder in builders:
@@ -416,6 +409,16 @@ class _Join:
                 )
             )
         return columns
+
+    def _count_conflicts(self, builders: Sequence[tuple[str, ColumnBuilder]]) -> None:
+        for source, builder in builders:
+            if builder.num_conflicts:
+                self.type_conflicts[column_name(source)] = builder.num_conflicts
+                if builder.is_missing.all():
+                    raise ConfigError(
+                        f"No value of the column {source!r} of {self._file.name} is of the type "
+                        f"{builder.kind}; name another one with --type, or leave the type to the file."
+                    )
 
     def has_row(self) -> NDArray[np.bool_]:
         """Return which rows of the dataset a row of the file names."""

@@ -259,6 +259,13 @@ def open_keys(dataset: Dataset, on: KeyKind, unit: TableUnit, private: PrivateFo
         return study_keys(dataset, private.secret(dataset))
     if on in ("series_instance_uid", "sop_instance_uid"):
         return _stored_keys(dataset, on, unit, private.secret(dataset))
+    return _ledger_keys(dataset, on, private)
+
+
+def _ledger_keys(dataset: Dataset, on: KeyKind, private: PrivateFolder) -> KeyIndex:
+    """Index the patients, accession numbers or paths that the private ledger holds."""
+    studies = dataset.studies
+    rows = np.arange(studies.num_samples)
     row_of = {key.decode("ascii"): row for row, key in enumerate(studies.column("sample_key").tolist())}
     lines = (
         (line, row_of[line["sample_key"]])

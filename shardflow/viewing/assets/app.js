@@ -283,8 +283,8 @@ function listen() {
     tab.addEventListener("click", () => side(tab.dataset.side));
   }
   byId("search").addEventListener("submit", (event) => event.preventDefault());
-  byId("where").addEventListener("change", () => {
-    state.where = byId("where").value.trim();
+  byId("expression").addEventListener("change", () => {
+    state.where = byId("expression").value.trim();
     list().catch(failed);
   });
   byId("search").addEventListener("input", () => list().catch(failed));
