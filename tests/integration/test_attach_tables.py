@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pydicom
 import pytest
 
 from shardflow.cli.main import main
@@ -96,6 +98,10 @@ def test_every_key_names_its_rows(job: PackCase, packed: tuple[PackCase, list[Ma
     assert by_study(job, studies, "value") == [0, 1, 2, 3, 3]
 
 
+def _set_accession(dataset: pydicom.Dataset, _: int, *, number: str) -> None:
+    dataset.AccessionNumber = number
+
+
 def test_an_accession_number_of_several_patients_names_none_of_them(tmp_path: Path) -> None:
     case = PackCase(tmp_path / "job")
     case.folder.mkdir()
@@ -107,7 +113,7 @@ def test_an_accession_number_of_several_patients_names_none_of_them(tmp_path: Pa
             study=str(number),
             num_slices=1,
             seed=number,
-            change=lambda dataset, _, number=accession: setattr(dataset, "AccessionNumber", number),
+            change=partial(_set_accession, number=accession),
         )
         for number, (patient, accession) in enumerate(
             [("ONE", "SHARED"), ("TWO", "SHARED"), ("THREE", "OWN"), ("THREE", "OWN")]
@@ -134,8 +140,6 @@ def test_a_type_that_no_value_has_is_refused_and_others_are_counted(
 
 
 def test_series_and_images_have_rows(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
-    import pydicom
-
     instances = {}
     for number in range(_NUMBER):
         for path in sorted((job.dicom / f"p{number}").rglob("*")):
