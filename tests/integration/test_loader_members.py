@@ -341,7 +341,7 @@ def test_texts_and_tokens_alone_read_no_more_than_they_need(
         (lambda: sf.Json(member=""), "member is the name"),
         (lambda: sf.Bytes(member="A.bin"), "member='a.bin'"),
         (lambda: sf.Array(member="a.pkl", shape=(3,), dtype="float32"), "pickles are never read"),
-        (lambda: sf.Array(member="a.bin", shape=(3,), dtype="float32"), "names an .npy or .npz"),
+        (lambda: sf.Array(member="a.bin", shape=(3,), dtype="float32"), "names an .npy, .npz"),
         (lambda: sf.Array(member="a.npy", dtype="float32"), "either shape"),
         (lambda: sf.Array(member="a.npy", shape=(3,), max_shape=(3,), dtype="float32"), "or max_shape"),
         (lambda: sf.Array(member="a.npy", shape=3, dtype="float32"), "tuple of sizes"),  # type: ignore[arg-type]

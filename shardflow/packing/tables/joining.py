@@ -151,6 +151,8 @@ def attach_labels(
         settings = TableSettings(name=table.name, on="study_instance_uid", columns=table.columns)
         try:
             reader = _LabelReader(table)
+            if not reader.has_classes:  # a list of images alone
+                continue
             settings = replace(settings, columns=reader.columns)
             join = _Join(reader, table.files[0], settings, study_keys(dataset, secret))
             done.append(_write(dataset, join, LocalStore(output), private))
@@ -169,8 +171,10 @@ class _LabelReader:
     def __init__(self, table: LabelTable) -> None:
         self._table = table
         self._classes: dict[str, str] = {}
+        self.has_classes = not table.classes
         if table.classes:
             for batch in self._batches():
+                self.has_classes |= table.classes in batch
                 for value in batch.get(table.classes, ()):
                     self._classes |= {column_name(one): one for one in _listed(value)}
         self.columns = table.columns
