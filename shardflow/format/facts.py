@@ -34,9 +34,7 @@ from shardflow.format.series import (
     SeriesManifest,
     SeriesTable,
     encode_series,
-    load_series,
     merge_series,
-    series_folder,
 )
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.studies import (
@@ -46,9 +44,7 @@ from shardflow.format.studies import (
     StudyTable,
     encode_study_facts,
     facts_of_study,
-    load_studies,
     merge_study_facts,
-    studies_folder,
 )
 from shardflow.format.table import Table
 from shardflow.storage import LocalStore, write_atomic
@@ -304,7 +300,7 @@ def attach_facts(
     if dataset.is_foreign:
         raise ConfigError("Shards that others wrote have no study.json, so there are no facts of series.")
     root = dataset.store.root
-    folder = root / series_folder(dataset.manifest.dataset_id)
+    folder = root / SeriesManifest.folder(dataset.manifest.dataset_id)
     attached = write_facts(
         dataset, root, parts=folder, keeps_parts=True, num_threads=num_threads, on_shard=on_shard
     )
@@ -369,8 +365,8 @@ def write_facts(
     data = merge_series((facts.series, samples) for facts, samples in found)
     studies = merge_study_facts([(facts.studies, samples) for facts, samples in found], dataset)
     tables: tuple[tuple[str, str, bytes, SidecarManifest], ...] = (
-        (studies_folder(dataset_id), STUDIES_NAME, studies, StudiesManifest.of(dataset_id, studies)),
-        (series_folder(dataset_id), SERIES_NAME, data, SeriesManifest.of(dataset_id, data)),
+        (StudiesManifest.folder(dataset_id), STUDIES_NAME, studies, StudiesManifest.of(dataset_id, studies)),
+        (SeriesManifest.folder(dataset_id), SERIES_NAME, data, SeriesManifest.of(dataset_id, data)),
     )
     for folder, name, table, manifest in tables:
         write_atomic(root / folder / name, [table], replace=True)
@@ -441,7 +437,7 @@ def _known_facts(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
         try:
             manifest = load(store, number)
             dataset_id = manifest.dataset_id
-            facts = _Facts(load_series(store, dataset_id)[0], load_studies(store, dataset_id)[0])
+            facts = _Facts(SeriesManifest.read(store, dataset_id), StudiesManifest.read(store, dataset_id))
             facts.verify()
         except (NotFoundError, FormatError):
             continue  # a version without both tables, or a damaged one, which is made again

@@ -9,9 +9,10 @@ an earlier one from that one's table, and reads new shards alone. The layout is 
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -369,118 +370,151 @@ class SeriesTable:
         return found
 
 
+class _FactsTable(Protocol):
+    @property
+    def num_samples(self) -> int: ...
+
+
+TableT = TypeVar("TableT", bound=_FactsTable)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SeriesManifest(SidecarManifest):
-    """Manifest that makes a series table valid for one version of a dataset."""
+class FactsManifest(SidecarManifest, Generic[TableT]):
+    """Manifest that makes a table of facts valid for one version of a dataset."""
 
     root = "facts"
-    name: ClassVar[str] = "series"
-    """Name of the sidecar: of all facts, those of series."""
     file_name = "manifest.json"
-    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-facts", "format_version": _FORMAT_VERSION}
     remedy = "run: shardflow attach DATASET --facts"
+    name: ClassVar[str]
+    """Name of the sidecar among the facts."""
+    table_name: ClassVar[str]
+    """Name of the file of the table."""
+    what: ClassVar[str]
+    """What messages call the table."""
+    counted: ClassVar[tuple[str, ...]] = ("num_samples",)
+    """Numbers of the table that the manifest repeats."""
 
     dataset_id: str
     num_samples: int
-    num_series: int
     num_bytes: int
     """Of the table."""
     sha256: str
 
     @classmethod
-    def of(cls, dataset_id: str, table: bytes) -> SeriesManifest:
+    @abstractmethod
+    def wrap(cls, table: Table) -> TableT:
+        """Return a table as one of this kind."""
+
+    @classmethod
+    def of(cls, dataset_id: str, table: bytes) -> Self:
         """Describe an encoded table."""
-        opened = SeriesTable(Table(memoryview(table), name=SERIES_NAME))
-        return cls(
-            dataset_id=dataset_id,
-            num_samples=opened.num_samples,
-            num_series=opened.num_series,
-            num_bytes=len(table),
-            sha256=sha256_hex(table),
+        opened = cls.wrap(Table(memoryview(table), name=cls.table_name))
+        numbers = {name: getattr(opened, name) for name in cls.counted}
+        return cls(dataset_id=dataset_id, num_bytes=len(table), sha256=sha256_hex(table), **numbers)
+
+    @classmethod
+    def folder(cls, dataset_id: str) -> str:
+        """Return the folder of the table of a version of a dataset."""
+        return f"{cls.root}/{cls.name}/{dataset_id}"
+
+    @classmethod
+    def read(cls, store: ByteStore, dataset_id: str) -> TableT:
+        """Read the table of a version without a cache.
+
+        Raises:
+            NotFoundError: There is none.
+            FormatError: It cannot be trusted.
+            StorageError: Reading failed.
+        """
+        manifest = cls.load(store, cls.name, dataset_id)
+        path = f"{cls.folder(dataset_id)}/{cls.table_name}"
+        return manifest._open(store.map(path), path)
+
+    @classmethod
+    def open(cls, dataset: Dataset) -> tuple[TableT, str]:
+        """Return the table of a dataset, and its SHA-256.
+
+        Args:
+            dataset: The dataset, any store.
+
+        Raises:
+            ConfigError: There is none for this version; the message names the command that makes it.
+            FormatError: It is another dataset's, or cannot be trusted.
+        """
+        dataset_id, num_samples = dataset.manifest.dataset_id, dataset.studies.num_samples
+        try:
+            manifest = cls.load(dataset.store, cls.name, dataset_id)
+        except NotFoundError:
+            raise ConfigError(
+                f"This needs {cls.what}, and version {dataset.manifest_version} of the dataset has none; "
+                f"{cls.remedy}"
+            ) from None
+        path = f"{cls.folder(dataset_id)}/{cls.table_name}"
+        buffer = dataset.map_beside(
+            path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
         )
+        table = manifest._open(buffer, path)
+        if table.num_samples != num_samples:
+            raise FormatError(f"{path} is of another dataset; delete its folder and {cls.remedy}")
+        return table, manifest.sha256
+
+    def _open(self, buffer: memoryview, path: str) -> TableT:
+        """Open the table, and compare it with this manifest.
+
+        Raises:
+            FormatError: They disagree.
+        """
+        if buffer.nbytes != self.num_bytes:
+            raise FormatError(
+                f"{path} has {buffer.nbytes} bytes instead of {self.num_bytes}; fetch or make it again."
+            )
+        table = self.wrap(Table(buffer, name=path))
+        if any(getattr(table, name) != getattr(self, name) for name in self.counted):
+            raise FormatError(f"{path} is another table than its manifest names; fetch or make it again.")
+        return table
 
     def body(self) -> dict[str, Json]:
         """Return the entries beside `head` and the digest."""
         return {
             "dataset_id": self.dataset_id,
-            "num_samples": self.num_samples,
-            "num_series": self.num_series,
+            **{name: getattr(self, name) for name in self.counted},
             "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
         }
 
     @classmethod
-    def from_body(cls, body: dict[str, Any]) -> SeriesManifest:
+    def from_body(cls, body: dict[str, Any]) -> Self:
         """Make a manifest of its entries."""
         table = body.pop("table")
         return cls(**body, **table)
 
     def tables(self) -> dict[str, tuple[int | None, str]]:
         """Return size and SHA-256 of the table."""
-        return {SERIES_NAME: (self.num_bytes, self.sha256)}
+        return {self.table_name: (self.num_bytes, self.sha256)}
 
     @classmethod
     def is_name(cls, name: str) -> bool:
-        """Return whether facts may have a name; there is one kind of them."""
+        """Return whether facts may have a name; there is one sidecar of each kind."""
         return name == cls.name
 
 
-def series_folder(dataset_id: str) -> str:
-    """Return the folder of the series table of a version of a dataset."""
-    return f"{SeriesManifest.root}/{SeriesManifest.name}/{dataset_id}"
+@dataclass(frozen=True, kw_only=True)
+class SeriesManifest(FactsManifest[SeriesTable]):
+    """Manifest that makes a series table valid for one version of a dataset."""
 
+    name: ClassVar[str] = "series"
+    table_name = SERIES_NAME
+    what = "the series table"
+    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-facts", "format_version": _FORMAT_VERSION}
+    counted = ("num_samples", "num_series")
 
-def load_series(store: ByteStore, dataset_id: str) -> tuple[SeriesTable, SeriesManifest]:
-    """Read the series table of a version without a cache, and its manifest.
+    num_series: int
 
-    Raises:
-        NotFoundError: There is none.
-        FormatError: It cannot be trusted.
-        StorageError: Reading failed.
-    """
-    manifest = SeriesManifest.load(store, SeriesManifest.name, dataset_id)
-    path = f"{series_folder(dataset_id)}/{SERIES_NAME}"
-    return _open_table(store.map(path), path, manifest), manifest
+    @classmethod
+    def wrap(cls, table: Table) -> SeriesTable:
+        """Return a table as a series table."""
+        return SeriesTable(table)
 
 
 def open_series(dataset: Dataset) -> tuple[SeriesTable, str]:
-    """Return the series table of a dataset, and its SHA-256.
-
-    Args:
-        dataset: The dataset, any store.
-
-    Raises:
-        ConfigError: There is none for this version; the message names the command that makes it.
-        FormatError: It is another dataset's, or cannot be trusted.
-    """
-    dataset_id, num_samples = dataset.manifest.dataset_id, dataset.studies.num_samples
-    try:
-        manifest = SeriesManifest.load(dataset.store, SeriesManifest.name, dataset_id)
-    except NotFoundError:
-        raise ConfigError(
-            f"This needs the series table, and version {dataset.manifest_version} of the dataset has none; "
-            "run: shardflow attach DATASET --facts"
-        ) from None
-    path = f"{series_folder(dataset_id)}/{SERIES_NAME}"
-    buffer = dataset.map_beside(
-        path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
-    )
-    table = _open_table(buffer, path, manifest)
-    if table.num_samples != num_samples:
-        raise FormatError(f"{path} is of another dataset; delete its folder and {SeriesManifest.remedy}")
-    return table, manifest.sha256
-
-
-def _open_table(buffer: memoryview, path: str, manifest: SeriesManifest) -> SeriesTable:
-    """Open a table, and compare it with its manifest.
-
-    Raises:
-        FormatError: They disagree.
-    """
-    if buffer.nbytes != manifest.num_bytes:
-        raise FormatError(
-            f"{path} has {buffer.nbytes} bytes instead of {manifest.num_bytes}; fetch or make it again."
-        )
-    table = SeriesTable(Table(buffer, name=path))
-    if (table.num_samples, table.num_series) != (manifest.num_samples, manifest.num_series):
-        raise FormatError(f"{path} is another table than its manifest names; fetch or make it again.")
-    return table
+    """Return the series table of a dataset, and its SHA-256; see `FactsManifest.open`."""
+    return SeriesManifest.open(dataset)

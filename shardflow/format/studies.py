@@ -16,13 +16,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, NotFoundError
+from shardflow.errors import FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json, sha256_hex
-from shardflow.format.series import FactColumn, encode_names
-from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json
+from shardflow.format.series import FactColumn, FactsManifest, encode_names
 from shardflow.format.table import Table, encode_table
-from shardflow.storage import ByteStore
 
 STUDIES_NAME: Final = "studies.tbl"
 _KIND: Final = "studies"
@@ -247,117 +245,23 @@ class StudyTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudiesManifest(SidecarManifest):
+class StudiesManifest(FactsManifest[StudyTable]):
     """Manifest that makes a study facts table valid for one version of a dataset."""
 
-    root = "facts"
     name: ClassVar[str] = "study"
-    """Name of the sidecar: of all facts, those of studies."""
-    file_name = "manifest.json"
+    table_name = STUDIES_NAME
+    what = "the table of study facts"
     head: ClassVar[Mapping[str, Json]] = {
         "format": "shardflow-study-facts",
         "format_version": _FORMAT_VERSION,
     }
-    remedy = "run: shardflow attach DATASET --facts"
-
-    dataset_id: str
-    num_samples: int
-    num_bytes: int
-    """Of the table."""
-    sha256: str
 
     @classmethod
-    def of(cls, dataset_id: str, table: bytes) -> StudiesManifest:
-        """Describe an encoded table."""
-        opened = StudyTable(Table(memoryview(table), name=STUDIES_NAME))
-        return cls(
-            dataset_id=dataset_id,
-            num_samples=opened.num_samples,
-            num_bytes=len(table),
-            sha256=sha256_hex(table),
-        )
-
-    def body(self) -> dict[str, Json]:
-        """Return the entries beside `head` and the digest."""
-        return {
-            "dataset_id": self.dataset_id,
-            "num_samples": self.num_samples,
-            "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
-        }
-
-    @classmethod
-    def from_body(cls, body: dict[str, Any]) -> StudiesManifest:
-        """Make a manifest of its entries."""
-        table = body.pop("table")
-        return cls(**body, **table)
-
-    def tables(self) -> dict[str, tuple[int | None, str]]:
-        """Return size and SHA-256 of the table."""
-        return {STUDIES_NAME: (self.num_bytes, self.sha256)}
-
-    @classmethod
-    def is_name(cls, name: str) -> bool:
-        """Return whether facts of studies may have a name; there is one kind of them."""
-        return name == cls.name
-
-
-def studies_folder(dataset_id: str) -> str:
-    """Return the folder of the study facts table of a version of a dataset."""
-    return f"{StudiesManifest.root}/{StudiesManifest.name}/{dataset_id}"
-
-
-def load_studies(store: ByteStore, dataset_id: str) -> tuple[StudyTable, StudiesManifest]:
-    """Read the study facts table of a version without a cache, and its manifest.
-
-    Raises:
-        NotFoundError: There is none.
-        FormatError: It cannot be trusted.
-        StorageError: Reading failed.
-    """
-    manifest = StudiesManifest.load(store, StudiesManifest.name, dataset_id)
-    path = f"{studies_folder(dataset_id)}/{STUDIES_NAME}"
-    return _open_table(store.map(path), path, manifest), manifest
+    def wrap(cls, table: Table) -> StudyTable:
+        """Return a table as one of study facts."""
+        return StudyTable(table)
 
 
 def open_studies(dataset: Dataset) -> tuple[StudyTable, str]:
-    """Return the study facts table of a dataset, and its SHA-256.
-
-    Args:
-        dataset: The dataset, any store.
-
-    Raises:
-        ConfigError: There is none for this version; the message names the command that makes it.
-        FormatError: It is another dataset's, or cannot be trusted.
-    """
-    dataset_id, num_samples = dataset.manifest.dataset_id, dataset.studies.num_samples
-    try:
-        manifest = StudiesManifest.load(dataset.store, StudiesManifest.name, dataset_id)
-    except NotFoundError:
-        raise ConfigError(
-            f"This needs the facts of studies, and version {dataset.manifest_version} of the dataset has no "
-            "table of them; run: shardflow attach DATASET --facts"
-        ) from None
-    path = f"{studies_folder(dataset_id)}/{STUDIES_NAME}"
-    buffer = dataset.map_beside(
-        path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
-    )
-    table = _open_table(buffer, path, manifest)
-    if table.num_samples != num_samples:
-        raise FormatError(f"{path} is of another dataset; delete its folder and {StudiesManifest.remedy}")
-    return table, manifest.sha256
-
-
-def _open_table(buffer: memoryview, path: str, manifest: StudiesManifest) -> StudyTable:
-    """Open a table, and compare it with its manifest.
-
-    Raises:
-        FormatError: They disagree.
-    """
-    if buffer.nbytes != manifest.num_bytes:
-        raise FormatError(
-            f"{path} has {buffer.nbytes} bytes instead of {manifest.num_bytes}; fetch or make it again."
-        )
-    table = StudyTable(Table(buffer, name=path))
-    if table.num_samples != manifest.num_samples:
-        raise FormatError(f"{path} is another table than its manifest names; fetch or make it again.")
-    return table
+    """Return the study facts table of a dataset, and its SHA-256; see `FactsManifest.open`."""
+    return StudiesManifest.open(dataset)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset
-from shardflow.format.series import SERIES_NAME, SeriesManifest, series_folder
+from shardflow.format.series import SERIES_NAME, SeriesManifest
 from shardflow.loading import Batch, Loader, LoaderConfig, Selection, World
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
@@ -157,7 +157,7 @@ def open_loader(source: Dataset | Selection | str, batch: BatchSpec, fields: Any
 
 def lend_facts(source: Dataset, target: Dataset) -> None:
     """Give a dataset the series table of another one, as if it held the same studies."""
-    folders = [Path(each.store.url) / series_folder(each.dataset_id) for each in (source, target)]
+    folders = [Path(each.store.url) / SeriesManifest.folder(each.dataset_id) for each in (source, target)]
     data = (folders[0] / SERIES_NAME).read_bytes()
     folders[1].mkdir(parents=True)
     (folders[1] / SERIES_NAME).write_bytes(data)

@@ -15,7 +15,7 @@ from pydicom.dataset import FileDataset
 from shardflow.format.copying import copy_dataset
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts import attach_facts, series_of_study
-from shardflow.format.series import SERIES_NAME, SeriesManifest, encode_series, open_series, series_folder
+from shardflow.format.series import SERIES_NAME, SeriesManifest, encode_series, open_series
 from shardflow.format.studies import (
     STUDIES_NAME,
     StudiesManifest,
@@ -24,7 +24,6 @@ from shardflow.format.studies import (
     facts_of_study,
     merge_study_facts,
     open_studies,
-    studies_folder,
 )
 from shardflow.format.table import Table
 from shardflow.format.verification import verify
@@ -82,8 +81,8 @@ def _expected(dataset: Dataset) -> tuple[bytes, bytes]:
 def _stored(dataset: Dataset) -> tuple[bytes, bytes]:
     read, own = dataset.store.read, dataset.dataset_id
     return (
-        bytes(read(f"{series_folder(own)}/{SERIES_NAME}")),
-        bytes(read(f"{studies_folder(own)}/{STUDIES_NAME}")),
+        bytes(read(f"{SeriesManifest.folder(own)}/{SERIES_NAME}")),
+        bytes(read(f"{StudiesManifest.folder(own)}/{STUDIES_NAME}")),
     )
 
 
@@ -242,7 +241,7 @@ def test_a_copy_brings_it_along_and_damage_is_found(case: PackCase, tmp_path: Pa
     report = copy_dataset(LocalStore(case.output), LocalStore(tmp_path / "copy"))
     assert [facts.name for facts in report.facts] == [SeriesManifest.name, StudiesManifest.name]
     assert _stored(Dataset.open(tmp_path / "copy")) == _stored(case.open())
-    path = tmp_path / "copy" / series_folder(case.open().dataset_id) / SERIES_NAME
+    path = tmp_path / "copy" / SeriesManifest.folder(case.open().dataset_id) / SERIES_NAME
     flip(path, path.stat().st_size * 4)
     (damage,) = verify(tmp_path / "copy").damages
     assert damage.path.endswith(SERIES_NAME)
@@ -251,7 +250,7 @@ def test_a_copy_brings_it_along_and_damage_is_found(case: PackCase, tmp_path: Pa
 def test_a_table_of_other_numbers_of_series_is_damage(case: PackCase) -> None:
     case.pack()
     dataset = case.open()
-    folder = case.output / series_folder(dataset.dataset_id)
+    folder = case.output / SeriesManifest.folder(dataset.dataset_id)
     wrong = encode_series([[]] * dataset.samples.num_samples)
     (folder / SERIES_NAME).write_bytes(wrong)
     (folder / SeriesManifest.file_name).write_bytes(SeriesManifest.of(dataset.dataset_id, wrong).encode())

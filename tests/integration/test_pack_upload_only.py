@@ -17,8 +17,8 @@ from shardflow.errors import ChecksumError, ConfigError, StorageError
 from shardflow.format.copying import copy_object
 from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import FileEntry, load, versions
-from shardflow.format.series import series_folder
-from shardflow.format.studies import studies_folder
+from shardflow.format.series import SeriesManifest
+from shardflow.format.studies import StudiesManifest
 from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
@@ -80,7 +80,7 @@ def _check_whole(case: PackCase, address: str) -> None:
     store = open_store(address)
     manifests = [load(store, number) for number in versions(store)]
     named = {entry.path for manifest in manifests for entry in manifest.files()}
-    for folder, table in ((series_folder, "series.tbl"), (studies_folder, "studies.tbl")):
+    for folder, table in ((SeriesManifest.folder, "series.tbl"), (StudiesManifest.folder, "studies.tbl")):
         named |= {
             f"{folder(one.dataset_id)}/{name}" for one in manifests for name in ("manifest.json", table)
         }

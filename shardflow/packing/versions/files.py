@@ -28,9 +28,9 @@ from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
-from shardflow.format.series import series_folder
+from shardflow.format.series import SeriesManifest
 from shardflow.format.shard_files import write_file
-from shardflow.format.studies import studies_folder
+from shardflow.format.studies import StudiesManifest
 from shardflow.format.tables import TableManifest
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
@@ -436,7 +436,7 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
         if path.relative_to(output).as_posix() not in named:
             path.unlink()
     kept = {manifest.dataset_id for manifest in manifests}
-    folders = (series_folder("*"), studies_folder("*"), f"{TableManifest.root}/*/*")
+    folders = (SeriesManifest.folder("*"), StudiesManifest.folder("*"), f"{TableManifest.root}/*/*")
     for folder in [path for pattern in folders for path in output.glob(pattern)]:
         if folder.name not in kept:
             shutil.rmtree(folder)

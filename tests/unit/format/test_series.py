@@ -11,7 +11,7 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
 from shardflow.format.facts import attach_facts, role_of, series_of_study
-from shardflow.format.series import ROLE_MIXED, encode_series, open_series, series_folder
+from shardflow.format.series import ROLE_MIXED, SeriesManifest, encode_series, open_series
 from tests.factories import make_dataset
 from tests.field_cases import case_series, make_case, make_case_dataset
 
@@ -113,7 +113,7 @@ def test_the_merged_table_is_that_of_all_samples_at_once(tmp_path: Path) -> None
         json.loads(dataset.read_fields(row, ["study.json"])["study.json"])
         for row in range(dataset.samples.num_samples)
     ]
-    stored = dataset.store.read(f"{series_folder(dataset.dataset_id)}/series.tbl")
+    stored = dataset.store.read(f"{SeriesManifest.folder(dataset.dataset_id)}/series.tbl")
     assert stored == encode_series(series_of_study(study) for study in studies)
 
 
@@ -121,7 +121,7 @@ def test_the_series_of_known_shards_are_kept_and_damaged_ones_made_again(tmp_pat
     dataset = make_case_dataset(tmp_path / "a")
     num_shards = len(dataset.manifest.shards)
     assert attach_facts(dataset).num_shards_kept == num_shards
-    path = tmp_path / "a" / series_folder(dataset.dataset_id) / "series.tbl"
+    path = tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id) / "series.tbl"
     before = path.read_bytes()
     path.write_bytes(before[:-3])
     assert attach_facts(dataset).num_shards_kept == 0
@@ -136,7 +136,7 @@ def test_a_dataset_without_a_table_names_the_command(tmp_path: Path) -> None:
 
 def test_a_damaged_table_is_never_used(tmp_path: Path) -> None:
     dataset = make_case_dataset(tmp_path / "a")
-    folder = tmp_path / "a" / series_folder(dataset.dataset_id)
+    folder = tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id)
     table, manifest = folder / "series.tbl", folder / "manifest.json"
     whole = table.read_bytes()
     for place in range(40, len(whole), len(whole) // 60):
@@ -148,7 +148,9 @@ def test_a_damaged_table_is_never_used(tmp_path: Path) -> None:
         open_series(dataset)
     table.write_bytes(whole)
     other = make_case_dataset(tmp_path / "b", num_samples=3)
-    manifest.write_bytes((tmp_path / "b" / series_folder(other.dataset_id) / "manifest.json").read_bytes())
+    manifest.write_bytes(
+        (tmp_path / "b" / SeriesManifest.folder(other.dataset_id) / "manifest.json").read_bytes()
+    )
     with pytest.raises(FormatError, match="attach"):
         open_series(dataset)
 

@@ -11,15 +11,15 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
 from shardflow.format.facts import attach_facts
-from shardflow.format.series import series_folder
+from shardflow.format.series import SeriesManifest
 from shardflow.format.studies import (
     NO_NUMBER,
     NO_ROW,
+    StudiesManifest,
     StudyFacts,
     facts_of_study,
     open_studies,
     previous_rows,
-    studies_folder,
 )
 from tests.factories import make_dataset
 
@@ -109,21 +109,21 @@ def test_a_dataset_that_has_the_series_table_alone_is_completed(tmp_path: Path) 
     with pytest.raises(ConfigError, match="shardflow attach DATASET --facts"):
         open_studies(dataset)
     attach_facts(dataset)
-    folder = tmp_path / "a" / studies_folder(dataset.dataset_id)
+    folder = tmp_path / "a" / StudiesManifest.folder(dataset.dataset_id)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    before = (tmp_path / "a" / series_folder(dataset.dataset_id) / "series.tbl").read_bytes()
+    before = (tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id) / "series.tbl").read_bytes()
     for path in folder.iterdir():
         path.unlink()
     assert attach_facts(dataset).num_shards_kept == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
-    assert (tmp_path / "a" / series_folder(dataset.dataset_id) / "series.tbl").read_bytes() == before
+    assert (tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id) / "series.tbl").read_bytes() == before
     assert attach_facts(dataset).num_shards_kept == len(dataset.manifest.shards)
 
 
 def test_a_damaged_table_is_never_used(tmp_path: Path) -> None:
     dataset = Dataset.open(make_dataset(tmp_path / "a"))
     attach_facts(dataset)
-    path = tmp_path / "a" / studies_folder(dataset.dataset_id) / "studies.tbl"
+    path = tmp_path / "a" / StudiesManifest.folder(dataset.dataset_id) / "studies.tbl"
     whole = path.read_bytes()
     for place in range(40, len(whole), len(whole) // 40):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
