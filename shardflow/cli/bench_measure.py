@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import cv2
 import numpy as np
@@ -68,7 +68,7 @@ class BenchOptions:
     num_repeats: int
     max_bytes: int
     """Stop taking samples above this many stored bytes; the first one always counts."""
-    fields: Mapping[str, Field] | Literal["default"] = "default"
+    fields: Mapping[str, Field] | None = None
     """What the loader delivers."""
 
 
@@ -152,7 +152,7 @@ class _Bench:
         decoded = [_decode(payload).nbytes for payload in self.slices]
         self.decoded_bytes, self._largest = sum(decoded), max(decoded, default=0)
         # A sample may lack a member that no table knows of; without such fields it is damage.
-        self._may_lack = set() if options.fields == "default" else {BadSampleReason.FIELD_MISSING.value}
+        self._may_lack = set() if options.fields is None else {BadSampleReason.FIELD_MISSING.value}
         self.stage_seconds = dict.fromkeys(_STAGES, 0.0)
         self._is_remote = "://" in dataset.store.url
         self._buffer = np.empty(_REMOTE_READ_BYTES if self._is_remote else _READ_BYTES, np.uint8)
@@ -337,7 +337,7 @@ def describe_dataset(
         "unit": options.unit,
         "where": options.where,
         "keys": options.keys is not None,
-        "fields": "default" if options.fields == "default" else list(options.fields),
+        "fields": "default" if options.fields is None else list(options.fields),
         "tier": scheme if separator else "local",
         "threads": options.num_threads,
         "processors": os.cpu_count(),

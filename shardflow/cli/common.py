@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -295,8 +295,8 @@ def show_facts(facts: Iterable[tuple[str, object]]) -> None:
         console.print(f"[bold]{name:<{width}}[/]  {escape(value)}")
 
 
-def named_fields(name: str) -> Mapping[str, Field] | Literal["default"]:
-    """Return the fields that ``--fields`` names: those of a TOML file, or ``default``.
+def named_fields(name: str) -> Mapping[str, Field] | None:
+    """Return the fields that ``--fields`` names: those of a TOML file; None of ``default``.
 
     Raises:
         ConfigError: The file is not valid.
@@ -304,7 +304,7 @@ def named_fields(name: str) -> Mapping[str, Field] | Literal["default"]:
     # Field types take a moment to import; --help does not wait for them.
     from shardflow.fields.registry import read_fields
 
-    return "default" if name == "default" else read_fields(name)
+    return None if name == "default" else read_fields(name)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -409,8 +409,8 @@ def check_names(fields: Mapping[str, Field]) -> None:
     """
     if not isinstance(fields, Mapping):
         raise ConfigError(
-            "fields maps names to fields, such as {'image': sf.Image(size=(512, 512))}, or is 'default', got "
-            f"{fields if isinstance(fields, str) else type(fields).__name__!r}."
+            "fields maps names to fields, such as {'image': sf.Image(size=(512, 512))}, got "
+            f"{type(fields).__name__!r}; leave it out for the default fields."
         )
     for name, one in fields.items():
         if not isinstance(one, Field):

@@ -212,7 +212,7 @@ class Dataset:
         return self._tables
 
     def sample(
-        self, key: str | int, fields: Mapping[str, Any] | str = "default", *, seed: int = 0
+        self, key: str | int, fields: Mapping[str, Any] | None = None, *, seed: int = 0
     ) -> dict[str, Any]:
         """Read one sample with the fields of a loader, for notebooks and debugging.
 
@@ -222,7 +222,7 @@ class Dataset:
 
         Args:
             key: Sample key, or row of the table of samples. Of a dataset of series or images their own keys.
-            fields: Fields by name; ``default`` as of the loader.
+            fields: Fields by name; None takes the default fields, as a loader does.
             seed: That of the loader.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,13 +25,13 @@ _NUM_EXAMPLES: Final = 64
 
 
 def bind_fields(
-    selection: Selection, fields: Mapping[str, Field] | Literal["default"] | None, counters: StageCounters
+    selection: Selection, fields: Mapping[str, Field] | None, counters: StageCounters
 ) -> tuple[Selection, FieldSet]:
     """Bind fields to the samples of a selection, and leave out samples that a field drops.
 
     Args:
         selection: The samples.
-        fields: What a batch holds; None and ``default`` stand for `default_fields`.
+        fields: What a batch holds; None stands for `default_fields`.
         counters: Gets the stages of decoding.
 
     Returns:
@@ -42,7 +42,7 @@ def bind_fields(
     """
     populations = [selection.population_of(place) for place in range(len(selection.datasets))]
     context = FieldContext(selection, populations, counters)
-    if fields is None or fields == "default":
+    if fields is None:
         fields = default_fields(context)
     bound = FieldSet(fields, context)
     taken = [name for name in FINDING_ENTRIES if name in bound.specs] if selection.has_entities else []

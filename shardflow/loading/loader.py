@@ -179,9 +179,9 @@ class Loader:
         split: One of its splits, or several joined by ``+``. Left out for a blend.
         batch: How micro-batches and steps are formed.
         seed: Run-level seed.
-        fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``. By default
-            (``"default"``) all pictures (``image``), the first volume (``slices``) and the report, each where
-            there is any. ``{}``: rows, keys and weights alone, for which nothing is read.
+        fields: What a batch holds, by name, such as ``{"image": sf.Image(size=(512, 512))}``. By default all
+            pictures (``image``), the first volume (``slices``) and the report, each where there is any.
+            ``{}``: rows, keys and weights alone, for which nothing is read.
         unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
             fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
             finding of the entity view. `BatchInfo.units` has the places of the samples.
@@ -231,7 +231,7 @@ class Loader:
         split: str = "",
         batch: BatchSpec | None = None,
         seed: int,
-        fields: Mapping[str, Field] | Literal["default"] | None = None,
+        fields: Mapping[str, Field] | None = None,
         unit: str = "study",
         where: str | None = None,
         keys: str | os.PathLike[str] | None = None,

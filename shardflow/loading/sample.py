@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.field import Field
@@ -44,9 +44,7 @@ class OneSampleReader:
         self._dataset = dataset
         self._bindings: dict[str, tuple[Selection, FieldSet]] = {}
 
-    def read(
-        self, key: str | int, fields: Mapping[str, Field] | Literal["default"], seed: int
-    ) -> dict[str, Any]:
+    def read(self, key: str | int, fields: Mapping[str, Field] | None, seed: int) -> dict[str, Any]:
         """Read a sample, see `Dataset.sample`."""
         row = self._row(key)
         split = next(name for name, rows in self._dataset.splits.items() if row in rows)
@@ -86,10 +84,8 @@ class OneSampleReader:
         except FormatError:
             raise KeyError("the dataset has no sample of this key; batch.info.sample_keys has some") from None
 
-    def _bind(
-        self, split: str, fields: Mapping[str, Field] | Literal["default"]
-    ) -> tuple[Selection, FieldSet]:
-        name = repr((split, fields if isinstance(fields, str) else dict(fields)))
+    def _bind(self, split: str, fields: Mapping[str, Field] | None) -> tuple[Selection, FieldSet]:
+        name = repr((split, None if fields is None else dict(fields)))
         if name not in self._bindings:
             found = bind_fields(select(self._dataset, split), fields, StageCounters())
             self._bindings = {**dict(list(self._bindings.items())[1 - _MAX_BINDINGS :]), name: found}

@@ -285,7 +285,7 @@ def test_default_fields_of_foreign_tars_are_their_images_and_the_text(dataset: D
     members = ("png", "color.png", "seg.png", "jpg")
     named = {f"image_{member.replace('.', '_')}": member for member in members}
     fields = {name: sf.Image(member=member, missing="pad") for name, member in named.items()}
-    defaults = Loader(dataset, split="train", batch=SPEC, seed=5, fields="default")
+    defaults = Loader(dataset, split="train", batch=SPEC, seed=5, fields=None)
     with defaults, _loader(dataset, {**fields, "report": sf.Text(missing="pad")}) as stated:
         for found, wanted in zip(defaults, stated, strict=True):
             assert {*found} == {*wanted} > {*named, "report"}
@@ -298,7 +298,7 @@ def test_the_only_image_of_foreign_tars_is_the_default_image(tmp_path: Path) -> 
     names = ("png", "color.png", "seg.png")
     others = {(number, name): None for number in range(NUM_SAMPLES) for name in names}
     dataset = _made(tmp_path / "a", others)
-    with Loader(dataset, split="train", batch=SPEC, seed=5, fields="default") as loader:
+    with Loader(dataset, split="train", batch=SPEC, seed=5, fields=None) as loader:
         assert {"image", "report"} <= {*next(iter(loader))}
 
 
