@@ -53,6 +53,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wanted = ("class Spirometry(Field)", "codec = Codec(", "def read_npz(")
     chosen = [one for one in blocks if any(sign in one for sign in wanted)]
     assert len(chosen) == 3
+    monkeypatch.chdir(tmp_path)  # a block of the page writes a file when it is imported
     folder = tmp_path / "site"
     info = folder / "ward_tools-1.0.dist-info"
     info.mkdir(parents=True)
@@ -161,10 +162,7 @@ def test_without_the_package_both_are_refused_before_step_0(dataset: sf.Dataset)
 
 
 @pytest.mark.usefixtures("package")
-def test_a_table_reader_of_a_package_reads_its_files(
-    dataset: sf.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the page's block writes a file when it is imported
+def test_a_table_reader_of_a_package_reads_its_files(dataset: sf.Dataset, tmp_path: Path) -> None:
     vectors = np.arange(2.0 * NUM_SAMPLES, dtype="f4").reshape(-1, 2)
     keys = [f"study{number}" for number in range(NUM_SAMPLES)]
     np.savez(tmp_path / "made.npz", sample_key=keys, vector=vectors)
