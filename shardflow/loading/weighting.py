@@ -328,6 +328,11 @@ def _balanced(dataset: Dataset, rows: Rows, name: str, missing_class: str) -> tu
                     f"balance={name!r} must be a column of classes, got more than {MAX_CLASSES:,} values of "
                     f"kind {kind}; attach one that groups them."
                 )
+        if kind == "float" and (known % 1 != 0).any():
+            raise ConfigError(
+                f"balance={name!r} must be a column of classes, got fractions; "
+                "attach one that groups them, or write weights=."
+            )
         values, names = Values(known), [f"{name} {value}" for value in known.tolist()]
     missing_code = len(names)
     names.append(_MISSING)

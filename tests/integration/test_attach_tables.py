@@ -235,6 +235,13 @@ def test_doubled_keys_and_rounded_keys(job: PackCase, packed: tuple[PackCase, li
     assert (done.num_duplicates, done.num_through_float, done.num_unmatched) == (1, 2, 2)
 
 
+def test_a_folder_without_the_key_asks_for_that_of_the_dataset(job: PackCase, tmp_path: Path) -> None:
+    file = write_csv(job.folder / "a.csv", ["StudyInstanceUID", "x"], [("1.2", 1)])
+    how = TableSettings(name="labels", on="study_instance_uid")
+    with pytest.raises(ConfigError, match="that this dataset was packed with, or its key with --key"):
+        attach_table(Dataset.open(job.output), file, how, private=PrivateFolder(path=tmp_path / "none"))
+
+
 @pytest.mark.parametrize(
     ("names", "rows", "settings", "message"),
     [

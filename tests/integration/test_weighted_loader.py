@@ -126,6 +126,7 @@ def test_bad_input_is_one_sentence_before_step_0(dataset: Dataset) -> None:
         "must be known for every sample, got 8 of 40": sf.Sampling(weights="t.gaps"),
         "did you mean 't.weight'": sf.Sampling(weights="t.wieght"),
         "use balance=": sf.Sampling(weights="t.finding"),
+        "a column of classes, got fractions": sf.Sampling(balance="t.share"),
         'missing_class="drop" to leave them out': sf.Sampling(balance="t.finding"),
     }
     for sentence, sampling in wrong.items():

@@ -197,6 +197,11 @@ class PrivateFolder:
         Raises:
             ConfigError: It is missing, or another one.
         """
+        if self.key_file is None and not (self.path / "secret.key").is_file():
+            raise ConfigError(
+                "The private folder holds no secret key (secret.key); name the folder that this dataset was "
+                "packed with, or its key with --key."
+            )
         secret = SecretKey.load(self.key_file or self.path / "secret.key")
         if secret.key_id != dataset.manifest.key_id:
             raise ConfigError(
