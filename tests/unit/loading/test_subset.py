@@ -76,7 +76,7 @@ def test_a_list_that_an_editor_of_windows_wrote(dataset: Dataset, tmp_path: Path
     [
         ("facts.num_slices >= 99", "where= selects none of the 20 samples of split 'train'; loosen it"),
         ("facts.modality != 'CT'", "where= selects none of the 20"),
-        ("facts.age_years > 60", "This needs the facts of studies, .* shardflow attach DATASET --facts"),
+        ("facts.age_years > 60", "This needs the table of study facts, .* shardflow attach DATASET --facts"),
         ("facts.age > 60", "There is no column 'facts.age'; did you mean .*facts.age_years"),
         ("num_slices == 3", "A study has many series; write facts.num_slices of the study, or any\\(series."),
         ("series.role == 'frontal'", "A study has many series; write any\\(series.role ...\\) or all"),
