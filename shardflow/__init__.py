@@ -32,16 +32,16 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields import adapters
-    from shardflow.fields.columns import Column, Columns
-    from shardflow.fields.events import Events
     from shardflow.fields.field import Field
-    from shardflow.fields.members import Array, Bytes, Json
-    from shardflow.fields.pictures import Image, Slices
-    from shardflow.fields.regions import Boxes, Mask
     from shardflow.fields.registry import read_fields
-    from shardflow.fields.text import Text
-    from shardflow.fields.tokens import Tokens
-    from shardflow.fields.waveform import Waveform
+    from shardflow.fields.types.columns import Column, Columns
+    from shardflow.fields.types.events import Events
+    from shardflow.fields.types.members import Array, Bytes, Json
+    from shardflow.fields.types.pictures import Image, Slices
+    from shardflow.fields.types.regions import Boxes, Mask
+    from shardflow.fields.types.text import Text
+    from shardflow.fields.types.tokens import Tokens
+    from shardflow.fields.types.waveform import Waveform
     from shardflow.format.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -111,28 +111,28 @@ __all__ = [
     "verify",
 ]
 _SOURCES: Final = {
-    "Array": "shardflow.fields.members:Array",
+    "Array": "shardflow.fields.types.members:Array",
     "adapters": "shardflow.fields:adapters",
     "Batch": "shardflow.loading.batch:Batch",
     "BatchSpec": "shardflow.sampling.spec:BatchSpec",
-    "Boxes": "shardflow.fields.regions:Boxes",
-    "Bytes": "shardflow.fields.members:Bytes",
+    "Boxes": "shardflow.fields.types.regions:Boxes",
+    "Bytes": "shardflow.fields.types.members:Bytes",
     "CacheConfig": "shardflow.storage.cache.config:CacheConfig",
     "ChecksumError": "shardflow.errors:ChecksumError",
-    "Column": "shardflow.fields.columns:Column",
+    "Column": "shardflow.fields.types.columns:Column",
     "ColumnWriter": "shardflow.loading.column_writer:ColumnWriter",
-    "Columns": "shardflow.fields.columns:Columns",
+    "Columns": "shardflow.fields.types.columns:Columns",
     "ConfigError": "shardflow.errors:ConfigError",
     "Dataset": "shardflow.format.dataset:Dataset",
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",
-    "Events": "shardflow.fields.events:Events",
+    "Events": "shardflow.fields.types.events:Events",
     "Field": "shardflow.fields.field:Field",
     "FormatError": "shardflow.errors:FormatError",
-    "Image": "shardflow.fields.pictures:Image",
-    "Json": "shardflow.fields.members:Json",
+    "Image": "shardflow.fields.types.pictures:Image",
+    "Json": "shardflow.fields.types.members:Json",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
-    "Mask": "shardflow.fields.regions:Mask",
+    "Mask": "shardflow.fields.types.regions:Mask",
     "NotFoundError": "shardflow.errors:NotFoundError",
     "PackConfig": "shardflow.packing.config:PackConfig",
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
@@ -141,14 +141,14 @@ _SOURCES: Final = {
     "Selection": "shardflow.loading.selection:Selection",
     "ShardWriter": "shardflow.format.writer:ShardWriter",
     "ShardflowError": "shardflow.errors:ShardflowError",
-    "Slices": "shardflow.fields.pictures:Slices",
+    "Slices": "shardflow.fields.types.pictures:Slices",
     "StateError": "shardflow.errors:StateError",
     "StorageError": "shardflow.errors:StorageError",
-    "Text": "shardflow.fields.text:Text",
+    "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
-    "Tokens": "shardflow.fields.tokens:Tokens",
+    "Tokens": "shardflow.fields.types.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
-    "Waveform": "shardflow.fields.waveform:Waveform",
+    "Waveform": "shardflow.fields.types.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
     "blend": "shardflow.loading.blend_file:open_blend",

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardflow.config import dump_config, load_config
 from shardflow.fields.field import Field
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.training.config import TrainConfig
 from shardflow.training.text import train_tokenizer

@@ -29,7 +29,7 @@ from benchmarks.stream.content import PHANTOM
 from shardflow.cli.main import main as shardflow
 from shardflow.config import load_config
 from shardflow.fields.augmentation import Draw, Warp
-from shardflow.fields.pictures import Slices
+from shardflow.fields.types.pictures import Slices
 from shardflow.format import Dataset
 from shardflow.format.keys import parse_slice_field, parse_variant_field
 from shardflow.loading import Loader, LoaderConfig

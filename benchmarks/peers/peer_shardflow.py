@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks.peers.task import GLOBAL_BATCH, NUM_SAMPLES, SEED, SHARDS, Task
-from shardflow.fields.text import Text
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.loading import Batch, LoaderConfig, World
 from shardflow.loading.torch_dataset import ShardIterableDataset

@@ -67,7 +67,7 @@ def _loop(kind: str, step_s: float) -> Callable[[], None]:
 
 def measure(folder: Path, execution: str, loop: str, step_ms: float) -> dict[str, float]:
     """Run two epochs and time the second."""
-    from shardflow.fields.pictures import Slices
+    from shardflow.fields.types.pictures import Slices
     from shardflow.format import Dataset
     from shardflow.loading import Loader, LoaderConfig
     from shardflow.sampling import BatchSpec

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.about import about_run
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.sampling import BatchSpec

@@ -106,7 +106,7 @@ def make_sparse(folder: Path, num_bytes: int) -> int:
 
 def run_rank(folder: Path, rank: int, world_size: int, num_batches: int) -> None:
     """Iterate, tell that it is done, and keep everything until told to end."""
-    from shardflow.fields.text import Text
+    from shardflow.fields.types.text import Text
     from shardflow.format import Dataset
     from shardflow.loading import Loader, World
     from shardflow.sampling import BatchSpec

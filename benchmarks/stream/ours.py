@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.stream.records import BATCH, NUM_SLICES, SIZE, Loop
 from shardflow.fields.field import Field
-from shardflow.fields.pictures import Image, Slices
-from shardflow.fields.text import Text
-from shardflow.fields.tokens import Tokens
+from shardflow.fields.types.pictures import Image, Slices
+from shardflow.fields.types.text import Text
+from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.sampling import BatchSpec

@@ -75,8 +75,8 @@ def _read_all(url: str, request_bytes: int, max_bytes: int) -> dict[str, float]:
 
 
 def _loader(url: str, num_threads: int, cache: Any = None) -> Any:
-    from shardflow.fields.pictures import Slices
-    from shardflow.fields.text import Text
+    from shardflow.fields.types.pictures import Slices
+    from shardflow.fields.types.text import Text
     from shardflow.format import Dataset
     from shardflow.loading import Loader, LoaderConfig
     from shardflow.sampling import BatchSpec

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.stream.content import make_content
-from shardflow.fields.pictures import Slices
+from shardflow.fields.types.pictures import Slices
 from shardflow.loading import Loader, LoaderConfig, open_blend
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig

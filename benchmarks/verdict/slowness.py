@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from shardflow.fields import pixels
+from shardflow.fields.types import pixels
 from shardflow.format import Dataset
 from shardflow.storage import ByteRange, ByteStore
 from shardflow.training import run as prepare

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         SlotRequest,
         Slots,
     )
-    from shardflow.fields.findings import EntityNames
     from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
+    from shardflow.fields.types.findings import EntityNames
 
 __all__ = [
     "ALLOWED",

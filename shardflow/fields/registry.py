@@ -33,12 +33,12 @@ from shardflow.fields.field import (
     check_names,
 )
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
-from shardflow.fields.pictures import Image, Slices
-from shardflow.fields.pixels import BoundPixels, PixelField
 from shardflow.fields.previous import BoundPrevious, PreviousStudies
 from shardflow.fields.reader import Samples
-from shardflow.fields.text import BoundText, Text
 from shardflow.fields.transforming import SampleTransform
+from shardflow.fields.types.pictures import Image, Slices
+from shardflow.fields.types.pixels import BoundPixels, PixelField
+from shardflow.fields.types.text import BoundText, Text
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import image_facts, num_samples_with
 from shardflow.format.keys import canonical_json, sha256_hex
@@ -47,19 +47,19 @@ from shardflow.telemetry import StageCounters
 _BESIDE_ROLES: Final = frozenset({"localizer", "secondary"})
 FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
-    "boxes": "shardflow.fields.regions:Boxes",
-    "image": "shardflow.fields.pictures:Image",
-    "mask": "shardflow.fields.regions:Mask",
-    "slices": "shardflow.fields.pictures:Slices",
-    "text": "shardflow.fields.text:Text",
-    "json": "shardflow.fields.members:Json",
-    "bytes": "shardflow.fields.members:Bytes",
-    "array": "shardflow.fields.members:Array",
-    "column": "shardflow.fields.columns:Column",
-    "columns": "shardflow.fields.columns:Columns",
-    "events": "shardflow.fields.events:Events",
-    "waveform": "shardflow.fields.waveform:Waveform",
-    "tokens": "shardflow.fields.tokens:Tokens",
+    "boxes": "shardflow.fields.types.regions:Boxes",
+    "image": "shardflow.fields.types.pictures:Image",
+    "mask": "shardflow.fields.types.regions:Mask",
+    "slices": "shardflow.fields.types.pictures:Slices",
+    "text": "shardflow.fields.types.text:Text",
+    "json": "shardflow.fields.types.members:Json",
+    "bytes": "shardflow.fields.types.members:Bytes",
+    "array": "shardflow.fields.types.members:Array",
+    "column": "shardflow.fields.types.columns:Column",
+    "columns": "shardflow.fields.types.columns:Columns",
+    "events": "shardflow.fields.types.events:Events",
+    "waveform": "shardflow.fields.types.waveform:Waveform",
+    "tokens": "shardflow.fields.types.tokens:Tokens",
 }
 
 

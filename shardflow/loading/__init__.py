@@ -16,8 +16,8 @@ Only two modules import torch: ``shardflow.loading.tensors`` turns arrays into t
 
 from __future__ import annotations
 
-from shardflow.fields.findings import EntityNames
 from shardflow.fields.quarantine import QuarantineRow
+from shardflow.fields.types.findings import EntityNames
 from shardflow.loading.batch import Batch
 from shardflow.loading.blend_file import open_blend
 from shardflow.loading.config import LoaderConfig, World

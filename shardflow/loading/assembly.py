@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from shardflow.errors import SampleError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import ArraySpec, BoundField, SlotRequest, Slots
-from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import (
     PREVIOUS_STUDY,
     BadSample,
@@ -27,8 +26,9 @@ from shardflow.fields.quarantine import (
 )
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
-from shardflow.fields.text import TextAssembler
 from shardflow.fields.transforming import SampleTransform
+from shardflow.fields.types.findings import FindingArrays
+from shardflow.fields.types.text import TextAssembler
 from shardflow.loading.batch import Batch, SlotKeys
 from shardflow.loading.config import LoaderConfig, check_layout
 from shardflow.loading.engine import Pool

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StateError
-from shardflow.fields.findings import FINDING_ENTRIES
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.registry import present_entries
+from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.format.units import Unit, parse_unit_key
 from shardflow.loading.layout import view_of
 

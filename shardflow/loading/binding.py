@@ -11,9 +11,9 @@ import numpy as np
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, FieldContext, Slots
-from shardflow.fields.findings import FINDING_ENTRIES
 from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.fields.transforming import SampleTransform
+from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.fields.units import UnitDataset
 from shardflow.loading.selection import Selection
 from shardflow.sampling.layout import rows_digest, select_rows

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.fields.findings import FindingArrays
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
-from shardflow.fields.text import TextAssembler
+from shardflow.fields.types.findings import FindingArrays
+from shardflow.fields.types.text import TextAssembler
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, rank_num_bytes

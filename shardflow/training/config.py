@@ -16,10 +16,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from shardflow.config import Bounds, ByteSize, Place, check_fields
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, check_names
-from shardflow.fields.pictures import Slices
-from shardflow.fields.pixels import PixelField
 from shardflow.fields.registry import FieldTables
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.text import Text
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address
 from shardflow.sampling import Sampling

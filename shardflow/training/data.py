@@ -15,9 +15,9 @@ import torch
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field
-from shardflow.fields.pictures import Slices
-from shardflow.fields.pixels import PixelField
-from shardflow.fields.tokens import Tokens
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.manifest import versions
 from shardflow.loading import Selection, open_blend, open_view, select

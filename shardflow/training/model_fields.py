@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from shardflow.errors import ConfigError
-from shardflow.fields.columns import Column, Columns
 from shardflow.fields.field import Field
-from shardflow.fields.pictures import Slices
-from shardflow.fields.pixels import PixelField
 from shardflow.fields.registry import type_name
-from shardflow.fields.text import Text
-from shardflow.fields.tokens import Tokens
+from shardflow.fields.types.columns import Column, Columns
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.text import Text
+from shardflow.fields.types.tokens import Tokens
 
 IMAGE_FIELD: Final = "image"
 REPORT_FIELD: Final = "report"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardflow.fields.slots import SlotAssembler
-from shardflow.fields.text import Text
-from shardflow.fields.tokens import Tokens
+from shardflow.fields.types.text import Text
+from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.loading import Loader, open_blend
 from shardflow.sampling import BatchSpec

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
 from shardflow.fields.field import Field
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
-from shardflow.fields.tokens import Tokens
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
+from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
 from shardflow.format.facts import attach_facts, series_of_study

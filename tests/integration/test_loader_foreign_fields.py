@@ -20,7 +20,7 @@ from PIL import Image as Picture
 
 import shardflow as sf
 from shardflow.errors import ConfigError
-from shardflow.fields.members import read_nifti
+from shardflow.fields.types.members import read_nifti
 from shardflow.format import Dataset
 from shardflow.format.foreign import ForeignSource, index_tars
 from shardflow.format.foreign.places import expand_places, image_facts

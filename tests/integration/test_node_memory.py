@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig, World
 from shardflow.loading.config import rank_num_bytes

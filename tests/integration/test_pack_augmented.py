@@ -14,8 +14,8 @@ from pydicom.dataset import FileDataset
 
 from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset, decode_array
 from shardflow.format.keys import parse_slice_field, parse_variant_field, variant_field
 from shardflow.loading import Loader, LoaderConfig, World

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.fields.pictures import Slices
+from shardflow.fields.types.pictures import Slices
 from shardflow.format import Dataset, webdataset_decoder
 from shardflow.format.keys import parse_slice_field
 from shardflow.loading import Loader

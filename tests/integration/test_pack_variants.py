@@ -13,7 +13,7 @@ import SimpleITK
 from pydicom.dataset import FileDataset
 
 from shardflow.errors import ConfigError
-from shardflow.fields.pictures import Slices
+from shardflow.fields.types.pictures import Slices
 from shardflow.format import Dataset, FieldLocation, decode_array, webdataset_decoder
 from shardflow.format.keys import parse_slice_field, parse_small_field
 from shardflow.loading import Loader, LoaderConfig

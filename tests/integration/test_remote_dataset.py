@@ -13,8 +13,8 @@ import pytest
 
 from shardflow.cli import main as cli
 from shardflow.errors import ObjectChangedError, StorageError
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset, verify
 from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec

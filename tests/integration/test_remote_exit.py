@@ -21,7 +21,7 @@ _OPEN = _LATE + (
 )
 _LOADER = _LATE + (
     "from shardflow.sampling import BatchSpec\n"
-    "from shardflow.fields.text import Text\n"
+    "from shardflow.fields.types.text import Text\n"
     "from shardflow.loading import Loader\n"
     "from shardflow.format import Dataset\n"
     "spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=2)\n"

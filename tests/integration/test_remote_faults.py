@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ObjectChangedError, ShardflowError, StorageError
-from shardflow.fields.pictures import Slices
-from shardflow.fields.text import Text
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from shardflow.errors import ConfigError, TrainingError
-from shardflow.fields.columns import Column, Columns
 from shardflow.fields.field import Field
-from shardflow.fields.pixels import PixelField
 from shardflow.fields.transforming import load_function
+from shardflow.fields.types.columns import Column, Columns
+from shardflow.fields.types.pixels import PixelField
 from shardflow.format.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
 from shardflow.training.config import AugmentConfig, ImageConfig, ModelConfig, TaskConfig

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardflow.fields.field import Field
-from shardflow.fields.pixels import PixelField
 from shardflow.fields.registry import type_name
+from shardflow.fields.types.pixels import PixelField
 from shardflow.loading import Loader, Selection
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail

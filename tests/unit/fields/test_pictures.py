@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.fields.field import DrawKey
-from shardflow.fields.pictures import Sampling, choose_slices, choose_variant
-from shardflow.fields.pixels import ORIGINAL
+from shardflow.fields.types.pictures import Sampling, choose_slices, choose_variant
+from shardflow.fields.types.pixels import ORIGINAL
 from shardflow.format.keys import parse_slice_field, parse_small_field, parse_variant_field, variant_field
 
 pytestmark = pytest.mark.fast

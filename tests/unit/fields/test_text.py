@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.fields.text import _are_utf8
+from shardflow.fields.types.text import _are_utf8
 
 pytestmark = pytest.mark.fast
 

@@ -17,9 +17,9 @@ import pytest
 import webdataset
 
 from shardflow.errors import ConfigError, FormatError, StorageError
-from shardflow.fields.columns import Column
-from shardflow.fields.members import Array, Json
-from shardflow.fields.pictures import Image
+from shardflow.fields.types.columns import Column
+from shardflow.fields.types.members import Array, Json
+from shardflow.fields.types.pictures import Image
 from shardflow.format import Dataset, decode_array, verify, webdataset_decoder
 from shardflow.format.keys import parse_slice_field
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable

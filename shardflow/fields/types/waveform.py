@@ -29,10 +29,10 @@ from shardflow.fields.field import (
     check_choice,
     check_count,
 )
-from shardflow.fields.members import BoundMember, read_npy
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.study_time import window_seconds
+from shardflow.fields.types.members import BoundMember, read_npy
+from shardflow.fields.types.study_time import window_seconds
 from shardflow.format.keys import WAVEFORMS_FIELD
 from shardflow.format.recordings import StoredArray, StoredChannel, StoredRecording, read_recordings
 from shardflow.format.ucum import conversion

@@ -20,9 +20,16 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import Arrays, BoundField, Field, FieldContext, SlotContent, SlotRequest, Slots
-from shardflow.fields.members import MAX_BYTES, BoundBytes, SlotBytes, check_member, mask_of, member_bytes
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.types.members import (
+    MAX_BYTES,
+    BoundBytes,
+    SlotBytes,
+    check_member,
+    mask_of,
+    member_bytes,
+)
 from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters

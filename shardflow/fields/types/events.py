@@ -35,10 +35,10 @@ from shardflow.fields.field import (
     check_choice,
     check_count,
 )
-from shardflow.fields.members import BoundMember
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.study_time import check_record_times, window_seconds
+from shardflow.fields.types.members import BoundMember
+from shardflow.fields.types.study_time import check_record_times, window_seconds
 from shardflow.format.keys import RECORDS_FIELD
 from shardflow.format.records import Code, read_statements
 from shardflow.format.ucum import conversion

@@ -29,8 +29,10 @@ from shardflow.fields.field import (
     check_count,
 )
 from shardflow.fields.layout import Picture, PictureLayout, content_boxes
-from shardflow.fields.members import BoundMember, gather, is_image_field
-from shardflow.fields.pixels import (
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.types.members import BoundMember, gather, is_image_field
+from shardflow.fields.types.pixels import (
     MAX_SIDE,
     ORIGINAL,
     BoundPixels,
@@ -40,8 +42,6 @@ from shardflow.fields.pixels import (
     check_fill,
     packed_variants,
 )
-from shardflow.fields.quarantine import BadSampleReason
-from shardflow.fields.reader import Shard
 from shardflow.format.foreign.places import ImageFacts, image_facts, num_samples_with
 from shardflow.sampling import ImageBucket, Permutation
 from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw

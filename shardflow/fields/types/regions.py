@@ -34,9 +34,9 @@ from shardflow.fields.field import (
     check_count,
 )
 from shardflow.fields.layout import Picture, PictureLayout, Window, present_pictures
-from shardflow.fields.pixels import BoundPixels
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.types.pixels import BoundPixels
 from shardflow.format import decode_array
 from shardflow.format.keys import ANNOTATIONS_FIELD
 from shardflow.format.regions import Box, Region, read_regions
