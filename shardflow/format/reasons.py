@@ -42,6 +42,7 @@ FLAGS: dict[str, str] = {
     "detector_plane_spacing": "The pixel spacing is the one on the detector, not in the patient.",
     "encoding_contradicts_syntax": "The bytes have another encoding than the transfer syntax says; they won.",
     "excess_pixel_bytes": "The pixel data is longer than the image; the rest was left out.",
+    "frame_of_reference_varies": "Slices name frames of reference of their own; they were kept together.",
     "functional_groups_mismatch": "The per-frame groups do not fit the frames; the shared ones stand.",
     "gantry_tilt": "The stack is sheared by more than 0.5 degrees; the affine keeps the shear.",
     "high_bit_corrected": "The high bit contradicted the bits stored; the lowest possible one was taken.",

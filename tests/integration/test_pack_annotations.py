@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
+from pydicom.dataset import FileDataset
 
 import shardflow as sf
 from shardflow.format.codecs import decode_array
@@ -218,3 +219,44 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
         num_slices = sum(series["num_slices"] for series in study["series"])
         expected = [int(covered.sum()) for covered in united.values()] + [0] * (num_slices - len(united))
         assert delivered[study["sample_key"]] == sorted(expected)
+
+
+@pytest.mark.parametrize("slices_name_frames", [False, True])
+def test_nodule_of_a_ct_stays_one_region_whatever_frames_of_reference_its_slices_name(
+    tmp_path: Path, slices_name_frames: bool
+) -> None:
+    """A collection whose de-identification gave each file a Frame of Reference UID of its own."""
+    case = PackCase(tmp_path)
+    case.prepare()
+
+    def change(dataset: FileDataset, index: int) -> None:
+        dataset.FrameOfReferenceUID = dicom_uid("frame", index if slices_name_frames else 0)
+
+    study = make_study(case.dicom / "a", num_slices=12, size=(16, 12), change=change)
+    uid = [str(dcmread(path, stop_before_pixels=True).SOPInstanceUID) for path in study.files]
+    points = "".join(
+        f"<edgeMap><xCoord>{x}</xCoord><yCoord>{y}</yCoord></edgeMap>" for x, y in ((2, 2), (8, 2), (8, 9))
+    )
+    outlines = "".join(
+        f"<roi><imageSOP_UID>{uid[index]}</imageSOP_UID><inclusion>TRUE</inclusion>{points}</roi>"
+        for index in range(3, 8)
+    )
+    (case.dicom / "lidc.xml").write_text(
+        f"<LidcReadMessage><SeriesInstanceUid>{dicom_uid('series', 'P1', 'A', 1)}</SeriesInstanceUid>"
+        f"<readingSession><unblindedReadNodule><noduleID>1</noduleID>{outlines}</unblindedReadNodule>"
+        "</readingSession></LidcReadMessage>",
+        encoding="utf-8",
+    )
+    assert case.pack(LOOSE).status == "packed"
+    (fields,) = _samples(case).values()
+    (series,) = json.loads(fields["study.json"])["series"]
+    assert (series["kind"], series["num_slices"], series["slice_spacing_mm"]) == ("volume", 12, 2.5)
+    assert series["flags"] == (["frame_of_reference_varies"] if slices_name_frames else [])
+    assert (series["frame_of_reference_key"] is None) == slices_name_frames
+    stored = [payload for name, payload in sorted(fields.items()) if name.startswith("s000.i")]
+    assert all(
+        np.array_equal(decode_array("b2nd", payload), pixels)
+        for payload, pixels in zip(stored, study.modality_units, strict=True)
+    )
+    (roi,) = _annotations(fields)["rois"]
+    assert [place["slice"] for place in roi["slices"]] == [3, 4, 5, 6, 7]

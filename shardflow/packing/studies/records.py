@@ -72,7 +72,7 @@ def describe_series(
     form = form_of([part.instance for part in stack.slices])
     technical = allow_technical(attributes)
     geometry, first = stack.geometry, stack.slices[0].instance
-    frame_of_reference = first.frame_of_reference_uid
+    frame_of_reference = stack.frame_of_reference_uid
     return {
         "affine_lps": geometry.affine_lps,
         "body_part": technical.get("body_part_examined"),
@@ -126,7 +126,7 @@ def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> Stored
         number=number,
         facts=facts,
         series_uid=stack.series_instance_uid,
-        frame_of_reference_uid=stack.slices[0].instance.frame_of_reference_uid,
+        frame_of_reference_uid=stack.frame_of_reference_uid,
         sop_uids=tuple(part.instance.sop_instance_uid for part in stack.slices),
         frames=tuple(part.frame for part in stack.slices),
         rows=stack.rows,

@@ -202,7 +202,15 @@ class _Segmentation:
         sources = {target.number for uid in named for target, _ in targets.find(uid)}
         sources |= {target.number for target in targets.of_series(self._series)}
         in_space = targets.of_frame(self._frame_of_reference)
-        drawn_on = [target for target in in_space if target.number in sources]
+        # The images of a series that it names share its space, whatever frames of reference they name.
+        spaces = ("", self._frame_of_reference)
+        drawn_on = [
+            target
+            for target in targets
+            if target.number in sources
+            and target.affine_lps is not None
+            and target.frame_of_reference_uid in spaces
+        ]
         # Frames drawn on a series without a place in space belong to its images and to no other series.
         for target in drawn_on or (() if sources else in_space):
             placed |= self._read_in_space(frames, target, is_source=bool(drawn_on))

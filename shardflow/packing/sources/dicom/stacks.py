@@ -8,6 +8,7 @@ headers alone, not on their order.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ class Stack:
     """Sorted codes of what was odd, of the instances and of the geometry; docs/dicom.md lists them."""
 
     @property
+    def frame_of_reference_uid(self) -> str:
+        """(0020,0052) *Frame of Reference UID* of all slices; ``""`` where they name several, or none."""
+        uids = {one.instance.frame_of_reference_uid for one in self.slices}
+        return uids.pop() if len(uids) == 1 else ""
+
+    @property
     def primary_rank(self) -> tuple[int, int]:
         """Sort key for the primary series: kind, then most slices; the smallest wins."""
         return list(StackKind).index(self.kind), -len(self.slices)
@@ -107,7 +114,8 @@ def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
     ]
     orientations = _Orientations(slices)
     found: list[tuple[list[SliceRef], StackGeometry, set[str]]] = []
-    for group in _group(slices, lambda each: _shape_key(each, orientations)):
+    shapes = _group(slices, lambda each: _shape_key(each, orientations))
+    for group in itertools.chain.from_iterable(map(_frames_of_reference, shapes)):
         orientation = orientations.of(group[0])
         if orientation is None:
             found.append(_order_without_positions(group))
@@ -159,10 +167,20 @@ def _shape_key(one: SliceRef, orientations: _Orientations) -> Hashable:
         *(instance.modality, image.rows, image.columns, image.is_color, instance.is_localizer),
         image.photometric_interpretation == "MONOCHROME1",
         instance.sop_class_uid in SECONDARY_CLASSES,
-        instance.frame_of_reference_uid,
         spacing and (round(spacing[0], 4), round(spacing[1], 4)),
         orientations.of(one),
     )
+
+
+def _frames_of_reference(group: list[SliceRef]) -> list[list[SliceRef]]:
+    """Split slices by frame of reference, unless that varies slice by slice.
+
+    A series has one frame of reference (PS3.3, A.1.2), and two that are both drawn from have positions that
+    cannot be compared. But collections are published whose de-identification gave every file a UID of its
+    own: a UID that a single slice has tells nothing of geometry.
+    """
+    frames = _group(group, lambda each: each.instance.frame_of_reference_uid)
+    return frames if min(map(len, frames)) > 1 else [group]
 
 
 def _along_normal(group: Sequence[SliceRef], orientation: Orientation) -> list[tuple[int, SliceRef]]:
@@ -261,6 +279,8 @@ def _stack(index: int, ordered: list[SliceRef], geometry: StackGeometry, flags: 
     more = {"mosaic"} if is_mosaic else set()
     if any(one.instance.image_type[:1] == ("DERIVED",) for one in ordered):
         more.add("derived")
+    if len({one.instance.frame_of_reference_uid for one in ordered}) > 1:
+        more.add("frame_of_reference_varies")
     return Stack(
         series_instance_uid=first.series_instance_uid,
         stack_index=index,

@@ -138,6 +138,19 @@ def test_images_without_a_place_take_frames_by_reference(tmp_path: Path) -> None
 
 
 @pytest.mark.fast
+def test_series_whose_slices_name_frames_of_their_own_takes_it_in_space(tmp_path: Path) -> None:
+    """Without references to images, planes are all there is; the series is named, its space is its own."""
+    path = make_segmentation(tmp_path / "seg.dcm", make_target(), two_masks())
+    dataset = pydicom.dcmread(path)
+    for frame in dataset.PerFrameFunctionalGroupsSequence:
+        del frame.DerivationImageSequence
+    dataset.save_as(path)
+    varying = make_target(frame_of_reference_uid="")
+    result = read(partial(read_segmentation, path), varying)
+    np.testing.assert_array_equal(result.masks(1), two_masks()[..., 1])
+
+
+@pytest.mark.fast
 def test_nothing_that_a_person_typed_leaves(tmp_path: Path) -> None:
     labels = ("Canary of Mr Smith", "Lesion seen by Canary")
     path = make_segmentation(tmp_path / "seg.dcm", make_target(), two_masks(), labels=labels)

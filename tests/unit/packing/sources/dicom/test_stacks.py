@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,25 +80,49 @@ def test_the_result_does_not_depend_on_the_order_of_the_headers(template: Instan
         assert split_series(instances) == expected
 
 
-def test_shapes_orientations_and_frames_of_reference_make_stacks_of_their_own(
-    template: InstanceHeader,
-) -> None:
+def test_shapes_and_orientations_make_stacks_of_their_own(template: InstanceHeader) -> None:
     bigger = replace(template.image, rows=99)
     instances = [
         _instance(template, 1, (0, 0, 0)),
         _instance(template, 2, (0, 0, 1)),
         _instance(template, 3, (0, 0, 2), image=bigger),
         _instance(template, 4, (0, 0, 3), orientation=SAGITTAL),
-        _instance(template, 5, (0, 0, 4), frame_of_reference_uid="1.2"),
         _instance(template, 6, (0, 0, 5), is_localizer=True),
         _instance(
             template, 7, (0, 0, 6), orientation=(1.0, 0.0005, 0.0, -0.0005, 1.0, 0.0)
         ),  # within the tolerance
     ]
     stacks = split_series(instances)
-    assert [[one.number for one in stack.slices] for stack in stacks] == [[1, 2, 7], [3], [4], [5], [6]]
-    assert [stack.stack_index for stack in stacks] == [0, 1, 2, 3, 4]
-    assert [stack.kind for stack in stacks] == [StackKind.IMAGES] * 4 + [StackKind.LOCALIZER]
+    assert [[one.number for one in stack.slices] for stack in stacks] == [[1, 2, 7], [3], [4], [6]]
+    assert [stack.stack_index for stack in stacks] == [0, 1, 2, 3]
+    assert [stack.kind for stack in stacks] == [StackKind.IMAGES] * 3 + [StackKind.LOCALIZER]
+
+
+def test_frames_of_reference_of_several_slices_make_stacks_of_their_own(template: InstanceHeader) -> None:
+    """Positions of two frames of reference cannot be compared."""
+    frames = ["1.2", "1.2", "1.3", "1.3", "1.3"]
+    instances = [
+        _instance(template, k, (0, 0, k), frame_of_reference_uid=frame) for k, frame in enumerate(frames)
+    ]
+    stacks = split_series(instances)
+    assert [[one.number for one in stack.slices] for stack in stacks] == [[0, 1], [2, 3, 4]]
+    assert [(stack.frame_of_reference_uid, stack.flags) for stack in stacks] == [("1.2", ()), ("1.3", ())]
+
+
+@pytest.mark.parametrize("frames", [range(8), [0] * 7 + [1], [0, 0, 0, 0, 1, 1, 2, 3]])
+def test_a_frame_of_reference_of_one_slice_does_not_tear_a_series(
+    template: InstanceHeader, frames: Sequence[int]
+) -> None:
+    instances = [
+        _instance(template, k, (0, 0, 2.5 * k), frame_of_reference_uid=f"1.{frame}")
+        for k, frame in enumerate(frames)
+    ]
+    (stack,) = split_series(instances)
+    assert (stack.kind, stack.flags) == (StackKind.VOLUME, ("frame_of_reference_varies",))
+    assert stack.frame_of_reference_uid == ""
+    whole = split_series([replace(one, frame_of_reference_uid="1.0") for one in instances])[0]
+    assert [one.number for one in stack.slices] == [one.number for one in whole.slices]
+    assert stack.geometry == whole.geometry
 
 
 @pytest.mark.parametrize(
