@@ -38,6 +38,7 @@ FIELD_PATTERN = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
 SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
 SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
 _MAX_VARIANT: Final = 9999
+_VOLUME_ENDING: Final = "volume.b2nd"
 _SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
 _MIDDLE = re.compile(r"(s\d{3,6})\.(small|v\d{2,4}|m\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
@@ -309,6 +310,38 @@ def _without_middle(field: str) -> tuple[str, SliceField | None]:
     """Split the part between series and index off a field name; return it and the slice, if there is one."""
     match = _MIDDLE.fullmatch(field)
     return ("", None) if match is None else (match[2], parse_slice_field(f"{match[1]}.{match[3]}"))
+
+
+def volume_field(series: int, roi: int | None = None) -> str:
+    """Name the member of a volume in bricks: of a series, or of the mask of a region in it.
+
+    Example:
+        >>> volume_field(3)
+        's003.volume.b2nd'
+        >>> volume_field(3, 12)
+        's003.m012.volume.b2nd'
+    """
+    prefix = slice_field(series, 0, "b2nd").partition(".")[0] if roi is None else mask_prefix(series, roi)
+    return f"{prefix}.{_VOLUME_ENDING}"
+
+
+def parse_volume_field(field: str) -> tuple[int, int | None] | None:
+    """Return series and region of a volume in bricks, the region None for that of a series; else None.
+
+    Example:
+        >>> parse_volume_field("s003.volume.b2nd")
+        (3, None)
+        >>> parse_volume_field("s003.m012.volume.b2nd")
+        (3, 12)
+    """
+    prefix, dot, ending = field.partition(".volume.")
+    slice_like = f"{prefix}.i0000.b2nd"
+    if not dot or f"volume.{ending}" != _VOLUME_ENDING:
+        return None
+    part, mask = parse_slice_field(slice_like), parse_mask_field(slice_like)
+    if part is not None:
+        return part.series, None
+    return None if mask is None else (mask.series, mask.roi)
 
 
 def thumbnail_field(series: int) -> str:

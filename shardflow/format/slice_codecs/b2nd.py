@@ -34,9 +34,11 @@ _AFTER_LENGTHS = _COMPRESSED_NUM_BYTES_AT + 8
 _NUM_BYTES = struct.Struct(">q")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 # Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
-_CHUNK_SPECIAL, _SPECIAL_MASK = 31, 0x70
+_CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS = 31, 0x70, 0x10
+ZEROS_OFFSET = -(1 << 63) + (1 << 56)
+"""Offset of a chunk of zeros, which has no bytes in a frame."""
 _METALAYER_MARK = b"\xa4b2nd\xd2"
-_DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
+DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
 
 
 class _Frame(NamedTuple):
@@ -133,21 +135,83 @@ def _parameters(itemsize: int) -> dict[str, Any]:
     }
 
 
-def _layout(shape: tuple[int, ...], itemsize: int) -> dict[str, Any]:
-    """One chunk of full-width blocks."""
+def _layout(
+    shape: tuple[int, ...], itemsize: int, chunk_shape: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """One chunk of full-width blocks, or chunks of one block each."""
     return {
-        "chunks": shape,
-        "blocks": (_block_rows(shape, itemsize), *shape[1:]),
+        "chunks": chunk_shape or shape,
+        "blocks": chunk_shape or (_block_rows(shape, itemsize), *shape[1:]),
         "cparams": _blosc2().CParams(**_parameters(itemsize)),
     }
 
 
 @functools.lru_cache(maxsize=256)
-def _empty_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+def _empty_header(
+    shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...] | None = None
+) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **_layout(shape, dtype.itemsize))
+    layout = _layout(shape, dtype.itemsize, chunk_shape)
+    empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **layout)
     frame = bytes(empty.to_cframe())
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
+
+
+def encode_chunk(array: NDArray[Any]) -> bytes:
+    """Encode a C-contiguous, little-endian array as one chunk of a frame; empty for zeros."""
+    chunk: bytes = _blosc2().compress2(array, **_parameters(array.itemsize), blocksize=array.nbytes)
+    return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
+
+
+def decode_chunk(chunk: memoryview, out: NDArray[Any]) -> None:
+    """Decode a chunk of one block into a C-contiguous array of its size, without the GIL.
+
+    Raises:
+        FormatError: It is no chunk of that size, or cannot be decoded.
+    """
+    if chunk.nbytes < _CHUNK_HEADER.size:
+        raise FormatError("a chunk must have a header, got the end of the bytes.")
+    # `decompress2` writes as many bytes as the chunk says, past the end of a smaller array.
+    num_bytes, block_num_bytes, chunk_num_bytes = _CHUNK_HEADER.unpack_from(chunk)
+    if (num_bytes, block_num_bytes, chunk_num_bytes) != (out.nbytes, out.nbytes, chunk.nbytes):
+        raise FormatError(f"a chunk must hold one block of {out.nbytes} bytes, got {num_bytes}.")
+    try:
+        _blosc2().decompress2(chunk, dst=out, nthreads=1)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
+
+
+def frame_around(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    chunk_shape: tuple[int, ...],
+    chunk_offsets: NDArray[np.int64],
+    chunks_num_bytes: int,
+) -> tuple[bytes, bytes]:
+    """Return what precedes and what follows the chunks of a frame of several chunks of one block each.
+
+    Args:
+        shape: Of the array.
+        dtype: Of the array, little-endian.
+        chunk_shape: Of each chunk; those at the edges are whole, too.
+        chunk_offsets: ``(n,)`` where each chunk begins behind the header, by its position in C order;
+            `ZEROS_OFFSET` for one of zeros, which is left out.
+        chunks_num_bytes: Size of all chunks.
+    """
+    header = bytearray(_empty_header(shape, dtype, chunk_shape))
+    offsets: bytes = _blosc2().compress2(chunk_offsets, **_parameters(chunk_offsets.itemsize))
+    ending = offsets + _frame_trailer()
+    _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))
+    _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, chunks_num_bytes)
+    return bytes(header), ending
+
+
+@functools.cache
+def _frame_trailer() -> bytes:
+    """What follows the offsets of a frame, without metadata of its own; the same for all frames."""
+    ending = _frame_ending()
+    *_, offsets_num_bytes = _CHUNK_HEADER.unpack_from(ending)
+    return ending[offsets_num_bytes:]
 
 
 @functools.cache
@@ -236,6 +300,6 @@ def _array_layout(
         raise ValueError
     (length,) = _HEADER_NUM_BYTES.unpack_from(header, at + 2)
     name = header[at + 6 : at + 6 + length]
-    if not _DTYPE.fullmatch(name):
+    if not DTYPE.fullmatch(name):
         raise ValueError
     return shape, chunk_shape, block_shape, np.dtype(name.decode("ascii"))

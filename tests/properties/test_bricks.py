@@ -1,0 +1,152 @@
+"""Any region of a volume in bricks equals that of the array as blosc2 itself reads it; damage is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import blosc2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from numpy.typing import NDArray
+
+from shardflow.errors import ChecksumError, FormatError
+from shardflow.format.bricks import (
+    BrickTable,
+    BrickVolume,
+    EncodedVolume,
+    encode_brick_table,
+    encode_volume,
+)
+from shardflow.format.index import FieldLocation, ShardIndex
+from shardflow.format.table import Table
+
+pytestmark = pytest.mark.fast
+
+DTYPES = st.sampled_from(["|u1", "|i1", "<i2", "<u2", "<i4", "<u8", "<f2", "<f4", "<f8"])
+SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 24), st.integers(1, 24))
+BRICK_SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 12))
+HEAD = b"h" * 512
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> NDArray[Any]:
+    """Draw a volume with values of every kind, and boxes of one value."""
+    dtype, shape = np.dtype(draw(DTYPES)), draw(SHAPES)
+    values = npst.from_dtype(dtype)
+    array = np.resize(np.array(draw(st.lists(values, min_size=1, max_size=12)), dtype), shape)
+    array[: shape[0] // 2, : draw(st.integers(0, shape[1]))] = draw(values)
+    return array
+
+
+def opened(volume: EncodedVolume) -> tuple[BrickVolume, bytes]:
+    """Return the bricks of a volume that is the only field of a shard, and the bytes of the shard."""
+    frame = volume.frame
+    fields = [FieldLocation("s000.volume.b2nd", len(HEAD), len(frame), 0)]
+    index = ShardIndex.encode("t-0", len(HEAD) + len(frame) + 2048, [("k", fields)])
+    table = encode_brick_table("t-0", [(0, volume)])
+    bricks = BrickTable(Table(memoryview(table), name="t"))
+    return bricks.volume(ShardIndex(Table(memoryview(index), name="i")), 0), HEAD + frame
+
+
+def regions(draw: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    start = [draw(st.integers(0, size - 1)) for size in shape]
+    return start, [draw(st.integers(low + 1, size)) for low, size in zip(start, shape, strict=True)]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_region_equals_that_of_blosc2(data: st.DataObject) -> None:
+    array, brick_shape = data.draw(arrays()), data.draw(BRICK_SHAPES)
+    encoded = encode_volume(array, brick_shape=brick_shape)
+    volume, shard = opened(encoded)
+    start, stop = regions(data.draw, array.shape)
+    box = tuple(slice(low, high) for low, high in zip(start, stop, strict=True))
+    whole = blosc2.ndarray_from_cframe(encoded.frame)[...]
+    plan = volume.plan(start, stop, max_gap_num_bytes=data.draw(st.sampled_from([0, 40, 4096])))
+
+    buffer = b"".join(
+        shard[at : at + size] for at, size in zip(plan.offsets.tolist(), plan.num_bytes.tolist(), strict=True)
+    )
+    extents = [high - low for low, high in zip(start, stop, strict=True)]
+    out = np.zeros(extents[::-1], array.dtype).T  # any strides
+    half = plan.num_bricks // 2
+    plan.decode(buffer, out, slice(half, None))
+    plan.decode(buffer, out, slice(half))
+
+    assert whole.tobytes() == array.tobytes()
+    assert np.ascontiguousarray(out).tobytes() == np.ascontiguousarray(array[box]).tobytes()
+    assert (np.diff(plan.offsets) > 0).all()
+    assert plan.stored_num_bytes <= plan.buffer_num_bytes == len(buffer)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_bounds_and_occupancy_hold(data: st.DataObject) -> None:
+    array = data.draw(arrays())
+    volume, _ = opened(encode_volume(array, brick_shape=data.draw(BRICK_SHAPES)))
+    lowest = np.fmin.reduce(array, axis=None)
+    for place in np.ndindex(volume.grid):
+        box = tuple(
+            slice(at * size, (at + 1) * size) for at, size in zip(place, volume.brick_shape, strict=True)
+        )
+        brick = array[box]
+        low, high = volume.low[place].item(), volume.high[place].item()
+        if low == high or (np.isnan(low) and np.isnan(high)):
+            assert len({value.tobytes() for value in brick.ravel()}) == 1
+            assert np.float32(low).astype(array.dtype).tobytes() == brick.flat[0].tobytes()
+        else:
+            assert all(low <= value <= high for value in brick.ravel().tolist() if value == value)
+        if np.isfinite(brick.astype(float)).all():
+            assert (volume.occupancy[place] == 0) <= bool((brick == lowest).all())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_flipped_bit_of_a_brick_is_found(data: st.DataObject) -> None:
+    array = np.random.default_rng(0).normal(size=(6, 9, 10)).astype("<f4")
+    volume, shard = opened(encode_volume(array, brick_shape=(3, 4, 5)))
+    plan = volume.plan((0, 0, 0), array.shape)
+    buffer = bytearray(shard[int(plan.offsets[0]) : int(plan.offsets[0] + plan.num_bytes[0])])
+    bit = data.draw(st.integers(0, len(buffer) * 8 - 1))
+    buffer[bit // 8] ^= 1 << bit % 8
+
+    with pytest.raises(ChecksumError, match=r"a brick must have crc32c .* \(t-0, s000.volume.b2nd"):
+        plan.decode(buffer, np.empty(array.shape, array.dtype))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_flipped_bit_of_the_table_is_found(data: st.DataObject) -> None:
+    table = bytearray(encode_brick_table("t-0", [(0, encode_volume(np.arange(24.0).reshape(2, 3, 4)))]))
+    bit = data.draw(st.integers(0, len(table) * 8 - 1))
+    table[bit // 8] ^= 1 << bit % 8
+
+    with pytest.raises(ChecksumError):
+        BrickTable(Table(memoryview(bytes(table)), name="t"))
+
+
+@settings(deadline=None)
+@given(array=arrays(), brick_shape=BRICK_SHAPES)
+def test_bytes_depend_on_the_values_alone(array: NDArray[Any], brick_shape: tuple[int, int, int]) -> None:
+    swapped = np.asfortranarray(array).astype(array.dtype.newbyteorder(">"))
+
+    assert (
+        encode_volume(swapped, brick_shape=brick_shape).frame
+        == encode_volume(array, brick_shape=brick_shape).frame
+    )
+
+
+def test_what_is_no_volume_is_refused() -> None:
+    with pytest.raises(FormatError, match="a volume must be"):
+        encode_volume(np.zeros((3, 4)))
+    volume, _ = opened(encode_volume(np.arange(24, dtype="<i2").reshape(2, 3, 4)))
+    with pytest.raises(IndexError, match="a region must lie in"):
+        volume.plan((0, 0, 0), (2, 3, 5))
+    plan = volume.plan((0, 0, 0), (2, 3, 4))
+    with pytest.raises(FormatError, match="an array for a region"):
+        plan.decode(b"", np.empty((2, 3, 4), "<i1"))
+    with pytest.raises(FormatError, match="the ranges of a region"):
+        plan.decode(b"", np.empty((2, 3, 4), "<f4"))
