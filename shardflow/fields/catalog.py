@@ -166,7 +166,11 @@ class SelectedSeries:
             _rows_of(dataset, parts[id(table)])
             for dataset, table in zip(catalog.datasets, catalog.tables, strict=True)
         ]
-        self._populations = populations
+        self._populations = self._typical = populations
+
+    def take_whole_datasets(self) -> None:
+        """Let all samples of the datasets decide `values` and `shapes`: the population has no image."""
+        self._typical = [np.ones(len(each), bool) for each in self._populations]
 
     # ---- the population --------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class SelectedSeries:
         ``num_slices`` are the slices of a series that belong to a row: one where rows are images.
         """
         found: set[Any] = set()
-        for rows, population in zip(self._rows, self._populations, strict=True):
+        for rows, population in zip(self._rows, self._typical, strict=True):
             column, names = rows.values(name, population), rows.part.table.column(name).names
             is_small = column.dtype.kind in "iu" and int(column.max(initial=0)) < len(column)
             values = (np.flatnonzero(np.bincount(column)) if is_small else np.unique(column)).tolist()
@@ -189,7 +193,7 @@ class SelectedSeries:
 
     def shapes(self) -> Int64Array:
         """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
-        pairs = zip(self._rows, self._populations, strict=True)
+        pairs = zip(self._rows, self._typical, strict=True)
         found = [rows.part.shapes(rows.used(population)) for rows, population in pairs]
         # As one number each: sorting rows of an array takes ten times as long.
         packed = np.unique(np.concatenate([rows.astype(np.int64) << 32 | columns for rows, columns in found]))

@@ -218,10 +218,12 @@ class Dataset:
 
         It equals what a `Loader` over the whole split of the sample delivers in epoch 0 with this seed:
         random choices are keyed by seed, epoch and row, and what depends on the samples beside it, such as a
-        dtype that holds every image, is that of the split. Fields are bound once and kept.
+        dtype that holds every image, is that of the split. Fields are bound once and kept. What other samples
+        lack does not matter.
 
         Args:
-            key: Sample key, or row of the table of samples. Of a dataset of series or images their own keys.
+            key: Sample key, or row of the table of samples, negative from its end. Of a dataset of series or
+                images their own keys.
             fields: Fields by name; None takes the default fields, as a loader does.
             seed: That of the loader.
 
@@ -230,8 +232,8 @@ class Dataset:
             a string, a mask a number.
 
         Raises:
-            ConfigError: A field does not fit the dataset, or a sample of the split lacks it and ``missing``
-                is ``error``.
+            ConfigError: A field does not fit the dataset, or this sample lacks it and ``missing`` is not
+                ``pad``.
             KeyError: No sample has this key.
             IndexError: There is no such row.
             SampleError: A field of the sample cannot be read.
@@ -250,8 +252,25 @@ class Dataset:
         return self._read_sample(key, fields, seed)
 
     def __getitem__(self, key: str | int) -> dict[str, Any]:
-        """Return one sample with the default fields, see `sample`."""
+        """Return one sample with the default fields, see `sample`; -1 is the last row."""
         return self.sample(key)
+
+    def __len__(self) -> int:
+        """Return the number of samples, over all splits."""
+        return self.samples.num_samples
+
+    def __bool__(self) -> bool:
+        """Return True: a dataset without samples is one too."""
+        return True
+
+    def __repr__(self) -> str:
+        """Return version, identity, splits and modalities in a line; a place may name people, so none."""
+        splits = ", ".join(f"{name} {len(rows):,}" for name, rows in self.samples.splits.items()) or "none"
+        modalities = ", ".join(filter(None, self.samples.modalities)) or "none"
+        return (
+            f"<{type(self).__name__} {self.dataset_id[:12]}, version {self.manifest_version}: "
+            f"{len(self):,} samples ({splits}), modalities {modalities}>"
+        )
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         """Cross a process boundary without maps and caches, with the tables that were chosen."""

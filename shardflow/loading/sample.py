@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.field import Field
+from shardflow.fields.field import BoundField, Field
+from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
@@ -22,8 +23,6 @@ from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.runtime import LoaderRuntime
 from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec, RankSchedule
-from shardflow.sampling.blend import Mixture
-from shardflow.sampling.layout import mask_of
 from shardflow.telemetry import StageCounters
 
 _ALONE: Final = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
@@ -49,10 +48,11 @@ class OneSampleReader:
         row = self._row(key)
         split = next(name for name, rows in self._dataset.splits.items() if row in rows)
         selection, bound = self._bind(split, fields)
-        if isinstance(selection.population, Mixture) or not mask_of(selection.population, row, row + 1)[0]:
+        lacking = [one.name for one in bound.bound if not _has_content(one, row, fields or {})]
+        if lacking:
             raise ConfigError(
-                "This sample lacks a field with missing='drop', so a loader leaves it out; write "
-                "missing='pad' to look at it."
+                f"This sample has nothing for the field {lacking[0]!r}; write missing='pad' for it to look "
+                "at the sample."
             )
         alone = replace(selection, population=range(row, row + 1))
         config = LoaderConfig(num_threads=1, on_bad_sample="raise")
@@ -76,9 +76,9 @@ class OneSampleReader:
                 f"dataset[key] takes a sample key or a row, such as dataset[0], got {type(key).__name__}."
             )
         if isinstance(key, int):
-            if not 0 <= key < samples.num_samples:
+            if not -samples.num_samples <= key < samples.num_samples:
                 raise IndexError(f"rows are from 0 to {samples.num_samples - 1}, got {key}")
-            return key
+            return key % samples.num_samples
         try:
             return samples.find(key)
         except FormatError:
@@ -87,9 +87,36 @@ class OneSampleReader:
     def _bind(self, split: str, fields: Mapping[str, Field] | None) -> tuple[Selection, FieldSet]:
         name = repr((split, None if fields is None else dict(fields)))
         if name not in self._bindings:
-            found = bind_fields(select(self._dataset, split), fields, StageCounters())
+            selection = select(self._dataset, split)
+            try:
+                found = bind_fields(selection, fields, StageCounters())
+            except ConfigError:
+                # Perhaps others lack what is required, which does not matter here.
+                found = bind_fields(selection, _padded(selection, fields), StageCounters())
             self._bindings = {**dict(list(self._bindings.items())[1 - _MAX_BINDINGS :]), name: found}
         return self._bindings[name]
+
+
+def _padded(selection: Selection, fields: Mapping[str, Field] | None) -> Mapping[str, Field]:
+    """Return fields that pad what a sample lacks, where tables know which ones do."""
+    if not fields:
+        return fields or {}
+    padded = {name: replace(one, missing="pad") for name, one in fields.items()}
+    _, bound = bind_fields(selection, padded, StageCounters())
+    return {one.name: padded[one.name] if _is_known(one) else fields[one.name] for one in bound.bound}
+
+
+def _is_known(field: BoundField) -> bool:
+    """Whether tables know which samples have the content of a field."""
+    return (field.of if isinstance(field, BoundPrevious) else field).has_content is not None
+
+
+def _has_content(field: BoundField, row: int, given: Mapping[str, Field]) -> bool:
+    """Whether a sample has what a field requires, as far as tables know."""
+    if field.name not in given or given[field.name].missing == "pad":
+        return True
+    known = field.has_content
+    return known is None or bool(known[0][row])
 
 
 register_sample_reader(lambda dataset: OneSampleReader(dataset).read)

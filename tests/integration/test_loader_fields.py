@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,9 +17,10 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
+from shardflow.format.samples import SampleFacts
 from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
-from tests.factories import make_dataset, sample_key
+from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import case_series, make_case_dataset, pixels_of
 from tests.integration.loader_support import (
     batches_of,
@@ -273,6 +275,42 @@ def test_samples_without_the_content_are_an_error_dropped_or_padded(dataset: Dat
         _loader(dataset, {"x": sf.Text(member="document.000.txt", missing="drop")})
     with pytest.raises(ConfigError, match="have no report"):
         _loader(dataset, {"report": sf.Text()})
+
+
+def test_a_population_without_such_images_is_padded(dataset: Dataset, tmp_path: Path) -> None:
+    every = {
+        "lateral": sf.Image(series="role == 'lateral'", size=(9, 7), missing="pad"),
+        "ct": sf.Slices(series="kind == 'volume'", num_slices=2, size=(8, 8), missing="pad"),
+        "native": sf.Slices(series="kind == 'volume'", missing="pad"),
+        "longest": sf.Slices(num_slices=3, size=(8, 8), padding="longest", missing="pad"),
+        "tiles": sf.Image(size=(8, 8), tiles=4, missing="pad"),
+        "mask": sf.Mask(like="ct"),
+        "text": sf.Text(missing="pad"),
+    }
+    with _loader(dataset, every, where="facts.modality == 'CR' and facts.num_slices == 1") as loader:
+        batch = next(iter(loader))
+    # What other samples of the dataset have decides dtype and fill.
+    assert (batch["lateral"].dtype, batch["ct"].dtype) == (np.uint16, np.int16)
+    assert (batch["ct"] == -1024).all()
+    assert not batch["ct_mask"].any()
+    assert not batch["lateral_mask"].any()
+    texts = Dataset.open(make_dataset(tmp_path / "texts", splits={"train": 4}, make=_text_alone))
+    with _loader(texts, every) as loader:
+        batch = next(iter(loader))
+    assert batch["ct"].shape == (2, 2, 1, 8, 8)
+    assert not any(batch[f"{name}_mask"].any() for name in every if name != "text")
+    assert texts.sample(0, every)["native"].shape[0] == 0
+    with pytest.raises(ConfigError, match="matches no image of the selected samples"):
+        _loader(dataset, {"x": sf.Image(series="role == 'fronta1'", missing="pad")})
+    with pytest.raises(ConfigError, match="matches no image"):
+        _loader(texts, {"x": sf.Image()})
+
+
+def _text_alone(number: int, **_: Any) -> MadeSample:
+    study = json.dumps({"format_version": 1, "sample_key": sample_key(number), "series": []}).encode()
+    report = f"report of study {number}".encode()
+    facts = SampleFacts(text_bytes=len(report), num_series=0, num_slices=0, rows=0, columns=0, modality="")
+    return MadeSample(key=sample_key(number), fields={"report.txt": report, "study.json": study}, facts=facts)
 
 
 @pytest.mark.parametrize(

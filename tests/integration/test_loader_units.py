@@ -318,6 +318,14 @@ def test_a_dataset_is_indexed_by_key_and_row_with_default_fields(dataset: Datase
         dataset["nokey"]
     with pytest.raises(IndexError):
         dataset[NUM_SAMPLES]
+    assert (
+        dataset[-1]["report"]
+        == dataset[NUM_SAMPLES - 1]["report"]
+        == f"report of study {NUM_SAMPLES - 1}: größer"
+    )
+    assert len(dataset) == NUM_SAMPLES
+    assert dataset.store.url not in repr(dataset)
+    assert f"{NUM_SAMPLES} samples (train {NUM_SAMPLES}), modalities CR, CT, DX>" in repr(dataset)
     with pytest.raises(ConfigError, match="takes a sample key or a row"):
         dataset[1.5]  # type: ignore[index]
 
@@ -326,8 +334,15 @@ def test_one_sample_that_is_dropped_or_damaged_is_an_error(tmp_path: Path) -> No
     made = make_case_dataset(tmp_path / "a", num_samples=NUM_SAMPLES)
     wanted = {"x": sf.Image(series="role == 'lateral'", missing="drop")}
     assert np.array_equal(made.sample(sample_key(0), wanted)["x"], pixels_of(0, 0))
-    with pytest.raises(ConfigError, match="lacks a field with missing='drop'"):
+    with pytest.raises(ConfigError, match="has nothing for the field 'x'; write missing='pad'"):
         made.sample(sample_key(1), wanted)
+    # That other samples lack what is required does not matter to one that has it.
+    required = {"x": sf.Image(series="role == 'lateral'"), "m": sf.Json(member="study.json")}
+    assert np.array_equal(made.sample(sample_key(0), required)["x"], pixels_of(0, 0))
+    with pytest.raises(ConfigError, match="has nothing for the field 'x'"):
+        made.sample(sample_key(1), required)
+    with pytest.raises(SampleError):
+        made.sample(sample_key(0), {**required, "n": sf.Json(member="other.json")})
     path, offset, num_bytes = locate(made, 0, "s000.i0000.b2nd")
     flip_bit(path, offset + num_bytes // 2)
     with pytest.raises(SampleError):

@@ -390,7 +390,7 @@ class BoundSlices(BoundPixels):
             return max(size[0] for size in self.spec.sizes)
         if self.spec.num_slices is not None:
             return self.spec.num_slices
-        return max(1, *(int(each) for each in self.selected.values("num_slices")))
+        return max([1, *(int(each) for each in self.selected.values("num_slices"))])
 
     def _has_one_number(self) -> bool:
         if self.spec.sizes:

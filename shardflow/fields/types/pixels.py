@@ -242,11 +242,12 @@ class BoundPixels(BoundField):
                 f"{'' if spec.series is None else f' (series={spec.series!r})'}; write missing='pad' to pad "
                 "and mask them, or missing='drop' to leave these samples out."
             )
-        self.channels: int = spec.channels or (_COLOR if max(self.selected.values("channels")) > 1 else 1)
-        stored = [np.dtype(each) for each in self.selected.values("dtype")]
+        has_color = max(self.selected.values("channels"), default=1) > 1
+        self.channels: int = spec.channels or (_COLOR if has_color else 1)
+        stored = [np.dtype(each) for each in self.selected.values("dtype")] or [np.dtype(np.uint8)]
         self.dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.result_type(*stored)
         self._loss = LossWarning(name, self.dtype)
-        if spec.windows and "HU" not in self.selected.values("unit"):
+        if spec.windows and "HU" not in (self.selected.values("unit") or ["HU"]):
             raise ConfigError(
                 f"windows of the field {name!r} are in HU, and none of its images is; leave them out, and "
                 f"scale by {name}_range."
@@ -296,7 +297,7 @@ class BoundPixels(BoundField):
         """Return the largest number of places that a picture of the population takes."""
         if self.tile_rule is None:
             return 1
-        return int(self.tile_rule.num_places(shapes[:, 0], shapes[:, 1]).max())
+        return int(self.tile_rule.num_places(shapes[:, 0], shapes[:, 1]).max(initial=1))
 
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
@@ -345,8 +346,15 @@ class BoundPixels(BoundField):
         return max((int(count[used].max(initial=0)) for count, used in pairs), default=0)
 
     def _check_selected(self, context: FieldContext) -> None:
+        """Refuse a field without images; one that pads needs none if other samples have some."""
         if self.selected.roles()[0]:
             return
+        if self.spec.missing == "pad":
+            every = [np.ones(len(each), bool) for each in context.populations]
+            is_slip = self.spec.series is not None and context.catalog.select(None, every).roles()[0]
+            if not is_slip or context.catalog.select(self.spec.series, every).roles()[0]:
+                self.selected.take_whole_datasets()
+                return
         everything, _ = context.catalog.select(None, context.populations).roles()
         held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
         raise ConfigError(
