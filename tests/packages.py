@@ -6,13 +6,14 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-__all__ = ["find_program", "install_programs", "unpack_programs"]
+__all__ = ["find_program", "install_beside", "install_programs", "unpack_programs"]
 
 
 def find_program(name: str) -> str | None:
@@ -42,8 +43,7 @@ def unpack_programs(programs: Sequence[str], package: str, *, otherwise: str) ->
     For a package whose installation would start a service, or bring more than the programs need. What is
     unpacked stays in the folder for temporary files, for the next test.
     """
-    folder = Path(tempfile.gettempdir()) / f"shardflow-programs-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _folder()
     found = [folder / package / "usr" / "bin" / name for name in programs]
     # Several test processes may come here at once: they wait for each other.
     with (folder / f"{package}.lock").open("w") as lock:
@@ -51,6 +51,32 @@ def unpack_programs(programs: Sequence[str], package: str, *, otherwise: str) ->
         if not all(path.is_file() for path in found) and not _unpack(package, folder):
             pytest.skip(otherwise)
     return found
+
+
+def install_beside(name: str, version: str) -> Path:
+    """The folder of a Python package alone, without what it requires, or skip the test.
+
+    For a package that breaks others where they find it, so that the environment must not have it.
+    """
+    folder = _folder()
+    found = folder / f"{name}-{version}"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.is_dir():
+            made = folder / f"{name}.part"
+            shutil.rmtree(made, ignore_errors=True)
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(made)]
+            done = subprocess.run([*command, f"{name}=={version}"], check=False, timeout=300)
+            if done.returncode:
+                pytest.skip(f"{name} cannot be installed")
+            made.rename(found)
+    return found
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"shardflow-programs-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _unpack(package: str, folder: Path) -> bool:

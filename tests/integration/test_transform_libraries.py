@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from shardflow.format import Dataset
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.sampling import BatchSpec
 from tests.field_cases import make_case_dataset
+from tests.packages import install_beside
 
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
 FIELDS: Mapping[str, sf.Field] = {
@@ -183,6 +187,18 @@ def test_bare_transforms_are_wrapped_and_equal_in_every_execution(dataset: Datas
         with _loader(dataset, make()) as loader:
             states.append(loader.state_dict()["content_id"])
     assert states[0] == states[1]
+
+
+def test_torchvision_moves_image_mask_and_boxes_together() -> None:
+    # Other libraries look for it, and fail where it was built for another torch.
+    folder = install_beside("torchvision", "0.28.0")
+    cases = Path(__file__).parent / "torchvision_cases.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(cases)]
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
