@@ -16,7 +16,7 @@ import torch
 try:
     from torchvision.transforms import v2
 except RuntimeError:
-    _LIBRARY = torch.library.Library("torchvision", "DEF")
+    _LIBRARY: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision.transforms import v2
@@ -66,11 +66,17 @@ def test_a_bare_transform_is_wrapped_and_a_random_one_needs_worker_processes(tmp
     for key, image in _images(_loader(dataset, v2.CenterCrop((8, 8)), num_threads=3)).items():
         assert np.array_equal(image, plain[key][:, 2:10, 4:12])
     name = "tests.integration.torchvision_cases:random_view"
-    one = _images(_loader(dataset, name, execution="workers", num_threads=1))
-    other = _images(_loader(dataset, name, execution="workers", num_threads=2))
-    assert all(np.array_equal(one[key], image) for key, image in other.items())
-    assert one.keys() == plain.keys()
-    assert len({tuple(np.argwhere(image == image.max())[0]) for image in one.values()}) > 1
+    places = set()
+    for key, image in _images(_loader(dataset, name, execution="workers", num_threads=1)).items():
+        found = [
+            (top, left)
+            for top in range(4)
+            for left in range(6)
+            if np.array_equal(image, plain[key][:, top : top + 9, left : left + 11])
+        ]
+        assert len(found) == 1
+        places.update(found)
+    assert len(places) > 1
 
 
 random_view = sf.adapters.torchvision(v2.Compose([v2.RandomCrop((9, 11))]))
