@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import TableSelection
 from shardflow.fields.types.pixels import DEFAULT_SERIES
-from shardflow.fields.where import SeriesWhere
+from shardflow.fields.where import SeriesWhere, attached_tables
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.manifest import Manifest
@@ -43,6 +43,9 @@ class UnitDataset(Dataset):
             and secondary captures (`DEFAULT_SERIES`). Series without images have no rows.
         tables: Attached tables; None for the newest.
 
+    Attributes:
+        where_tables: Names of the attached tables that the expression reads.
+
     Raises:
         ConfigError: The dataset has no series table, or the expression is malformed or selects nothing.
         FormatError: The series table cannot be trusted.
@@ -62,6 +65,7 @@ class UnitDataset(Dataset):
         self.unit, self.where = unit, where
         table, _ = open_series(self)
         chosen_by = SeriesWhere(self, DEFAULT_SERIES if where is None else where)
+        self.where_tables = attached_tables(self, chosen_by.expression)
         found = TableSelection(table, chosen_by.expression, chosen_by.columns)
         rows = np.flatnonzero(found.selected_images)
         if not len(rows):

@@ -74,12 +74,21 @@ def _former_term(text: str, known: Collection[str]) -> str | None:
     return f'This is written as in former versions; write where="{name} {sign} {right}".'
 
 
+def attached_tables(dataset: Dataset, expression: Expression) -> tuple[str, ...]:
+    """Return the names of the attached tables whose columns an expression names, ascending."""
+    named = (*expression.names, *expression.series_names)
+    return tuple(sorted({name.partition(".")[0] for name in named} & {*dataset.tables}))
+
+
 class Where:
     """Expression over the columns of a dataset of studies or findings.
 
     Args:
         dataset: The dataset.
         text: The expression.
+
+    Attributes:
+        tables: Names of the attached tables that it reads.
 
     Raises:
         ConfigError: It is malformed, or names a column that there is not.
@@ -90,6 +99,7 @@ class Where:
         self._own = _own_columns(dataset)
         of_unit = {unit: [name for name, one in self._columns.items() if one.unit == unit] for unit in _UNITS}
         self._expression = parse_where(text, [*self._own, *of_unit["study"]], of_unit["series"])
+        self.tables = attached_tables(dataset, self._expression)
 
     def select(self, start: int, stop: int) -> Selected:
         """Return which of the rows ``[start, stop)`` are selected.

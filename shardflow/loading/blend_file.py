@@ -19,15 +19,16 @@ component, see `shardflow.Sampling`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
+from shardflow.loading.lock import with_tables
 from shardflow.loading.selection import (
     FULL_STUDY,
     Selection,
@@ -201,7 +202,11 @@ def read_blend(path: str | Path) -> BlendFile:
 
 
 def open_blend(
-    path: str | Path, *, versions: Sequence[int] | None = None, cache: Cache | CacheConfig | None = None
+    path: str | Path,
+    *,
+    versions: Sequence[int] | None = None,
+    lock: Mapping[str, Any] | None = None,
+    cache: Cache | CacheConfig | None = None,
 ) -> Selection:
     """Open the datasets of a blend file.
 
@@ -209,6 +214,7 @@ def open_blend(
         path: The file.
         versions: Manifest version of each component's dataset, for example from a loader state, for
             components whose version the file does not set.
+        lock: Lock of a run to resume, instead of ``versions``: versions of datasets and of their tables.
         cache: Cache shared by all components.
 
     Returns:
@@ -221,20 +227,22 @@ def open_blend(
     file = read_blend(path)
     if isinstance(cache, CacheConfig):
         cache = Cache(cache) if cache.is_on else None
-    found: Sequence[int | None] = [None] * len(file.component)
-    if versions is not None and len(versions) == len(file.component):
-        found = versions
+    listed: Sequence[Mapping[str, Any]] = [{}] * len(file.component)
+    if lock is not None and len(lock["datasets"]) == len(file.component):
+        listed = lock["datasets"]
+    elif versions is not None and len(versions) == len(file.component):
+        listed = [{"manifest_version": version} for version in versions]
     opened: dict[tuple[str, int | None, str, str, str | None], Dataset] = {}
     datasets, chosen = [], []
-    for number, (part, saved) in enumerate(zip(file.component, found, strict=True), start=1):
+    for number, (part, saved) in enumerate(zip(file.component, listed, strict=True), start=1):
         try:
-            version = part.version or saved
+            version = part.version or saved.get("manifest_version")
             # Series and images are rows that `where` makes; studies and findings it chooses from all.
             of_series = part.where if part.unit in ("series", "image") else None
             place = (part.dataset, version, part.view, part.unit, of_series)
             if place not in opened:
-                dataset = open_view(Dataset.open(part.dataset, version=version, cache=cache), part.view)
-                opened[place] = open_unit(dataset, part.unit, of_series)
+                dataset = with_tables(Dataset.open(part.dataset, version=version, cache=cache), saved)
+                opened[place] = open_unit(open_view(dataset, part.view), part.unit, of_series)
             datasets.append(opened[place])
             where = part.where if of_series is None else None
             found_rows = choose_rows(datasets[-1], part.split, where, part.keys)
@@ -261,6 +269,7 @@ def open_blend(
         for dataset, (part, classes), (first, *changes) in zip(datasets, chosen, counts, strict=True)
     ]
     tables = {name for part in file.component if part.sampling is not None for name in part.sampling.tables}
+    tables |= {name for part, _ in chosen for name in part.tables}
     return Selection(
         datasets=tuple(datasets),
         population=Blend(components),

@@ -133,12 +133,24 @@ def open_locked(source: Dataset | Selection, lock: Mapping[str, Any]) -> Dataset
     wanted = listed[0]
     if wanted.get("dataset_id") != source.dataset_id and type(wanted.get("manifest_version")) is int:
         source = Dataset(source.store, load(source.store, wanted["manifest_version"]))
-    tables = wanted.get("tables") or {}
-    if not tables:
-        return source
-    return Dataset(
-        source.store, source.manifest, source.tables.pinned(source.store, source.dataset_id, tables)
-    )
+    return with_tables(source, wanted)
+
+
+def with_tables(dataset: Dataset, listed: Mapping[str, Any] | None) -> Dataset:
+    """Return a dataset with the versions of its tables that an entry of a lock lists.
+
+    Args:
+        dataset: The dataset; its rows are studies.
+        listed: One of ``lock["datasets"]``; of another version of the dataset, or None, it changes nothing.
+
+    Raises:
+        ConfigError: It no longer has one of them.
+    """
+    # Of series and images the lock has the digest of the rows, which are not known yet.
+    if not listed or not listed.get("tables") or listed.get("manifest_version") != dataset.manifest_version:
+        return dataset
+    tables = dataset.tables.pinned(dataset.store, dataset.dataset_id, listed["tables"])
+    return Dataset(dataset.store, dataset.manifest, tables)
 
 
 def _check_version(lock: object) -> None:

@@ -164,6 +164,8 @@ class SplitRows:
     """Digest of the rows, if they are not all of the splits."""
     num_missing: int = 0
     """Rows of the splits that an expression leaves out because a value is missing."""
+    tables: tuple[str, ...] = ()
+    """Names of the attached tables that the expression reads."""
 
 
 def choose_rows(
@@ -185,9 +187,11 @@ def choose_rows(
     spans = [dataset.splits[name] for name in names]
     joined, whole = _SEPARATOR.join(names), sum(len(span) for span in spans)
     hull = range(spans[0].start, spans[-1].stop)
+    tables = dataset.where_tables if isinstance(dataset, UnitDataset) else ()
     if where is None and keys is None and whole == len(hull):
-        return SplitRows(joined, hull, None)
+        return SplitRows(joined, hull, None, tables=tables)
     condition = None if where is None else Where(dataset, where)
+    tables = tables if condition is None else condition.tables
     listed = None if keys is None else listed_rows(dataset, spans, Path(keys).expanduser())
     num_missing = 0
 
@@ -214,7 +218,7 @@ def choose_rows(
     if condition is not None:
         _LOGGER.info("where= selects %d of %d samples of split %s%s", len(rows), whole, joined, missing)
     digest = None if len(rows) == whole else rows_digest(rows)
-    return SplitRows(joined, rows, digest, num_missing)
+    return SplitRows(joined, rows, digest, num_missing, tables)
 
 
 def split_names(dataset: Dataset, split: str) -> list[str]:
@@ -602,6 +606,7 @@ def select(
         split=chosen.split,
         subset=chosen.digest,
         num_missing=chosen.num_missing,
+        tables=chosen.tables,
     )
 
 

@@ -22,6 +22,7 @@ from shardflow.format import Dataset
 from shardflow.format.manifest import versions
 from shardflow.loading import Selection, open_blend, open_view, select
 from shardflow.loading.blend_file import evaluation_blend
+from shardflow.loading.lock import with_tables
 from shardflow.sampling import BatchSpec, CostRule, TileRule, TokenBudget, choose_lanes
 from shardflow.sampling.blend import components_from_json
 from shardflow.sampling.spec import Tail
@@ -87,7 +88,7 @@ def open_data(
     Args:
         settings: The table ``[data]``.
         saved: The loader state of the checkpoint that the run resumes from.
-        lock: The lock beside it, which has the versions of a blend of many components.
+        lock: The lock beside it, which has the versions of tables, and those of a blend of many components.
         cache: The table ``[cache]``.
 
     Raises:
@@ -102,7 +103,10 @@ def open_data(
         # A newer manifest is adopted on purpose only: it has other samples, so another plan. A blend's state
         # has 0 here; it is refused later, by its components.
         version = saved["manifest_version"] or None
-    dataset = open_view(Dataset.open(settings.dataset, version=version, cache=cache), settings.view)
+    dataset = Dataset.open(settings.dataset, version=version, cache=cache)
+    if lock is not None and len(lock["datasets"]) == 1:
+        dataset = with_tables(dataset, lock["datasets"][0])
+    dataset = open_view(dataset, settings.view)
     for key, split in (("train_split", settings.train_split), ("eval_split", settings.eval_split)):
         if split and not set(split.split("+")) <= set(dataset.splits):
             known = ", ".join(sorted(dataset.splits))
@@ -145,11 +149,9 @@ def _open_blend(
     cache: CacheConfig | None,
 ) -> TrainingData:
     pinned = None
-    if lock is not None:
-        pinned = [dataset["manifest_version"] for dataset in lock["datasets"]]
-    elif saved is not None:
+    if saved is not None:
         pinned = [state.manifest_version for state in components_from_json(saved.get("components", []))]
-    blend = open_blend(settings.dataset, versions=pinned, cache=cache)
+    blend = open_blend(settings.dataset, versions=pinned, lock=lock, cache=cache)
     return TrainingData(
         training=blend,
         evaluation=evaluation_blend(blend, settings.eval_split) if settings.eval_split else None,

@@ -16,6 +16,7 @@ from shardflow.cli import main as cli
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
 from shardflow.format.tables import StoredColumn, write_table
+from shardflow.loading import open_blend
 from tests.factories import make_dataset
 
 NUM = 40
@@ -241,3 +242,33 @@ def test_a_resume_opens_the_weights_that_the_lock_lists(tmp_path: Path) -> None:
     with sf.Loader(newer, lock=lock, **options) as resumed:
         resumed.load_state_dict(state, lock=lock)
         assert next(iter(resumed)).sample_keys == keys
+
+
+@pytest.mark.parametrize("unit", ["study", "series"])
+def test_a_resume_selects_by_the_tables_that_the_lock_lists(tmp_path: Path, unit: str) -> None:
+    made = Dataset.open(make_dataset(tmp_path / "dataset", num_samples=NUM, slices=(1, 3), facts=True))
+    where = "t.w != 1" if unit == "study" else "t.w != 1 and num_slices > 0"
+    (tmp_path / "blend.toml").write_text(
+        f'[[component]]\ndataset = "dataset"\nunit = "{unit}"\nwhere = "{where}"\n', encoding="utf-8"
+    )
+
+    def attach(values: Any) -> None:
+        column = StoredColumn(name="w", kind="int", values=values, is_missing=np.zeros(NUM, bool))
+        write_table(made.store, made.dataset_id, "t", "study", [column])
+
+    def opened(lock: Any) -> tuple[sf.Loader, sf.Loader]:
+        options: dict[str, Any] = {"seed": 7, "batch": SPEC, "fields": {}, "world": "single"}
+        dataset = Dataset.open(tmp_path / "dataset")
+        blend = open_blend(tmp_path / "blend.toml", lock=lock[1])
+        alone = sf.Loader(dataset, split="train", unit=unit, where=where, lock=lock[0], **options)
+        return alone, sf.Loader(blend, **options)
+
+    attach(np.arange(NUM) % 3)
+    first = opened([None, None])
+    locks = [loader.lock() for loader in first]
+    assert [set(lock["datasets"][0]["tables"]) for lock in locks] == [{"t"}, {"t"}]
+    attach(np.arange(NUM) % 5)
+    for former, newest, resumed in zip(first, opened([None, None]), opened(locks), strict=True):
+        assert newest.plan_id != former.plan_id == resumed.plan_id
+        assert newest.lock()["datasets"][0]["tables"] != former.lock()["datasets"][0]["tables"]
+        assert resumed.lock() == former.lock()
