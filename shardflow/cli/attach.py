@@ -161,6 +161,10 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
     lines += found
     if found and listed:
         lines.append(f"they are listed in tables/{done.name}.jsonl of the private folder")
+    lines += [
+        f"warning: {name} looks like what stays out of a dataset ({reason}); it was taken because it was named"
+        for name, reason in done.taken_anyway.items()
+    ]
     if done.left_out:
         names = ", ".join(f"{name} ({reason})" for name, reason in done.left_out.items())
         lines.append(f"left out: {names}; --columns takes columns by name")

@@ -26,6 +26,8 @@ from shardflow.sampling.weights import MAX_CLASSES, CodeArray, Levels, WeightCla
 
 _READ_ROWS: Final = 2**20
 _MAX_JOINT: Final = 4 * MAX_CLASSES
+_MANY_CLASSES: Final = 20
+"""Numbers of which more in more than half of the samples are measurements, such as ages, and no classes."""
 _MISSING: Final = "missing"
 _EXACT: Final = 1e-6
 _LOGGER = logging.getLogger(__name__)
@@ -328,9 +330,11 @@ def _balanced(dataset: Dataset, rows: Rows, name: str, missing_class: str) -> tu
                     f"balance={name!r} must be a column of classes, got more than {MAX_CLASSES:,} values of "
                     f"kind {kind}; attach one that groups them."
                 )
-        if kind == "float" and (known % 1 != 0).any():
+        is_fraction = kind == "float" and bool((known % 1 != 0).any())
+        if is_fraction or (len(known) > _MANY_CLASSES and 2 * len(known) > len(rows) - num_missing):
+            what = "fractions" if is_fraction else f"{len(known):,} numbers for {len(rows):,} samples"
             raise ConfigError(
-                f"balance={name!r} must be a column of classes, got fractions; "
+                f"balance={name!r} must be a column of classes, got {what}; "
                 "attach one that groups them, or write weights=."
             )
         values, names = Values(known), [f"{name} {value}" for value in known.tolist()]

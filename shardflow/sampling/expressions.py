@@ -246,7 +246,12 @@ class _Check:
         if not self._is_inside and of_series in self._series:
             own = f"facts.{name} of the study, or " if f"facts.{name}" in self._known else ""
             return f"A study has many series; write {own}any({of_series} ...) or all({of_series} ...)"
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        # Whoever leaves out the table, or a part of the name, means a column that ends or begins so.
+        short = name.rpartition(".")[2].casefold()
+        parts = {one: one.rpartition(".")[2].casefold() for one in sorted(known)}
+        near = [one for one, part in parts.items() if part == short]
+        near = near or [one for one, part in parts.items() if part.startswith(f"{short}_")]
+        near = near[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         if near:
             return f"There is no column {name!r}; did you mean {' or '.join(near)}"
         listed = sorted(known)

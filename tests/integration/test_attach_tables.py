@@ -222,6 +222,7 @@ def test_no_identifier_enters(job: PackCase, packed: tuple[PackCase, list[MadeSt
         attach(job, file, "study_instance_uid", columns=["SeriesUID"])
     named = attach(job, file, "study_instance_uid", columns=["code", "Finding"])
     assert dict(named.columns) == {"code": "category", "finding": "category"}
+    assert named.taken_anyway == {"code": "a different text in most rows"}
 
 
 def test_doubled_keys_and_rounded_keys(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:

@@ -138,7 +138,8 @@ def test_samples_without_a_value_are_dropped_or_refused(dataset: Dataset) -> Non
         (sf.Column("labels", missing="pad"), "There is no column 'labels'"),
         (sf.Column("of_study.word", missing="pad"), "too many different texts for classes"),
         (sf.Column("of_series.score"), "a value for each series, and samples are of unit 'study'"),
-        (sf.Columns("of_study.*", missing="pad"), "too many different texts"),
+        (sf.Columns("of_study.w*", missing="pad"), r"are of_study\.word \(string\), which no array holds"),
+        (sf.Columns("of_study.v*", missing="pad"), "use sf.Column for each"),
         (sf.Columns(("of_study.label", "of_study.score"), missing="pad"), "category, float"),
         (sf.Columns(("of_study.vector",), missing="pad"), "hold lists"),
     ],
@@ -146,6 +147,27 @@ def test_samples_without_a_value_are_dropped_or_refused(dataset: Dataset) -> Non
 def test_a_slip_is_one_sentence_before_step_0(dataset: Dataset, field: sf.Field, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         loader(dataset, {"a": field})
+
+
+def test_a_wildcard_takes_what_an_array_holds_and_names_the_rest(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    def found(*patterns: str) -> tuple[str, ...]:
+        with loader(dataset, {"a": sf.Columns(patterns, missing="pad")}) as batches:
+            columns: tuple[str, ...] = next(iter(batches)).info.columns["a"]
+            return columns
+
+    numbers = ("of_study.edema", "of_study.count", "of_study.score")
+    assert found("of_study.*") == numbers
+    assert "of_study.label (category), of_study.vector (floats), of_study.word (string)" in caplog.text
+    caplog.clear()
+    assert found("of_study.l*") == ("of_study.label",)
+    assert found("of_study.label", "of_study.[lw]*") == ("of_study.label",)
+    assert "leaves out of_study.word (string)" in caplog.text
+    facts = found("facts.*")
+    assert "facts.num_slices" in facts
+    assert "facts.patient_key" not in facts
+    assert "facts.patient_key (string)" in caplog.text
 
 
 def test_wrong_settings_are_refused() -> None:

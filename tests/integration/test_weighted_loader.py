@@ -32,6 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     columns = [
         StoredColumn(name="weight", kind="int", values=number % 4, is_missing=none),
         StoredColumn(name="share", kind="float", values=(number % 4) / 10, is_missing=none),
+        StoredColumn(name="age", kind="int", values=number + 20, is_missing=none),
         StoredColumn(name="bad", kind="float", values=np.where(number == 3, -1.0, 1.0), is_missing=none),
         StoredColumn(name="zero", kind="int", values=number * 0, is_missing=none),
         StoredColumn(name="gaps", kind="int", values=number % 4, is_missing=number % 5 == 0),
@@ -128,6 +129,7 @@ def test_bad_input_is_one_sentence_before_step_0(dataset: Dataset) -> None:
         "did you mean 't.weight'": sf.Sampling(weights="t.wieght"),
         "use balance=": sf.Sampling(weights="t.finding"),
         "a column of classes, got fractions": sf.Sampling(balance="t.share"),
+        "a column of classes, got 40 numbers for 40 samples": sf.Sampling(balance="t.age"),
         'missing_class="drop" to leave them out': sf.Sampling(balance="t.finding"),
     }
     for sentence, sampling in wrong.items():

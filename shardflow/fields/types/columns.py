@@ -6,6 +6,7 @@ The values of a whole micro-batch are gathered at once, without an object per sa
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -43,6 +44,7 @@ _DTYPES: Final[Mapping[str, type[np.generic]]] = {
 _WIDER: Final = ("bool", "int", "float")
 _NO_CLASS: Final = -1
 _MISSING: Final = ("pad", "drop", "error")
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Columns(Field):
     float32; of categories int64 positions in ``batch.info.classes["NAME.COLUMN"]``. ``NAME_mask`` ``(B, n)``
     uint8 is 1 where there is a value; elsewhere it is 0 or False, and -1 of a category. With
     ``missing="error"`` every value must be there; ``drop`` leaves out samples that have none of them.
+    Of columns that ``*`` stands for, those of numbers are taken or, if there are none, categories; a warning
+    names what is left out.
 
     Example::
 
@@ -117,11 +121,12 @@ class Columns(Field):
         """Bind the field to a selection."""
 
         def chosen(known: Mapping[str, ColumnInfo]) -> list[str]:
-            found: dict[str, None] = {}
+            found: dict[str, bool] = {}  # whether the column was named, not only matched
             for pattern in self.columns:
                 matches = [one for one in known if fnmatchcase(one, pattern)] if "*" in pattern else []
-                found |= dict.fromkeys(matches or _named(pattern, known))
-            return list(found)
+                found |= {one: found.get(one, False) for one in matches}
+                found |= dict.fromkeys(() if matches else _named(pattern, known), True)
+            return _side_by_side(name, found, known)
 
         return BoundColumns(name, self, chosen, context, is_single=False)
 
@@ -129,6 +134,33 @@ class Columns(Field):
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the values and their masks."""
         return {key: arrays[key] for key in (entry["name"], f"{entry['name']}_mask")}
+
+
+def _side_by_side(field: str, found: Mapping[str, bool], known: Mapping[str, ColumnInfo]) -> list[str]:
+    """Return named columns, and of the matched ones those that an array holds beside them.
+
+    Raises:
+        ConfigError: None is left.
+    """
+    kinds = {known[one].kind for one, is_named in found.items() if is_named}
+    if not kinds:
+        kinds = {known[one].kind for one in found}
+    wanted = set(_WIDER) if kinds & set(_WIDER) else {"category"}
+    taken = [one for one, is_named in found.items() if is_named or known[one].kind in wanted]
+    left = [f"{one} ({known[one].kind})" for one in found if one not in taken]
+    if not taken:
+        raise ConfigError(
+            f"The columns of the field {field!r} are {', '.join(left)}, which no array holds side by side; "
+            "use sf.Column for each of them."
+        )
+    if left:
+        _LOGGER.warning(
+            "field %r delivers %d columns side by side and leaves out %s; make sf.Column fields of these",
+            field,
+            len(taken),
+            ", ".join(left),
+        )
+    return taken
 
 
 def _check_text(name: str, value: object, example: str) -> None:

@@ -90,6 +90,8 @@ class AttachedTable:
     columns: Mapping[str, ColumnKind]
     left_out: Mapping[str, str]
     """Columns of the file that were not taken, and why."""
+    taken_anyway: Mapping[str, str]
+    """Columns that look like none of a dataset, and why; they were named."""
 
 
 def attach_table(
@@ -246,6 +248,7 @@ def _write(dataset: Dataset, join: _Join, store: LocalStore, private: Path | Non
         type_conflicts=join.type_conflicts,
         columns={one.name: one.kind for one in stored},
         left_out=join.left_out,
+        taken_anyway=join.taken_anyway,
     )
 
 
@@ -257,6 +260,7 @@ class _Join:
         self._problems: list[dict[str, Any]] = []
         self.targets = np.zeros(0, np.int64)
         self.left_out: dict[str, str] = {}
+        self.taken_anyway: dict[str, str] = {}
         self.num_unmatched = self.num_ambiguous = self.num_without_key = self.num_through_float = 0
         self.num_duplicates = 0
         self.type_conflicts: dict[str, int] = {}
@@ -345,6 +349,8 @@ class _Join:
             if refusal is not None and not (is_named and profile.num_values):
                 self.left_out[short] = refusal
                 continue
+            if refusal is not None:
+                self.taken_anyway[short] = refusal
             if short in names:
                 raise ConfigError(
                     f"The columns {names[short]!r} and {source!r} would both be {short}; rename one."

@@ -80,6 +80,8 @@ def test_a_list_that_an_editor_of_windows_wrote(dataset: Dataset, tmp_path: Path
         ("facts.age > 60", "There is no column 'facts.age'; did you mean .*facts.age_years"),
         ("num_slices == 3", "A study has many series; write facts.num_slices of the study, or any\\(series."),
         ("series.role == 'frontal'", "A study has many series; write any\\(series.role ...\\) or all"),
+        ("num_slice == 3", "There is no column 'num_slice'; did you mean facts.num_slices"),
+        ("age == 3", "There is no column 'age'; did you mean facts.age_years"),
         ("facts.shard == 0", "There is no column 'facts.shard'"),
         (["facts.rows > 1"], "where= is one expression, .* got list; join several with `and`"),
         # What former versions called terms of a subset.
