@@ -162,7 +162,7 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
     if found and listed:
         lines.append(f"they are listed in tables/{done.name}.jsonl of the private folder")
     lines += [
-        f"warning: {name} looks like what stays out of a dataset ({reason}); it was taken because it was named"
+        f"warning: {name} looks like what must stay out ({reason}); it was taken because it was named"
         for name, reason in done.taken_anyway.items()
     ]
     if done.left_out:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
     add_json,
     add_threads,
+    add_where,
+    counted,
     existing_dataset,
     human_bytes,
+    open_dataset,
     step_progress,
     write_result,
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.copying import CopyReport, copy_dataset
 from shardflow.storage import open_store
+
+if TYPE_CHECKING:
+    from shardflow.storage import ByteStore
 
 DESCRIPTION = """\
 Copies what the manifests of SRC name, and nothing else. Each file is compared with its SHA-256 while it is
@@ -29,12 +36,17 @@ summary says so.
 
 Shards that others wrote (shardflow index) are brought along, and DST needs nothing else.
 
+With --where, --keys or --split, DST becomes a dataset of its own of these samples alone: shards of their
+own, the same sample keys and splits, and with them their facts and the values of attached tables. Token ids
+and entity views are left behind. DST is a new local folder.
+
 Exit code 1: a file of SRC or DST is not what the manifest says.
 """
 EXAMPLES = """\
 examples:
   shardflow copy my-dataset s3://bucket/my-dataset
   shardflow copy s3://bucket/my-dataset /scratch/my-dataset --newest --threads 8
+  shardflow copy my-dataset /scratch/ct --where "facts.modality == 'CT' and labels.nodule == 1"
 """
 _MIB = 1 << 20
 
@@ -54,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave entity views, stored tokens and tables of facts behind",
     )
+    add_where(parser)
+    add("--split", metavar="SPLIT", help="only samples of these splits, such as train+val (all)")
     add_threads(parser, "files at once")
     add_json(parser)
 
@@ -67,6 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"DST: {error.message}") from None
     if not arguments.target or source.url == target.url:
         raise ConfigError("DST must be another place than SRC, got the same or none; name one.")
+    if arguments.where or arguments.keys or arguments.split:
+        _copy_part(arguments, target)
+        return 0
     start = time.perf_counter()
     with step_progress("copying MiB") as advance:
         report = copy_dataset(
@@ -86,6 +103,46 @@ def run(arguments: argparse.Namespace) -> int:
         lines += _beside(report)
     write_result(arguments, {**asdict(report), "seconds": round(seconds, 3)}, lines)
     return 0
+
+
+def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
+    import numpy as np
+
+    from shardflow.format.subset import copy_subset
+    from shardflow.loading.selection import choose_rows
+    from shardflow.storage import LocalStore
+
+    if not isinstance(target, LocalStore):
+        raise ConfigError(
+            "--where copies to a local folder, DST is an address; copy the part to a folder, and that folder "
+            "to the address."
+        )
+    if arguments.newest or arguments.no_sidecars:
+        raise ConfigError(
+            "--newest and --no-sidecars are of whole copies; leave them out: a part is of the newest "
+            "version, and facts and tables come along."
+        )
+    dataset = open_dataset(arguments.source)
+    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
+    chosen = choose_rows(dataset, split, arguments.where, arguments.keys)
+    rows = chosen.rows
+    numbers = np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows))
+    with step_progress("copying samples") as advance:
+        report = copy_subset(dataset, numbers, target.root, progress=advance)
+    splits = ", ".join(f"{count:,} {name}" for name, count in report.splits.items())
+    missing = (
+        f"; {chosen.num_missing:,} others lack a value that --where compares" if chosen.num_missing else ""
+    )
+    copied = f"{counted(report.num_samples, 'sample')} of {dataset.studies.num_samples:,} ({splits})"
+    lines = [
+        f"copied {copied}{missing}",
+        f"{human_bytes(report.num_bytes)} in {counted(report.num_shards, 'shard')}: {report.dataset_id}",
+    ]
+    if report.tables:
+        lines.append(f"with the values of {', '.join(report.tables)}")
+    if not report.has_facts:
+        lines.append("note: SRC has no tables of facts (shardflow attach SRC --facts), so DST has none")
+    write_result(arguments, {**asdict(report), "num_missing": chosen.num_missing}, lines)
 
 
 def _beside(report: CopyReport) -> list[str]:

@@ -1,0 +1,204 @@
+"""Copy of a part of a dataset: chosen samples in shards of their own, with their facts and attached tables.
+
+Every field is checked while it is copied. The result is another dataset, version 1 of its own, with the same
+sample keys and splits; the manifest comes last. The same samples give the same bytes, and a copy that was
+killed is started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.format.columns import carry_tables
+from shardflow.format.dataset import Dataset
+from shardflow.format.manifest import Manifest, ShardEntry, commit, versions
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.series import FactsManifest, SeriesManifest, merge_series, open_series
+from shardflow.format.shard_files import SplitFiles, naming_os_errors, write_samples
+from shardflow.format.studies import StudiesManifest, merge_study_facts, open_studies
+from shardflow.storage import LocalStore, write_atomic
+
+_SHARD_BYTES: Final = 512 << 20
+_SHARD_SAMPLES: Final = 10_000
+_MARK: Final = "copying.json"
+_SAMPLES_PATH: Final = "samples/samples-000001.tbl"
+_OF_WHOLE: Final = frozenset(
+    {"foreign", "line_outcomes", "next_shards", "num_slices", "page", "reasons", "removed", "studies"}
+)
+"""Entries of a manifest's ``extra`` that hold of all samples and inputs together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubsetReport:
+    """Result of a copy of a part."""
+
+    dataset_id: str
+    """Of the new dataset."""
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    """Bytes of the shards."""
+    splits: dict[str, int]
+    """Samples by split."""
+    tables: tuple[str, ...]
+    """Names of the attached tables that came along, with the values of the samples."""
+    has_facts: bool
+    """Whether the tables of facts came along."""
+
+
+def copy_subset(
+    source: Dataset,
+    rows: NDArray[np.int64],
+    target: Path,
+    *,
+    shard_bytes: int = _SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> SubsetReport:
+    """Write a dataset of some samples of another one.
+
+    Args:
+        source: A dataset in any store; its rows are studies or texts.
+        rows: ``(n,)`` int64, ascending rows of its samples table.
+        target: Folder of the new dataset: new, empty, or of the same copy that was killed.
+        shard_bytes: A shard is closed before it passes this size.
+        progress: Called with the samples done, and all of them.
+
+    Raises:
+        ConfigError: The shards are others', no sample is chosen, or the folder holds something else.
+        ChecksumError: A field of the source is damaged.
+        StorageError: Reading or writing failed; the same call starts again.
+    """
+    if source.is_foreign:
+        raise ConfigError(
+            "A part of a dataset is copied from shards that shardflow wrote, these are others'; copy all of "
+            "it without --where, and select when you load: sf.Loader(..., where=...)."
+        )
+    if not len(rows):
+        raise ConfigError("A copy needs at least one sample, none is chosen; loosen --where.")
+    _begin(target, source, rows)
+    shards = _copy_shards(source, rows, target, shard_bytes, progress)
+    samples = source.studies
+    modality = samples.gather("modality", rows)
+    used, codes = np.unique(modality, return_inverse=True)
+    table = write_samples(
+        target,
+        _SAMPLES_PATH,
+        shards,
+        key_num_bytes=max(1, int(np.strings.str_len(samples.gather("sample_key", rows)).max())),
+        modalities=[samples.modalities[code] for code in used.tolist()],
+        given={
+            "rows": samples.gather("rows", rows),
+            "columns": samples.gather("columns", rows),
+            "modality": codes.astype("u1"),
+        },
+    )
+    former = source.manifest
+    manifest = Manifest(
+        manifest_version=1,
+        shards=tuple(shards),
+        samples=table,
+        counts=OutcomeCounts(packed=len(rows), skipped=0, quarantined=0),
+        created_with=former.created_with,
+        config_digest=former.config_digest,
+        key_id=former.key_id,
+        extra={
+            **{name: value for name, value in former.extra.items() if name not in _OF_WHOLE},
+            "copied_from": former.dataset_id,
+            "num_slices": int(samples.gather("num_slices", rows).sum(dtype=np.int64)),
+            **_deidentification(former),
+        },
+    )
+    store = LocalStore(target)
+    new = Dataset(store, manifest)
+    has_facts = _copy_facts(source, rows, new)
+    carry_tables(store, source, new)
+    if not versions(store):  # else it was killed after this
+        commit(store, manifest)
+    with naming_os_errors("ending a copy"):
+        (target / _MARK).unlink()
+    return SubsetReport(
+        dataset_id=manifest.dataset_id,
+        num_samples=len(rows),
+        num_shards=len(shards),
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
+        tables=tuple(source.tables),
+        has_facts=has_facts,
+    )
+
+
+def _deidentification(former: Manifest) -> dict[str, Any]:
+    """Return how the samples were de-identified, without the counts over all of them."""
+    done: Any = former.extra.get("deidentification")
+    return {"deidentification": {**done, "counts": {}}} if isinstance(done, dict) else {}
+
+
+def _begin(target: Path, source: Dataset, rows: NDArray[np.int64]) -> None:
+    """Mark a folder as that of this copy.
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    digest = hashlib.sha256(np.ascontiguousarray(rows, "<i8").tobytes()).hexdigest()
+    mark = json.dumps({"dataset_id": source.manifest.dataset_id, "rows": digest}).encode() + b"\n"
+    with naming_os_errors("beginning a copy"):
+        target.mkdir(parents=True, exist_ok=True)
+        path = target / _MARK
+        is_begun = path.is_file() and path.read_bytes() == mark
+        if not is_begun and any(target.iterdir()):
+            raise ConfigError("DST must be a new or empty folder, it holds something; name another one.")
+    write_atomic(path, [mark], replace=True)
+
+
+def _copy_shards(
+    source: Dataset,
+    rows: NDArray[np.int64],
+    target: Path,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[ShardEntry]:
+    """Write the samples into shards; return them in the order of a manifest."""
+    shards: list[ShardEntry] = []
+    done = 0
+    for split, span in sorted(source.splits.items()):
+        chosen = rows[(rows >= span.start) & (rows < span.stop)]
+        files = SplitFiles(target, split, shard_bytes, _SHARD_SAMPLES)
+        try:
+            for row in chosen.tolist():
+                files.add(source.studies.sample_key(row), list(source.read_fields(row).items()))
+                done += 1
+                if progress is not None:
+                    progress(done, len(rows))
+            shards += files.close()
+        except BaseException:
+            files.abandon()
+            raise
+    return shards
+
+
+def _copy_facts(source: Dataset, rows: NDArray[np.int64], new: Dataset) -> bool:
+    """Write the facts of the samples; return whether the source has any."""
+    try:
+        series, studies = open_series(source)[0], open_studies(source)[0]
+    except ConfigError:  # a dataset of texts, or one of a former version
+        return False
+    tables: Iterable[tuple[type[FactsManifest[Any]], bytes]] = (
+        (StudiesManifest, merge_study_facts([(studies, rows)], new)),
+        (SeriesManifest, merge_series([(series, rows)])),
+    )
+    root = LocalStore(new.store.url).root
+    for kind, data in tables:
+        manifest, folder = kind.of(new.dataset_id, data), root / kind.folder(new.dataset_id)
+        (name,) = manifest.tables()
+        write_atomic(folder / name, [data], replace=True)
+        write_atomic(folder / manifest.file_name, [manifest.encode()], replace=True)
+    return True
