@@ -16,12 +16,14 @@ from shardflow.cli.common import (
     show_lines,
     step_progress,
     write_json,
+    write_result,
 )
 from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
     from shardflow.packing.tables.joining import AttachedTable
+    from shardflow.storage import LocalStore
 
 DESCRIPTION = """\
 Joins the columns of FILE (CSV, JSON lines, each also .gz; Parquet) to the samples of DATASET, as the table
@@ -32,6 +34,10 @@ Rows are found by a key. Sample keys need nothing else; UIDs, accession numbers,
 the private folder of packing, where rows that do not fit are listed. Keys never enter the dataset, and
 neither do columns that look like identifiers, dates or free text, unless --columns names them.
 
+With --name NAME --remove the table is gone for loaders that open the dataset from then on; earlier versions
+stay for runs that resume. --delete-old --runs DIR deletes all versions but the newest, of NAME or of all
+tables, except those that a loader.lock.json below DIR names.
+
 With --facts instead of FILE, writes the tables of facts from study.json, which fields of images and
 expressions need: one row per series (role, geometry, codec, flags) and one per study (age, sex, body part,
 day, the person's earlier study). Packing writes both. A job that was stopped resumes where it was.
@@ -40,6 +46,8 @@ EXAMPLES = """\
 examples:
   shardflow attach my-dataset labels.csv --name chexpert --on study_instance_uid --private-dir private
   shardflow attach my-dataset scores.parquet --name scores --on sample_key --columns risk,age_years
+  shardflow attach my-dataset --name chexpert --remove
+  shardflow attach my-dataset --delete-old --runs /scratch/runs
   shardflow attach my-dataset --facts
 """
 _KEYS = (
@@ -80,19 +88,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", metavar="DIR", type=Path, help="folder for the table, beside a read-only dataset"
     )
     parser.add_argument("--facts", action="store_true", help="write the tables of facts from study.json")
+    parser.add_argument("--remove", action="store_true", help="remove the table of --name")
+    parser.add_argument(
+        "--delete-old", action="store_true", help="delete earlier versions of tables that no run needs"
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="with --delete-old: folder of runs that must be able to resume, or none; may be repeated",
+    )
     add_threads(parser, "shards read at once")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    if arguments.facts == (arguments.file is not None):
+    wanted = (arguments.file is not None, arguments.facts, arguments.remove, arguments.delete_old)
+    if sum(wanted) != 1:
         raise ConfigError(
-            "attach needs either a file or --facts; write: shardflow attach DATASET FILE --name NAME --on KEY"
+            "attach needs one of a file, --facts, --remove and --delete-old; write: shardflow attach DATASET "
+            "FILE --name NAME --on KEY"
         )
     dataset = open_dataset(arguments.dataset)
     if arguments.facts:
         _attach_facts(dataset, arguments)
+        return 0
+    if arguments.remove:
+        _remove(dataset, arguments)
+        return 0
+    if arguments.delete_old:
+        _delete_old(dataset, arguments)
         return 0
     done = _attach_file(dataset, arguments)
     if arguments.json:
@@ -100,6 +127,59 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show_lines(_described(done, listed=arguments.private_dir is not None))
     return 0
+
+
+def _tables_store(dataset: Dataset, arguments: argparse.Namespace) -> LocalStore:
+    """Return where the tables are whose versions change: beside the dataset, or in the folder of --to."""
+    from shardflow.storage import LocalStore
+
+    if arguments.to is not None:
+        return LocalStore(arguments.to)
+    if not isinstance(dataset.store, LocalStore):
+        raise ConfigError(
+            "Tables are removed from a dataset in a local folder, this one is remote; write --to DIR for "
+            "those of a folder beside it."
+        )
+    return LocalStore(dataset.store.root)
+
+
+def _remove(dataset: Dataset, arguments: argparse.Namespace) -> None:
+    from shardflow.format.tables import remove_table
+
+    if not arguments.name:
+        raise ConfigError(
+            "--remove needs --name, the name of the table; `shardflow info DATASET` lists them."
+        )
+    store = _tables_store(dataset, arguments)
+    manifest = remove_table(store, dataset.manifest.dataset_id, arguments.name)
+    line = (
+        f"table {manifest.name} is removed; its earlier versions stay for runs that resume, see --delete-old"
+    )
+    write_result(arguments, {"name": manifest.name, "number": manifest.number, "status": "removed"}, [line])
+
+
+def _delete_old(dataset: Dataset, arguments: argparse.Namespace) -> None:
+    from shardflow.format.manifest import load, versions
+    from shardflow.format.tables import collect_tables
+    from shardflow.loading.lock import locked_digests
+
+    if not arguments.runs:
+        raise ConfigError(
+            "--delete-old needs --runs DIR, the folder of the runs that must be able to resume; write --runs "
+            "none if there are none."
+        )
+    folders = [Path(one) for one in arguments.runs if one != "none"]
+    owners = [load(dataset.store, number).dataset_id for number in versions(dataset.store)]
+    deleted, kept = collect_tables(
+        _tables_store(dataset, arguments), owners, named=locked_digests(folders), name=arguments.name
+    )
+    shown = {
+        what: [{"name": one.name, "number": one.number, "digest": one.digest} for one in found]
+        for what, found in (("deleted", deleted), ("kept", kept))
+    }
+    lines = [f"deleted {one.name}, version {one.number}" for one in deleted] or ["no version is deleted"]
+    lines += [f"kept {one.name}, version {one.number}: a run resumes with it" for one in kept]
+    write_result(arguments, shown, lines)
 
 
 def _attach_file(dataset: Dataset, arguments: argparse.Namespace) -> AttachedTable:

@@ -3,13 +3,15 @@
 A sidecar, written by ``shardflow attach DATASET FILE --name NAME --on KEY``: ``tables/<name>-<number>/
 <dataset_id>/`` holds ``rows.tbl``, one row per study, series or image in the order of the dataset, and
 ``manifest.json``, which names it and is written last. Both are immutable; who opens the dataset reads the
-newest number. No key of the source is stored. The layout is in docs/format.md, section 18.
+newest number. A version without columns says that the table was removed. No key of the source is stored. The
+layout is in docs/format.md, section 18.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
@@ -17,11 +19,18 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import AlreadyExistsError, ChecksumError, ConfigError, FormatError, NoListingError
+from shardflow.errors import (
+    AlreadyExistsError,
+    ChecksumError,
+    ConfigError,
+    FormatError,
+    NoListingError,
+    StorageError,
+)
 from shardflow.format.keys import DIGEST_PATTERN, Json, sha256_hex
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
-from shardflow.storage import ByteStore
+from shardflow.storage import ByteStore, LocalStore
 
 ROWS_NAME: Final = "rows.tbl"
 TableUnit: TypeAlias = Literal["study", "series", "image"]
@@ -116,6 +125,11 @@ class TableManifest(SidecarManifest):
         """Path of its folder."""
         return table_folder(self.name, self.number, self.dataset_id)
 
+    @property
+    def is_removal(self) -> bool:
+        """Whether it says that the table was removed: it has no columns."""
+        return not self.columns
+
     def belongs_in(self, name: str, owner: str) -> bool:
         """Return whether this is the manifest of a version of a table and an owner."""
         return (f"{self.name}-{self.number:06d}", self.dataset_id) == (name, owner)
@@ -208,7 +222,13 @@ def _smallest_float(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def describe_table(
-    name: str, number: int, dataset_id: str, unit: TableUnit, columns: Sequence[StoredColumn], data: bytes
+    name: str,
+    number: int,
+    dataset_id: str,
+    unit: TableUnit,
+    columns: Sequence[StoredColumn],
+    num_rows: int,
+    data: bytes,
 ) -> TableManifest:
     """Return the manifest of an encoded table."""
     entries = [
@@ -219,7 +239,7 @@ def describe_table(
         name=name,
         number=number,
         unit=unit,
-        num_rows=len(columns[0].is_missing),
+        num_rows=num_rows,
         num_bytes=len(data),
         sha256=sha256_hex(data),
         columns=tuple(entries),
@@ -402,7 +422,8 @@ class AttachedTables(Mapping[str, str]):
                         "under another --name."
                     )
                 manifest = load_table_manifest(folder or store, name, numbers[-1], dataset_id)
-                places[name] = TablePlace(manifest, folder)
+                if not manifest.is_removal:
+                    places[name] = TablePlace(manifest, folder)
         return cls(places)
 
     def pinned(self, store: ByteStore, dataset_id: str, digests: Mapping[str, str]) -> AttachedTables:
@@ -471,14 +492,26 @@ def write_table(
     check_table_name(name)
     if not columns:
         raise ConfigError("A table needs at least one column; none is left.")
-    data = encode_columns(columns, unit, len(columns[0].is_missing))
+    return _write(store, dataset_id, name, unit, columns, len(columns[0].is_missing), number)
+
+
+def _write(
+    store: ByteStore,
+    dataset_id: str,
+    name: str,
+    unit: TableUnit,
+    columns: Sequence[StoredColumn],
+    num_rows: int,
+    number: int | None = None,
+) -> tuple[TableManifest, bool]:
+    data = encode_columns(columns, unit, num_rows)
     numbers = table_versions(store, dataset_id).get(name, [])
     if numbers:
         newest = load_table_manifest(store, name, numbers[-1], dataset_id)
         if newest.sha256 == sha256_hex(data):
             return newest, False
     number = number or 1 + max(numbers, default=0)
-    manifest = describe_table(name, number, dataset_id, unit, columns, data)
+    manifest = describe_table(name, number, dataset_id, unit, columns, num_rows, data)
     path = f"{manifest.folder}/{ROWS_NAME}"
     try:
         store.put_new(path, data)
@@ -489,3 +522,71 @@ def write_table(
             ) from None
     store.put_new(f"{manifest.folder}/{TableManifest.file_name}", manifest.encode())
     return manifest, True
+
+
+def remove_table(store: LocalStore, dataset_id: str, name: str) -> TableManifest:
+    """Write a version that says that a table was removed: loaders no longer see it, earlier versions stay.
+
+    Args:
+        store: Of the dataset, or of a folder of tables.
+        dataset_id: Digest of the manifest that the rows belong to.
+        name: Of the table.
+
+    Raises:
+        ConfigError: There is no such table.
+        StorageError: Writing failed.
+    """
+    found = {one: numbers[-1] for one, numbers in table_versions(store, dataset_id).items()}
+    manifests = {one: load_table_manifest(store, one, number, dataset_id) for one, number in found.items()}
+    known = sorted(one for one, manifest in manifests.items() if not manifest.is_removal)
+    if name not in known:
+        raise ConfigError(
+            f"There is no attached table {name!r} to remove; there are {', '.join(known) or 'none'}."
+        )
+    newest = manifests[name]
+    return _write(store, dataset_id, name, newest.unit, (), newest.num_rows)[0]
+
+
+def collect_tables(
+    store: LocalStore, dataset_ids: Iterable[str], *, named: Collection[str], name: str | None = None
+) -> tuple[list[TableManifest], list[TableManifest]]:
+    """Delete versions of tables that are not the newest of their name.
+
+    Args:
+        store: Of the dataset, or of a folder of tables.
+        dataset_ids: Digests of the versions of the dataset.
+        named: Digests of tables that a run needs to resume; these versions stay.
+        name: Of the one table whose versions are deleted; None for all.
+
+    Returns:
+        The deleted versions, and earlier ones that stay because they are named.
+
+    Raises:
+        FormatError: A manifest cannot be trusted.
+        StorageError: Something cannot be deleted.
+    """
+    deleted, kept = [], []
+    for owner in dataset_ids:
+        for table, numbers in table_versions(store, owner).items():
+            if name not in (None, table):
+                continue
+            *earlier, newest = [load_table_manifest(store, table, number, owner) for number in numbers]
+            needed = [one for one in earlier if one.digest in named]
+            gone = [one for one in earlier if one.digest not in named]
+            if newest.is_removal and not needed:
+                gone.append(newest)  # it only hides earlier ones
+            for one in gone:
+                folder = store.root / one.folder
+                try:
+                    # Without its manifest no reader takes what is left for a table.
+                    (folder / TableManifest.file_name).unlink(missing_ok=True)
+                    shutil.rmtree(folder)
+                    if not any(folder.parent.iterdir()):
+                        folder.parent.rmdir()
+                except OSError as error:
+                    raise StorageError(
+                        f"{one.folder} cannot be deleted ({type(error).__name__}); run the command again."
+                    ) from None
+            deleted += gone
+            kept += needed
+    return deleted, kept

@@ -8,11 +8,12 @@ and machines. A resume compares it with what it has opened, and names the first 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import StateError
+from shardflow.errors import ConfigError, StateError
 from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
 from shardflow.format.keys import canonical_json, sha256_hex
@@ -151,6 +152,33 @@ def with_tables(dataset: Dataset, listed: Mapping[str, Any] | None) -> Dataset:
         return dataset
     tables = dataset.tables.pinned(dataset.store, dataset.dataset_id, listed["tables"])
     return Dataset(dataset.store, dataset.manifest, tables)
+
+
+def locked_digests(folders: Iterable[Path]) -> set[str]:
+    """Return the digests of the tables that the locks of runs name, which their resumes need.
+
+    Args:
+        folders: Folders of runs or of checkpoints; every ``loader.lock.json`` below them is read.
+
+    Raises:
+        ConfigError: A folder is missing, or a lock is damaged.
+    """
+    found: set[str] = set()
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"There is no folder {folder.name!r} of runs; correct --runs.")
+        for path in sorted(folder.rglob(LOCK_NAME)):
+            try:
+                lock = json.loads(path.read_bytes())
+                _check_version(lock)
+                found.update(digest for one in lock["datasets"] for digest in one["tables"].values())
+                found.update(lock["field_tables"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, StateError):
+                raise ConfigError(
+                    f"A {LOCK_NAME} of {folder.name!r} cannot be read, so what its run needs is not known; "
+                    "delete that checkpoint, or leave the folder out of --runs."
+                ) from None
+    return found
 
 
 def _check_version(lock: object) -> None:

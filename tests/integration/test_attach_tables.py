@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pydicom
 import pytest
 
+import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
@@ -19,6 +21,7 @@ from shardflow.format.columns import image_starts, open_columns
 from shardflow.format.copying import copy_dataset
 from shardflow.format.series import open_series
 from shardflow.format.verification import verify
+from shardflow.loading.lock import encode_lock
 from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
 from shardflow.packing.tables.keys import KeyKind, PrivateFolder
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
@@ -361,3 +364,82 @@ def test_values_are_those_of_their_rows_in_parquet(job: PackCase) -> None:
     missing = columns.column("labels.share").is_missing
     assert missing is not None
     assert missing.tolist() == [False, False, False, True, False]
+
+
+def test_removed_tables_are_gone_and_versions_that_a_run_needs_stay(
+    job: PackCase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [key.decode() for key in Dataset.open(job.output).studies.column("sample_key").tolist()]
+    runs = job.folder / "runs"
+    (runs / "first" / "step-00000002").mkdir(parents=True)
+
+    def attach_values(factor: int) -> None:
+        rows = [(key, factor * place) for place, key in enumerate(keys)]
+        attach(job, write_csv(job.folder / "a.csv", ["sample_key", "value"], rows), "sample_key")
+
+    def loader(lock: Any = None) -> sf.Loader:
+        spec = sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
+        split = "+".join(name for name, span in Dataset.open(job.output).splits.items() if span)
+        fields = {"value": sf.Column("labels.value")}
+        return sf.Loader(Dataset.open(job.output), split=split, seed=1, batch=spec, fields=fields, lock=lock)
+
+    def run(*arguments: str) -> str:
+        assert main(["attach", str(job.output), *arguments]) == 0
+        return capsys.readouterr().out
+
+    attach_values(2)
+    lock = loader().lock()
+    (runs / "first" / "step-00000002" / "loader.lock.json").write_bytes(encode_lock(lock))
+    attach_values(3)
+    attach_values(4)
+    folders = [f"labels-{number:06d}" for number in (1, 2, 3, 4)]
+    assert "deleted labels, version 2" in run("--delete-old", "--runs", str(runs))
+    assert sorted(path.name for path in job.output.glob("tables/*")) == [folders[0], folders[2]]
+    assert "table labels is removed" in run("--name", "labels", "--remove")
+    assert not Dataset.open(job.output).tables
+    with pytest.raises(ConfigError, match=r"no column 'labels\.value'"):
+        loader()
+    with loader(lock) as resumed:
+        assert resumed.lock() == lock
+        found = {key: int(batch["value"][0]) for batch in resumed for key in batch.info.sample_keys}
+    assert found == {key: 2 * place for place, key in enumerate(keys)}
+    assert verify(str(job.output)).is_whole
+    assert main(["attach", str(job.output), "--name", "labels", "--remove"]) == 2
+    assert "no attached table 'labels' to remove; there are none" in capsys.readouterr().err
+    # What the run needs stays behind the version that hides it; without the run all of it goes.
+    assert "kept labels, version 1" in run("--delete-old", "--runs", str(runs))
+    assert sorted(path.name for path in job.output.glob("tables/*")) == [folders[0], folders[3]]
+    job.pack(mode="append")
+    assert not Dataset.open(job.output).tables
+    assert "deleted labels, version 4" in run("--delete-old", "--runs", "none")
+    assert not list(job.output.glob("tables/*"))
+    attach_values(5)
+    assert Dataset.open(job.output).tables.places["labels"].manifest.number == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--delete-old"], "--delete-old needs --runs DIR"),
+        (["--delete-old", "--runs", "nowhere"], "no folder 'nowhere' of runs"),
+        (["--remove"], "--remove needs --name"),
+        (["--remove", "--facts"], "needs one of a file, --facts, --remove and --delete-old"),
+    ],
+)
+def test_slips_of_removal_get_a_sentence(
+    arguments: list[str], sentence: str, job: PackCase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attach", str(job.output), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_damaged_lock_deletes_nothing(job: PackCase, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [key.decode() for key in Dataset.open(job.output).studies.column("sample_key").tolist()]
+    for factor in (1, 2):
+        rows = [(key, factor * place) for place, key in enumerate(keys)]
+        attach(job, write_csv(job.folder / "a.csv", ["sample_key", "value"], rows), "sample_key")
+    (job.folder / "runs").mkdir()
+    (job.folder / "runs" / "loader.lock.json").write_text("{}")
+    assert main(["attach", str(job.output), "--delete-old", "--runs", str(job.folder / "runs")]) == 2
+    assert "what its run needs is not known" in capsys.readouterr().err
+    assert len(list(job.output.glob("tables/*"))) == 2
