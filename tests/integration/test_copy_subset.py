@@ -58,7 +58,7 @@ def test_a_part_holds_its_samples_alone_and_reads_the_same(
     part = Dataset.open(target)
     assert part.dataset_id == report["dataset_id"] != source.dataset_id
     keys = [key.decode() for key in part.studies.column("sample_key").tolist()]
-    assert keys == [source.studies.sample_key(row) for row in chosen]
+    assert keys == [source.studies.sample_key(row) for row in chosen.tolist()]
     assert verify(str(target)).is_whole
     for row, former in enumerate(chosen.tolist()):
         assert part.read_fields(row) == source.read_fields(former)

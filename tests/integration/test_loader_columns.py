@@ -154,8 +154,7 @@ def test_a_wildcard_takes_what_an_array_holds_and_names_the_rest(
 ) -> None:
     def found(*patterns: str) -> tuple[str, ...]:
         with loader(dataset, {"a": sf.Columns(patterns, missing="pad")}) as batches:
-            columns: tuple[str, ...] = next(iter(batches)).info.columns["a"]
-            return columns
+            return tuple(next(iter(batches)).info.columns["a"])
 
     numbers = ("of_study.edema", "of_study.count", "of_study.score")
     assert found("of_study.*") == numbers

@@ -18,7 +18,9 @@ from tests.layout_trees import (
     MadeTree,
     make_chexpert,
     make_ct_rate,
+    make_lidc,
     make_mimic,
+    make_openi,
     make_padchest,
     make_rsna,
     write_table,
@@ -102,7 +104,73 @@ def with_rsna(folder: Path) -> tuple[MadeTree, dict[str, Mapping[str, Any]]]:
     return tree, {"rsna.spinal_canal_stenosis_l1_l2": {"4003253": "Normal/Mild"}}
 
 
-@pytest.mark.parametrize("make", [with_chexpert, with_mimic, with_ct_rate, with_padchest, with_rsna])
+def with_openi(folder: Path) -> tuple[MadeTree, dict[str, Mapping[str, Any]]]:
+    tree = make_openi(folder)
+    terms = {"1": ("Opacity/lung/base/left", "Cardiomegaly/borderline", "Opacity/round"), "2": ("normal",)}
+    for study, headings in terms.items():
+        path = folder / "openi-reports" / f"{study}.xml"
+        majors = "".join(f"<major>{heading}</major>" for heading in headings)
+        text = path.read_text(encoding="utf-8")
+        mesh = f"<MeSH>{majors}<automatic>lung opacity</automatic></MeSH></eCitation>"
+        path.write_text(text.replace("</eCitation>", mesh), encoding="utf-8")
+    return tree, {
+        "mesh.opacity": {"1": True, "2": False},
+        "mesh.cardiomegaly": {"1": True, "2": False},
+        "mesh.normal": {"1": False, "2": True},
+    }
+
+
+def with_openi_not_indexed(folder: Path) -> tuple[MadeTree, dict[str, Mapping[str, Any]]]:
+    tree, expected = with_openi(folder)
+    path = folder / "openi-reports" / "2.xml"
+    path.write_text(path.read_text(encoding="utf-8").replace("normal</major>", "No Indexing</major>"))
+    return tree, {name: {"1": by["1"], "2": None} for name, by in expected.items() if name != "mesh.normal"}
+
+
+def with_lidc(folder: Path) -> tuple[MadeTree, dict[str, Mapping[str, Any]]]:
+    tree = make_lidc(folder)
+    (study,) = tree.studies
+
+    def session(*nodules: Mapping[str, int]) -> str:
+        rated = "".join(
+            "<unblindedReadNodule><characteristics>"
+            + "".join(f"<{name}>{value}</{name}>" for name, value in nodule.items())
+            + "</characteristics></unblindedReadNodule>"
+            for nodule in nodules
+        )
+        small = "<unblindedReadNodule><noduleID>9</noduleID></unblindedReadNodule>"
+        return f"<readingSession>{rated}{small}</readingSession>"
+
+    body = session({"malignancy": 5, "internalStructure": 1}, {"malignancy": 2}) + session({"malignancy": 4})
+    (path,) = tree.images.rglob("069.xml")
+    path.write_text(
+        '<LidcReadMessage xmlns="http://www.nih.gov"><ResponseHeader>'
+        f"<StudyInstanceUID>{study}</StudyInstanceUID></ResponseHeader>{body}</LidcReadMessage>",
+        encoding="utf-8",
+    )
+    path.with_name("070.xml").write_text("<LidcReadMessage><broken", encoding="utf-8")
+    return tree, {
+        "lidc.num_readers": {study: 2},
+        "lidc.num_rated": {study: 3},
+        "lidc.malignancy_mean": {study: pytest.approx(11 / 3)},
+        "lidc.malignancy_max": {study: 5},
+        "lidc.internal_structure_max": {study: 1},
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_chexpert,
+        with_mimic,
+        with_ct_rate,
+        with_padchest,
+        with_rsna,
+        with_openi,
+        with_openi_not_indexed,
+        with_lidc,
+    ],
+)
 def test_labels_of_a_collection_are_attached(
     make: Callable[[Path], tuple[MadeTree, dict[str, Mapping[str, Any]]]], tmp_path: Path
 ) -> None:

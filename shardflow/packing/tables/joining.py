@@ -37,6 +37,7 @@ from shardflow.storage import LocalStore, write_atomic
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_LISTED: Final = 1_000_000
+_ROWS: Final = 8_192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,7 @@ def attach_labels(
     """
     done = []
     for table in labels:
-        if not table.files:
+        if not table.files and not table.rows:
             continue
         settings = TableSettings(name=table.name, on="study_instance_uid", columns=table.columns)
         try:
@@ -156,7 +157,8 @@ def attach_labels(
             if not reader.has_classes:  # a list of images alone
                 continue
             settings = replace(settings, columns=reader.columns)
-            join = _Join(reader, table.files[0], settings, study_keys(dataset, secret))
+            file = table.files[0] if table.files else Path(table.name)
+            join = _Join(reader, file, settings, study_keys(dataset, secret))
             done.append(_write(dataset, join, LocalStore(output), private))
         except ConfigError as error:
             _LOGGER.warning("labels %s of the layout are not attached: %s", table.name, error.message)
@@ -188,6 +190,10 @@ class _LabelReader:
             yield dict(self._with_study(batch))
 
     def _batches(self) -> Iterator[Batch]:
+        rows = self._table.rows
+        for start in range(0, len(rows), _ROWS):
+            block = rows[start : start + _ROWS]
+            yield {name: [row[name] for row in block] for name in block[0]}
         for file in self._table.files:
             yield from open_table(file)(file)
 

@@ -381,12 +381,15 @@ def _texts_below(folder: Path) -> Iterator[str]:
 
 
 _XML_LIMITS: Final = DocumentLimits(max_bytes=MAX_REPORT_BYTES)
+_NOT_INDEXED: Final = "no indexing"
 _SECTIONS: Final = ("COMPARISON", "INDICATION", "FINDINGS", "IMPRESSION")
 
 
 class _Report(NamedTuple):
     study: str
     images: tuple[str, ...]
+    terms: tuple[str, ...]
+    """Headings that indexers gave it, without their qualifiers."""
     text: str
 
 
@@ -435,6 +438,24 @@ class OpenI(PlacedLayout):
             else:
                 yield BrokenReport(place=place, reason=record, detail="")
 
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the MeSH headings of the reports, each as yes or no; of reports without any, missing."""
+        rows = [
+            {"study": record.study, "MeSH": json.dumps(record.terms) if record.terms else None}
+            for record in self._read_all()
+            if isinstance(record, _Report) and _NOT_INDEXED not in map(str.casefold, record.terms)
+        ]
+        return [
+            LabelTable(
+                name="mesh",
+                rows=rows,
+                keys=("study",),
+                study=lambda values: values[0],
+                columns=(),
+                classes="MeSH",
+            )
+        ]
+
     def reason_of_other(self, path: Path) -> Reason:
         """Return the reason of a file; reports beside the images have their own outcomes."""
         is_report = path.suffix.lower() == ".xml" and path.is_relative_to(self._source.absolute())
@@ -455,7 +476,14 @@ def _read_report(path: Path) -> _Report | Reason:
         node.get("Label").upper(): node.text().strip() for node in root.walk() if node.name == "AbstractText"
     }
     text = "\n".join(f"{name}: {said[name]}" for name in _SECTIONS if said.get(name))
-    return _Report(path.stem, tuple(filter(None, images)), text)
+    # "Opacity/lung/base/left" is a heading with its qualifiers.
+    terms = [
+        node.text().partition("/")[0].strip()
+        for mesh in root.walk()
+        if mesh.name == "MeSH"
+        for node in mesh.elements("major")
+    ]
+    return _Report(path.stem, tuple(filter(None, images)), tuple(filter(None, terms)), text)
 
 
 _VIEWS = {"ANTEROPOSTERIOR": "AP", "LATERAL": "LATERAL", "POSTEROANTERIOR": "PA"}

@@ -270,6 +270,10 @@ class LayoutInputs(Protocol):
         """Input folders."""
 
     @property
+    def attachments(self) -> tuple[Path, ...]:
+        """Further folders, of attachments alone."""
+
+    @property
     def reports(self) -> Path | None:
         """File or folder of the reports."""
 
@@ -288,8 +292,10 @@ class LabelTable:
 
     name: str
     """Of the attached table."""
-    files: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
     """CSV files of the same columns."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Rows that the layout has read from its own documents, instead of files."""
     keys: tuple[str, ...]
     """Columns that name the study."""
     study: Callable[[Sequence[str]], str]

@@ -6,16 +6,18 @@ Layouts without image tables: ``folder`` (a pattern over paths), ``headers``, ``
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
+from shardflow.packing.sources.documents.bounded import parse_xml, read_bounded
 from shardflow.packing.sources.layouts.base import (
     LabelTable,
     LayoutInputs,
@@ -397,6 +399,20 @@ class Headers:
         return read_reports(self._inputs)
 
 
+_RATINGS: Final = (
+    "subtlety",
+    "internalStructure",
+    "calcification",
+    "sphericity",
+    "margin",
+    "lobulation",
+    "spiculation",
+    "texture",
+    "malignancy",
+)
+"""Of a nodule by a reader, 1 to 5 or 6; "LIDC XML file documentation" of The Cancer Imaging Archive."""
+
+
 class Lidc(PlacedLayout):
     """Layout of LIDC-IDRI: headers identify the study; the readers' XML is linked later, as an attachment."""
 
@@ -408,6 +424,45 @@ class Lidc(PlacedLayout):
         if path.suffix.lower() in {".dcm", ""}:
             return Placement(attributes={}, is_patient_study=self.settings.is_patient_study)
         return self.reason_of_other(path)
+
+    def labels(self) -> Sequence[LabelTable]:
+        """Return the readers' ratings of the nodules of a study: how many, and mean and largest of each.
+
+        A nodule's number is a reader's own, so each reader's nodule counts; small ones are not rated.
+        """
+        readers: Counter[str] = Counter()
+        found: defaultdict[str, dict[str, list[int]]] = defaultdict(lambda: {name: [] for name in _RATINGS})
+        for path in sorted(self._annotations(), key=os.fsencode):
+            try:
+                root = parse_xml(read_bounded(path))
+            except SourceError:  # it has an outcome of its own, as an attachment
+                continue
+            study = next((one.text().strip() for one in root.walk() if one.name == "StudyInstanceUID"), "")
+            for session in (one for one in root.walk() if one.name == "readingSession" and study):
+                readers[study] += 1
+                for rated in (one for one in session.walk() if one.name == "characteristics"):
+                    for name in _RATINGS:
+                        value = rated.find(name)
+                        text = "" if value is None else value.text().strip()
+                        if text.isdecimal():
+                            found[study][name].append(int(text))
+        rows = []
+        for study, count in readers.items():
+            ratings = found[study]
+            row: dict[str, Any] = {
+                "study": study,
+                "num_readers": count,
+                "num_rated": max(map(len, ratings.values())),
+            }
+            for name, values in ratings.items():
+                row[f"{name}_mean"] = sum(values) / len(values) if values else None
+                row[f"{name}_max"] = max(values, default=None)
+            rows.append(row)
+        return [LabelTable(name="lidc", rows=rows, keys=("study",), study=lambda values: values[0])]
+
+    def _annotations(self) -> Iterator[Path]:
+        for root in (*self.inputs.dicom, *self.inputs.attachments):
+            yield from root.rglob("*.xml") if root.is_dir() else [root] * (root.suffix.lower() == ".xml")
 
 
 class Rsna(PlacedLayout):
