@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardflow.fields.types.text import Text
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
+    from shardflow.fields.volumes.field import Volume
     from shardflow.format.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -98,6 +99,7 @@ __all__ = [
     "TokenBudget",
     "Tokens",
     "VerifyReport",
+    "Volume",
     "WaitTimeoutError",
     "Waveform",
     "World",
@@ -148,6 +150,7 @@ _SOURCES: Final = {
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
+    "Volume": "shardflow.fields.volumes.field:Volume",
     "Waveform": "shardflow.fields.types.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",

@@ -191,6 +191,22 @@ class SelectedSeries:
             found |= {value if names is None else names[value] for value in values}
         return sorted(found)
 
+    def num_flagged(self, flag: str) -> int:
+        """Return how many selected series of the population have a flag."""
+        found = 0
+        for rows, population in zip(self._rows, self._populations, strict=True):
+            flags = rows.part.table.flags
+            if flag in flags:
+                bits = rows.values("flags", population) >> np.uint64(flags.index(flag))
+                found += int(np.count_nonzero(bits & np.uint64(1)))
+        return found
+
+    def num_without_affine(self) -> int:
+        """Return how many selected series of the population have no known geometry."""
+        pairs = zip(self._rows, self._populations, strict=True)
+        affines = (rows.values("affine_lps", population) for rows, population in pairs)
+        return sum(int(np.isnan(each).any(axis=(1, 2)).sum()) for each in affines)
+
     def shapes(self) -> Int64Array:
         """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
         pairs = zip(self._rows, self._typical, strict=True)

@@ -30,6 +30,21 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
+        self._spare: NDArray[np.uint8] | None = None
+
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return an array of undefined content that is valid until it is given back or dropped."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        buffer, self._spare = self._spare, None
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = np.empty(-(-num_bytes // _STEP) * _STEP, np.uint8)
+        return buffer[:num_bytes].view(dtype).reshape(shape)
+
+    def take_back(self, array: NDArray[Any]) -> None:
+        """Keep the memory of an array from `lend` for the next one; nobody else may use it any more."""
+        base = array.base
+        if isinstance(base, np.ndarray) and (self._spare is None or base.nbytes > self._spare.nbytes):
+            self._spare = base
 
     def bytes(self, name: str, num_bytes: int) -> NDArray[np.uint8]:
         """Return ``(num_bytes,)`` uint8 of undefined content."""
@@ -46,7 +61,8 @@ class Scratch:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return spare + sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class ThreadState:
@@ -146,7 +162,7 @@ def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) 
         if is_direct:
             return 0
         source = sized
-    return _cast(source, target)
+    return cast_saturated(source, target)
 
 
 def convert_picture(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) -> int:
@@ -232,8 +248,12 @@ def _luminance(source: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
     return grey
 
 
-def _cast(source: NDArray[Any], target: NDArray[Any]) -> int:
-    """Copy with a change of dtype; integers saturate, NaN becomes 0."""
+def cast_saturated(source: NDArray[Any], target: NDArray[Any]) -> int:
+    """Copy with a change of dtype; integers saturate, NaN becomes 0, floats are rounded in place.
+
+    Returns:
+        Number of values that were saturated.
+    """
     if target.dtype.kind == "f" or np.can_cast(source.dtype, target.dtype):
         np.copyto(target, source, casting="unsafe")
         return 0

@@ -303,6 +303,8 @@ class BoundField(ABC):
 
     is_beside: ClassVar[bool] = False
     """Whether the content is stored beside the shards: `fill_beside` delivers it, and no shard is read."""
+    has_pictures: ClassVar[bool] = False
+    """Whether it delivers images of series, so that a batch names the modality of each sample."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -432,7 +434,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
 
 RESERVED_SUFFIXES: Final = frozenset(
     {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets", "variant"}
-    | {"time_s", "code", "has_value", "recorded"}
+    | {"time_s", "code", "has_value", "recorded", "affine", "valid"}
 )
 """Ends of the names of entries beside a field, such as ``NAME_mask``."""
 

@@ -37,7 +37,7 @@ from shardflow.fields.previous import BoundPrevious, PreviousStudies
 from shardflow.fields.reader import Samples
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.pictures import Image, Slices
-from shardflow.fields.types.pixels import BoundPixels, PixelField
+from shardflow.fields.types.pixels import PixelField
 from shardflow.fields.types.text import BoundText, Text
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import image_facts, num_samples_with
@@ -58,6 +58,7 @@ _TYPES: Final = {
     "column": "shardflow.fields.types.columns:Column",
     "columns": "shardflow.fields.types.columns:Columns",
     "events": "shardflow.fields.types.events:Events",
+    "volume": "shardflow.fields.volumes.field:Volume",
     "waveform": "shardflow.fields.types.waveform:Waveform",
     "tokens": "shardflow.fields.types.tokens:Tokens",
 }
@@ -301,7 +302,7 @@ class FieldSet:
     @property
     def has_pictures(self) -> bool:
         """Whether a field delivers images or slices of series."""
-        return any(isinstance(one, BoundPixels) for one in self.bound)
+        return any(one.has_pictures for one in self.bound)
 
     @property
     def report(self) -> BoundText | None:

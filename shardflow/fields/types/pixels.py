@@ -29,6 +29,7 @@ from shardflow.fields.field import (
     DrawKey,
     Field,
     FieldContext,
+    Missing,
     SlotRequest,
     Slots,
     check_choice,
@@ -183,6 +184,60 @@ def packed_variants(dataset: Dataset) -> Mapping[str, object]:
     return variants if isinstance(variants, dict) else {}
 
 
+def check_selected(
+    name: str, series: str | None, missing: Missing, selected: SelectedSeries, context: FieldContext
+) -> None:
+    """Refuse a field that selects no image, or images that cannot be decoded.
+
+    One that pads needs no image if other samples have some.
+
+    Args:
+        name: Name of the field.
+        series: The expression that it selects by.
+        missing: Its setting; a field that pads is described by the images of the whole datasets.
+        selected: What that selects.
+        context: The samples and their tables.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if not selected.roles()[0] and not (missing == "pad" and _take_others(series, selected, context)):
+        everything, _ = context.catalog.select(None, context.populations).roles()
+        held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
+        raise ConfigError(
+            f"The field {name!r} matches no image of the selected samples"
+            f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
+        )
+    for codec in selected.values("codec"):
+        if codec and codec_rank(codec) is None:
+            raise ConfigError(
+                f"Images of the field {name!r} are stored as {codec!r}, which no installed codec reads; "
+                f'install the package that offers it, or select others by series="codec != {codec!r}".'
+            )
+
+
+def _take_others(series: str | None, selected: SelectedSeries, context: FieldContext) -> bool:
+    """Describe a field by the images of the whole datasets; False where its expression is a slip."""
+    every = [np.ones(len(each), bool) for each in context.populations]
+    is_slip = series is not None and context.catalog.select(None, every).roles()[0]
+    if is_slip and not context.catalog.select(series, every).roles()[0]:
+        return False
+    selected.take_whole_datasets()
+    return True
+
+
+def fill_value(name: str, fill: float | None, selected: SelectedSeries, dtype: np.dtype[Any]) -> float:
+    """Return the value of places without an image: as given, else air where all images are in HU, else 0.
+
+    Raises:
+        ConfigError: The dtype cannot hold it.
+    """
+    if fill is None:
+        in_hounsfield = selected.values("unit") == ["HU"]
+        fill = _AIR_HU if in_hounsfield and np.can_cast(np.int16, dtype) else 0
+    return check_fill(name, fill, dtype)
+
+
 class LossWarning:
     """Warning, once per field, that pixels are not delivered as stored; two threads at once may both warn."""
 
@@ -222,6 +277,7 @@ class BoundPixels(BoundField):
     """
 
     selected: SelectedSeries
+    has_pictures = True
     is_stack: ClassVar[bool] = False
     """Whether the pictures are slices of one series."""
 
@@ -230,8 +286,7 @@ class BoundPixels(BoundField):
         self.spec = spec
         self._counters = context.counters
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
-        self._check_selected(context)
-        self._check_codecs()
+        check_selected(name, spec.series, spec.missing, self.selected, context)
         self._check_small(context)
         self._populations = context.populations
         self._num_samples = context.num_samples
@@ -252,7 +307,7 @@ class BoundPixels(BoundField):
                 f"windows of the field {name!r} are in HU, and none of its images is; leave them out, and "
                 f"scale by {name}_range."
             )
-        self.fill = self._checked_fill(spec.fill)
+        self.fill = fill_value(name, spec.fill, self.selected, self.dtype)
         shapes = self.selected.shapes()
         self.size = self._common_size(shapes)
         self.num_pictures = self._count_pictures()
@@ -264,17 +319,6 @@ class BoundPixels(BoundField):
             size=self.size,
             fill=self.fill,
         )
-
-    def _checked_fill(self, fill: float | None) -> float:
-        """Return the value of places without an image.
-
-        Raises:
-            ConfigError: The dtype cannot hold it.
-        """
-        if fill is None:
-            in_hounsfield = self.selected.values("unit") == ["HU"]
-            fill = _AIR_HU if in_hounsfield and np.can_cast(np.int16, self.dtype) else 0
-        return check_fill(self.name, fill, self.dtype)
 
     @cached_property
     def tile_rule(self) -> TileRule | None:
@@ -344,33 +388,6 @@ class BoundPixels(BoundField):
         """Return the largest count of a sample of the population."""
         pairs = zip(counts, self._populations, strict=True)
         return max((int(count[used].max(initial=0)) for count, used in pairs), default=0)
-
-    def _check_selected(self, context: FieldContext) -> None:
-        """Refuse a field without images; one that pads needs none if other samples have some."""
-        if self.selected.roles()[0]:
-            return
-        if self.spec.missing == "pad":
-            every = [np.ones(len(each), bool) for each in context.populations]
-            is_slip = self.spec.series is not None and context.catalog.select(None, every).roles()[0]
-            if not is_slip or context.catalog.select(self.spec.series, every).roles()[0]:
-                self.selected.take_whole_datasets()
-                return
-        everything, _ = context.catalog.select(None, context.populations).roles()
-        held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
-        raise ConfigError(
-            f"The field {self.name!r} matches no image of the selected samples"
-            f"{'' if self.spec.series is None else f' with series={self.spec.series!r}'}. Roles of their "
-            f"images: {held}."
-        )
-
-    def _check_codecs(self) -> None:
-        for codec in self.selected.values("codec"):
-            if codec and codec_rank(codec) is None:
-                raise ConfigError(
-                    f"Images of the field {self.name!r} are stored as {codec!r}, which no installed codec "
-                    "reads; install the package that offers it, or select others by series="
-                    f'"codec != {codec!r}".'
-                )
 
     def _check_small(self, context: FieldContext) -> None:
         """Refuse small versions of a dataset that was packed without any."""

@@ -1,0 +1,227 @@
+"""Delivery of a region: its stored voxels are decoded, resampled once, and brought into their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.fields.decode import ThreadState, cast_saturated
+from shardflow.fields.field import Arrays
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.types.pixels import LossWarning
+from shardflow.fields.volumes.geometry import Grid, Vector
+from shardflow.fields.volumes.resampling import Interpolation, Region, inside, resample, smoothing
+from shardflow.fields.volumes.stored import Crop, is_covered, stored_view
+from shardflow.format import array_header, decode_array
+from shardflow.telemetry import StageCounters
+
+
+class Delivery:
+    """Rule that makes delivered voxels of stored ones. Safe for many threads.
+
+    Args:
+        name: Name of the entry.
+        dtype: As delivered.
+        fill: Value outside of a volume, in its unit.
+        windows: Least and greatest value of each channel; empty delivers values.
+        interpolation: Between stored voxels.
+        antialias: Whether to smooth before a coarser grid is sampled.
+        counters: Gets the stages ``decode`` and ``transform``, and ``saturated``.
+
+    Attributes:
+        blank: ``(C, 1, 1, 1)``: voxels of an empty slot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dtype: np.dtype[Any],
+        fill: float,
+        windows: Sequence[tuple[float, float]],
+        interpolation: Interpolation,
+        antialias: bool,
+        counters: StageCounters,
+    ) -> None:
+        self.name, self.dtype, self.fill, self.windows = name, dtype, fill, windows
+        self.interpolation, self._antialias, self.counters = interpolation, antialias, counters
+        self._loss = LossWarning(name, dtype)
+        self.blank = np.full((max(1, len(windows)), 1, 1, 1), 0 if windows else fill, dtype)
+        for (low, high), channel in zip(windows, self.blank, strict=False):
+            show_window(np.full((1, 1, 1), fill, np.float32), low, high, channel)
+
+    def is_direct(self, crop: Crop) -> bool:
+        """Whether stored voxels are delivered as they are, so that they can be decoded into place."""
+        can_hold = np.can_cast(crop.stored.dtype, self.dtype)
+        return can_hold and not self.windows and crop.grid.is_copy
+
+    def finish(self, voxels: NDArray[Any], crop: Crop, target: NDArray[Any], thread: ThreadState) -> None:
+        """Bring the voxels of a region into the place of the delivered ones.
+
+        Args:
+            voxels: Of the region, as stored.
+            crop: What to deliver.
+            target: ``(C, D, H, W)`` to fill.
+            thread: Of the caller.
+        """
+        stored = crop.stored.dtype
+        dtype = np.dtype(np.float32 if np.can_cast(stored, np.float32) else np.float64)
+        is_in_place = dtype == self.dtype and not self.windows
+        values = target[0] if is_in_place else thread.scratch.array("volume", target.shape[1:], dtype)
+        if not is_covered(crop):
+            values[...] = self.fill
+        if crop.region is not None:
+            resample(
+                voxels,
+                crop.region,
+                crop.stored.shape,
+                crop.grid,
+                values,
+                mode=self.interpolation,
+                sigmas=self.sigmas(crop.grid),
+            )
+        if self.windows:
+            for (low, high), channel in zip(self.windows, target, strict=True):
+                show_window(values, low, high, channel)
+        elif not is_in_place:
+            has_rounded = stored.kind == "f" and self.dtype.kind != "f"
+            num_saturated = cast_saturated(values, target[0])
+            if num_saturated:
+                self.counters.add("saturated", num_items=num_saturated)
+            if num_saturated or has_rounded:
+                self._loss.warn(stored)
+
+    def sigmas(self, grid: Grid) -> Vector:
+        """Return the smoothing before a grid is sampled, see `resampling.smoothing`."""
+        return smoothing(grid) if self._antialias else (0.0, 0.0, 0.0)
+
+
+def show_window(values: NDArray[Any], low: float, high: float, target: NDArray[Any]) -> None:
+    """Bring values from a window to 0 to 1, or for bytes to 0 to 255, and cut what is beyond.
+
+    Args:
+        values: Any shape.
+        low: Value that becomes 0.
+        high: Value that becomes 1.
+        target: The same shape; float32 or uint8.
+    """
+    share = np.subtract(values, low)
+    np.multiply(share, 1 / (high - low), out=share)
+    np.clip(share, 0, 1, out=share)
+    if target.dtype.kind != "f":
+        np.rint(np.multiply(share, np.iinfo(target.dtype).max, out=share), out=share)
+    np.copyto(target, share, casting="unsafe")
+
+
+class SlotVolume:
+    """Region of one slot. It is finished with its last stored field, so that few regions are held at once."""
+
+    __slots__ = (
+        "_arrays",
+        "_crop",
+        "_delivery",
+        "_is_direct",
+        "_left",
+        "_num_slices",
+        "_shard",
+        "_slot",
+        "_voxels",
+        "fields",
+    )
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        crop: Crop,
+        fields: Sequence[int],
+    ) -> None:
+        self._delivery, self._shard, self._slot, self._arrays, self._crop = (
+            delivery,
+            shard,
+            slot,
+            arrays,
+            crop,
+        )
+        self.fields, self._left = fields, len(fields)
+        self._is_direct = delivery.is_direct(crop)
+        self._voxels: NDArray[Any] | None = None
+        self._num_slices = 0 if crop.region is None else crop.region.shape[0]
+        name, stored = delivery.name, crop.stored
+        arrays[f"{name}_mask"][slot] = 1
+        unknown = np.full((4, 4), np.nan)
+        found = unknown if stored.affine is None else crop.grid.affine(stored.affine).to_array()
+        arrays[f"{name}_affine"][slot] = found
+        if f"{name}_valid" in arrays:
+            inside(crop.grid, stored.shape, arrays[f"{name}_valid"][slot, 0])
+        if crop.region is None:
+            arrays[name][slot] = delivery.blank
+        elif self._is_direct:
+            if not is_covered(crop):
+                arrays[name][slot] = delivery.fill
+            self._voxels = stored_view(arrays[name][slot, 0], crop.grid, crop.region)
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Decode a slice, or read the display range of the series."""
+        if place == self._num_slices:
+            self._read_study(payload)
+        else:
+            self._decode(place, payload, thread)
+        self._left -= 1
+        if self._left or self._voxels is None or self._is_direct:
+            return
+        thread.enter("transform", f"shard {self._shard.name}")
+        target = self._arrays[self._delivery.name][self._slot]
+        with self._delivery.counters.timed("transform", target.nbytes):
+            self._delivery.finish(self._voxels, self._crop, target, thread)
+        thread.scratch.take_back(self._voxels)
+        self._voxels = None
+
+    def close(self) -> None:
+        """Set the display range to the extremes of the voxels where the study states none."""
+        ranges, voxels = (
+            self._arrays[f"{self._delivery.name}_range"][self._slot],
+            self._arrays[self._delivery.name],
+        )
+        if not ranges.any():
+            ranges[:] = voxels[self._slot].min(), voxels[self._slot].max()
+
+    def _decode(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        crop, number = self._crop, self.fields[place]
+        region = crop.region or Region((0, 0, 0), crop.stored.shape)
+        if self._voxels is None:
+            self._voxels = thread.scratch.lend(region.shape, crop.stored.dtype)
+        _, rows, columns = region.slices
+        thread.enter("decode", f"shard {self._shard.name}")
+        codec, target = self._shard.codec(number), self._voxels[place]
+        try:
+            shape, dtype = array_header(codec, payload)
+            with self._delivery.counters.timed("decode", int(np.prod(shape)) * dtype.itemsize):
+                if shape == target.shape and dtype == target.dtype and target.flags.c_contiguous:
+                    decode_array(codec, payload, out=target)
+                elif shape == crop.stored.shape[1:] and np.can_cast(dtype, target.dtype):
+                    whole = thread.scratch.array("slice", shape, dtype)
+                    target[...] = decode_array(codec, payload, out=whole)[rows, columns]
+                else:
+                    detail = f"a slice is {dtype} {shape}, and another one in the series table"
+                    raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, number, detail)
+        except FormatError as error:
+            raise self._shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
+
+    def _read_study(self, payload: NDArray[np.uint8]) -> None:
+        try:
+            series = json.loads(payload.tobytes())["series"][self._crop.stored.series]
+            found = series.get("display_range")
+            if found is not None:
+                self._arrays[f"{self._delivery.name}_range"][self._slot] = float(found[0]), float(found[1])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            reason = BadSampleReason.TEXT_UNREADABLE
+            raise self._shard.bad(reason, "study.json", type(error).__name__) from None

@@ -1,0 +1,468 @@
+"""Volume: a region of one series of a sample, in its own grid or in another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.fields.catalog import ImageSet, Limits
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    Coverage,
+    DrawKey,
+    Field,
+    FieldContext,
+    NoContent,
+    SlotContent,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
+)
+from shardflow.fields.layout import WINDOWS, PixelDtype
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.types.pixels import check_selected, fill_value
+from shardflow.fields.volumes.delivery import Delivery, SlotVolume
+from shardflow.fields.volumes.geometry import (
+    Grid,
+    Shape,
+    Vector,
+    check_orientation,
+    oriented,
+    spaced,
+    stretched,
+)
+from shardflow.fields.volumes.resampling import Interpolation, source_region
+from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable
+
+Center: TypeAlias = Literal["random", "middle", "whole"]
+DEFAULT_VOLUMES: Final = "kind is missing or kind in ('volume', 'frames')"
+"""Series that a volume selects where its spec names none."""
+_MAX_SIDE: Final = 2**11
+_WORD_BITS: Final = 64
+_LIMITS: Final = Limits(max_series=1)
+_BESIDE: Final = ("mask", "affine", "range", "valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume(Field):
+    """Region of one series of a sample: a crop in voxels or millimeters, or the whole volume.
+
+    ``(B, C, D, H, W)``. The axes D, H and W are slice, row and column of the stored series; with
+    ``orientation`` they run in the directions that it names. The first selected series by acquisition is
+    delivered. What lies outside of the volume is `fill`. Beside it: ``NAME_mask`` ``(B,)`` uint8, 1 where
+    there is a volume; ``NAME_affine`` ``(B, 4, 4)`` float64, which maps the indices ``(d, h, w, 1)`` of the
+    delivered array to LPS millimeters at voxel centers (NaN where the geometry of a series is unknown, the
+    identity for an empty slot); ``NAME_range`` ``(B, 2)`` float32, the display range of the series; with
+    ``valid_mask`` ``NAME_valid`` ``(B, 1, D, H, W)`` uint8, 1 for voxels inside of the stored volume.
+
+    Only the slices (or bricks) that a region needs are read. Where it begins is an integer of the plan's
+    keyed generator, so it is the same on any number of ranks and after a resume.
+
+    Example::
+
+        sf.Volume(series="modality == 'CT'", roi_size=(96, 96, 96), center="random")
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "volume"
+    reads_previous: ClassVar[bool] = True
+
+    series: str | None = None
+    """Expression over the series table, such as ``"modality == 'CT' and slice_spacing_mm <= 2"``. None
+    selects volumes and frames (`DEFAULT_VOLUMES`)."""
+    roi_size: tuple[int, int, int]
+    """Voxels (D, H, W) of the region, as delivered."""
+    center: Center = "random"
+    """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
+    that is shorter than the region it is centered. ``middle``: around the middle. ``whole``: the region is
+    the whole volume, brought to ``roi_size`` along each axis, as for a classifier."""
+    spacing_mm: tuple[float, float, float] | None = None
+    """Distance of voxels along D, H and W to resample to; None keeps the stored grid. The grid keeps the
+    series' own directions, oblique ones too, and is centered in its box; of a tilted series (sheared slices)
+    it is made perpendicular."""
+    orientation: str | None = None
+    """Directions in which D, H and W run, as axis codes: ``"RAS"`` as in MONAI and nibabel, ``"SPL"`` for
+    axial slices seen as radiologists see them. Axes are swapped and reversed, and nothing is interpolated.
+    ``roi_size``, ``spacing_mm`` and ``margin`` count along the axes of the result. None keeps slice, row,
+    column."""
+    interpolation: Interpolation = "linear"
+    """Between voxels where ``spacing_mm`` or ``center="whole"`` need it: ``linear`` of the 8 neighbors,
+    ``cubic`` by a B-spline of order 3, ``nearest``; as ITK's interpolators of these names, once, from the
+    stored voxels."""
+    antialias: bool = False
+    """Whether to smooth before a coarser grid is sampled, by a Gaussian of (r - 1) / 2 voxels for a step of
+    r. False takes single points, as ITK, MONAI and most published preprocessing do."""
+    windows: tuple[tuple[float, float] | str, ...] = ()
+    """Windows as channels: ``(center, width)`` in the unit of the series, or a name such as ``"lung"``. Each
+    channel (C) is cut to its window and scaled to 0 to 1 (uint8: 0 to 255)."""
+    margin: int | tuple[int, int, int] = 0
+    """Voxels around the region on each side that are delivered too, for an augmentation on the device that
+    turns or bends: the shape is ``roi_size + 2 * margin``. The affine is that of the delivered array."""
+    dtype: PixelDtype | None = None
+    """None is the smallest dtype that holds every selected series of the population without loss;
+    interpolated values are then rounded. A smaller one saturates, is logged once, and counted as
+    ``saturated``. With ``windows`` None is float32."""
+    fill: float | None = None
+    """Value outside of the volume. None is air (-1024) where every selected series of the population is in
+    HU, otherwise 0."""
+    valid_mask: bool = False
+    """Whether ``NAME_valid`` is delivered."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
+        check_choice("center", self.center, ("random", "middle", "whole"))
+        check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
+        check_choice("missing", self.missing, ("pad", "drop", "error"))
+        check_choice("interpolation", self.interpolation, ("linear", "nearest", "cubic"))
+        self._check_grid()
+        object.__setattr__(self, "windows", _checked_windows(self.windows))
+        if self.windows and self.dtype not in (None, "uint8", "float32"):
+            raise ConfigError(
+                f"windows are delivered as float32 from 0 to 1, or with dtype='uint8' from 0 to 255, got "
+                f"dtype={self.dtype!r}; leave one of them out."
+            )
+        series: object = self.series
+        if series is not None and not (isinstance(series, str) and series.strip()):
+            raise ConfigError(
+                f"series is an expression such as \"modality == 'CT'\", got {series!r}; leave it out for all "
+                "volumes."
+            )
+        for name in ("valid_mask", "antialias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
+
+    def _check_grid(self) -> None:
+        if self.orientation is not None:
+            check_orientation(self.orientation)
+        object.__setattr__(self, "margin", _checked_margin(self.margin))
+        if self.spacing_mm is None:
+            return
+        object.__setattr__(self, "spacing_mm", _checked_spacing(self.spacing_mm))
+        if self.center == "whole":
+            raise ConfigError(
+                "center='whole' brings every volume to roi_size, so spacing_mm cannot be kept; leave "
+                "spacing_mm out, or write center='middle' to cut or pad around the middle."
+            )
+
+    def for_evaluation(self) -> Volume:
+        """Return the field with a region around the middle in place of a random one."""
+        return replace(self, center="middle") if self.center == "random" else self
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundVolume(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return the regions, and what is beside them."""
+        name = entry["name"]
+        beside = (f"{name}_{one}" for one in _BESIDE)
+        return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
+
+
+def checked_shape(name: str, value: Any) -> Shape:
+    """Return a number of voxels along each axis.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        depth, rows, columns = value
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is voxels (D, H, W), such as (96, 96, 96), got {value!r}.") from None
+    for side in (depth, rows, columns):
+        check_count(f"each side of {name}", side, _MAX_SIDE)
+    return depth, rows, columns
+
+
+def _checked_spacing(value: Any) -> Vector:
+    try:
+        found = [float(each) for each in value]
+    except (TypeError, ValueError):
+        found = []
+    if len(found) != 3 or not all(0 < each < math.inf for each in found):
+        raise ConfigError(
+            f"spacing_mm is three numbers of millimeters along D, H and W, such as (1.5, 1.0, 1.0), got "
+            f"{value!r}."
+        )
+    return found[0], found[1], found[2]
+
+
+def _checked_margin(value: Any) -> int | Shape:
+    sides = [value] * 3 if isinstance(value, int) else list(value) if isinstance(value, tuple | list) else []
+    if len(sides) != 3 or not all(type(side) is int and 0 <= side <= _MAX_SIDE for side in sides):
+        raise ConfigError(f"margin is a number of voxels, or one for each of D, H and W, got {value!r}.")
+    return value if isinstance(value, int) else (sides[0], sides[1], sides[2])
+
+
+def _margins(value: int | Shape) -> Shape:
+    return (value, value, value) if isinstance(value, int) else value
+
+
+def _checked_windows(windows: Any) -> tuple[tuple[float, float] | str, ...]:
+    if isinstance(windows, str):
+        raise ConfigError(f"windows is a list of windows, write windows=[{windows!r}].")
+    found: list[tuple[float, float] | str] = []
+    for window in windows:
+        if isinstance(window, str):
+            check_choice("each named window", window, tuple(WINDOWS))
+            found.append(window)
+            continue
+        try:
+            center, width = (float(each) for each in window)
+        except (TypeError, ValueError):
+            center, width = 0.0, 0.0
+        if not (math.isfinite(center) and 0 < width < math.inf):
+            raise ConfigError(
+                f"each window is (center, width), such as (40, 400), or a name such as 'lung', got "
+                f"{window!r}."
+            )
+        found.append((center, width))
+    return tuple(found)
+
+
+def _ends(window: tuple[float, float] | str) -> tuple[float, float]:
+    """Return the values that a window shows as its least and its greatest."""
+    if isinstance(window, str):
+        return WINDOWS[window]
+    center, width = window
+    return center - width / 2, center + width / 2
+
+
+class BoundVolume(BoundField):
+    """Field of volumes, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples and their tables.
+
+    Attributes:
+        selected: Series that the field selects.
+        shape: Voxels (D, H, W) of a delivered region.
+
+    Raises:
+        ConfigError: The field selects nothing, or series that it cannot deliver; or a sample has nothing for
+            it and ``missing`` is ``error``.
+    """
+
+    has_pictures = True
+
+    def __init__(self, name: str, spec: Volume, context: FieldContext) -> None:
+        super().__init__(name)
+        self.spec = spec
+        series = DEFAULT_VOLUMES if spec.series is None else spec.series
+        self.selected = context.catalog.select(series, context.populations)
+        check_selected(name, spec.series, spec.missing, self.selected, context)
+        self._check_units(context)
+        self._check_series()
+        self._num_samples = context.num_samples
+        self._num_missing = context.count_missing(self.has_content)
+        if self._num_missing and spec.missing == "error":
+            raise ConfigError(
+                f"{self._num_missing:,} of {self._num_samples:,} samples have no series for the field "
+                f"{name!r}"
+                f"{'' if spec.series is None else f' (series={spec.series!r})'}; write missing='pad' to pad "
+                "and mask them, or missing='drop' to leave these samples out."
+            )
+        stored = np.result_type(*(np.dtype(each) for each in self.selected.values("dtype") or ["uint8"]))
+        windows = [_ends(window) for window in spec.windows]
+        plain = np.dtype(np.float32) if windows else stored
+        self.dtype = plain if spec.dtype is None else np.dtype(spec.dtype)
+        self.delivery = Delivery(
+            name,
+            dtype=self.dtype,
+            fill=fill_value(name, spec.fill, self.selected, plain if windows else self.dtype),
+            windows=windows,
+            interpolation=spec.interpolation,
+            antialias=spec.antialias,
+            counters=context.counters,
+        )
+        self.margin = _margins(spec.margin)
+        depth, rows, columns = (
+            size + 2 * more for size, more in zip(spec.roi_size, self.margin, strict=True)
+        )
+        self.shape: Shape = (depth, rows, columns)
+        self._tables = [VolumeTable(table) for table in self.selected.catalog.tables]
+
+    def _check_units(self, context: FieldContext) -> None:
+        units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
+        if "image" in units:
+            raise ConfigError(
+                f"The field {self.name!r} needs whole series, and samples are single images; write "
+                "unit='series' or unit='study'."
+            )
+
+    def _check_series(self) -> None:
+        if max(self.selected.values("channels"), default=1) > 1:
+            raise ConfigError(
+                f'The field {self.name!r} selects color images, which are no volumes; add "and channels == '
+                f'1" '
+                "to its series."
+            )
+        for flag, what in (
+            ("irregular_spacing", "slices at irregular distances"),
+            ("missing_slices", "missing slices"),
+        ):
+            num_series = self.selected.num_flagged(flag)
+            if num_series:
+                raise ConfigError(
+                    f"{num_series:,} series of the field {self.name!r} have {what}, so no affine maps them "
+                    f"to "
+                    f'millimeters; add "and not flags.{flag}" to its series.'
+                )
+        num_unknown = self.selected.num_without_affine()
+        if num_unknown and (self.spec.orientation is not None or self.spec.spacing_mm is not None):
+            raise ConfigError(
+                f"{num_unknown:,} series of the field {self.name!r} have no known place in millimeters, "
+                f"which "
+                'orientation and spacing_mm need; add "and slice_spacing_mm > 0" to its series, or leave '
+                "them "
+                "out."
+            )
+        named = [window for window in self.spec.windows if isinstance(window, str)]
+        if named and self.selected.values("unit") != ["HU"]:
+            raise ConfigError(
+                f"The window {named[0]!r} of the field {self.name!r} is in HU, and some of its series are "
+                f"not; "
+                "add \"and unit == 'HU'\" to its series, or write windows as (center, width)."
+            )
+
+    @property
+    def has_content(self) -> list[NDArray[np.bool_]]:
+        """Rows of each dataset's own table that have a series, ``(num_rows,)``."""
+        return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+
+    @property
+    def coverage(self) -> Coverage:
+        """Series that are delivered, by the images that these hold, and others that are left out."""
+        delivered, left_out = self.selected.roles(_LIMITS)
+        return Coverage(
+            num_samples=self._num_samples,
+            num_missing=self._num_missing,
+            delivered=delivered,
+            left_out=left_out,
+        )
+
+    def delivered_images(self, place: int) -> ImageSet:
+        """Return the stored images of a dataset that the field delivers."""
+        return self.selected.images(place, _LIMITS)
+
+    # ---- arrays ----------------------------------------------------------------------------------
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, num_slots = self.name, len(slots)
+        specs = [
+            ArraySpec.of(name, self.dtype, num_slots, len(self.delivery.blank), *self.shape),
+            ArraySpec.of(f"{name}_mask", np.uint8, num_slots),
+            ArraySpec.of(f"{name}_affine", np.float64, num_slots, 4, 4),
+            ArraySpec.of(f"{name}_range", np.float32, num_slots, 2),
+        ]
+        if self.spec.valid_mask:
+            specs.append(ArraySpec.of(f"{name}_valid", np.uint8, num_slots, 1, *self.shape))
+        return specs
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
+        """Empty what is beside the regions of every slot."""
+        self._blank_beside(arrays, slice(None))
+
+    def blank(self, arrays: Arrays, slot: int) -> None:
+        """Make a slot look like one without a volume."""
+        arrays[self.name][slot] = self.delivery.blank
+        self._blank_beside(arrays, slot)
+
+    def _blank_beside(self, arrays: Arrays, slots: int | slice) -> None:
+        for beside, empty in (("mask", 0), ("affine", np.eye(4)), ("range", 0), ("valid", 0)):
+            if f"{self.name}_{beside}" in arrays:
+                arrays[f"{self.name}_{beside}"][slots] = empty
+
+    def example(self, arrays: Arrays) -> None:
+        """Fill the only slot with a ramp of small values, and all that is beside it."""
+        super().example(arrays)
+        voxels = arrays[self.name]
+        voxels[...] = (np.arange(voxels.size) % 100).astype(voxels.dtype).reshape(voxels.shape)
+        arrays[f"{self.name}_range"][...] = 0, 99
+        if f"{self.name}_valid" in arrays:
+            arrays[f"{self.name}_valid"][...] = 1
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs."""
+        return {"type": self.spec.type_name, "name": self.name}
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the slices of the region, and of the study's description."""
+        return self._fields(shard, request, self.crop(request))
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        crop = self.crop(request)
+        if crop is None:
+            self.blank(arrays, request.slot)
+            return NoContent()
+        fields = self._fields(shard, request, crop)
+        return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields)
+
+    def crop(self, request: SlotRequest) -> Crop | None:
+        """Return what to deliver of a sample; None where it has no series."""
+        stored = self._stored(request)
+        if stored is None:
+            return None
+        grid = self._grid(stored)
+        grid = grid.cropped(self._start(grid, request.draw), self.shape)
+        mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
+        return Crop(stored, grid, source_region(grid, stored.shape, mode, self.delivery.sigmas(grid)))
+
+    def _stored(self, request: SlotRequest) -> StoredVolume | None:
+        for one in self.selected.of_row(request.component, request.table_row)[:1]:
+            return self._tables[request.component].volume(request.study_row, one.series)
+        return None
+
+    def _grid(self, stored: StoredVolume) -> Grid:
+        """Return the grid of the whole volume, as regions are cut from it."""
+        spec, grid = self.spec, Grid(stored.shape)
+        if stored.affine is not None:
+            if spec.orientation is not None:
+                grid = oriented(stored.shape, stored.affine, spec.orientation)
+            if spec.spacing_mm is not None:
+                grid = spaced(grid, stored.affine, spec.spacing_mm)
+        return stretched(grid, spec.roi_size) if spec.center == "whole" else grid
+
+    def _start(self, grid: Grid, draw: DrawKey) -> Shape:
+        """Return the first point of the region; negative where it begins outside."""
+        found = []
+        for axis, (length, size) in enumerate(zip(grid.shape, self.spec.roi_size, strict=True)):
+            room, first = length - size, (length - size) // 2
+            if room > 0 and self.spec.center == "random":
+                first = (room + 1) * draw.derive(f"volume-start-{axis}") >> _WORD_BITS
+            found.append(first - self.margin[axis])
+        first, second, third = found
+        return first, second, third
+
+    def _fields(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> list[int]:
+        """Return the numbers of the slices of a region, and behind them that of the study."""
+        if crop is None:
+            return []
+        study = shard.study(request.row_in_shard)
+        beside = [] if study is None else [study]
+        if crop.region is None:
+            return beside
+        stored = shard.slices(request.row_in_shard, "full", crop.stored.series)
+        if len(stored) != crop.stored.shape[0]:
+            detail = f"{len(stored)} slices of series {crop.stored.series}, of {crop.stored.shape[0]}"
+            raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
+        return [*stored[crop.region.slices[0]].tolist(), *beside]

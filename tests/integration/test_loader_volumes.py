@@ -1,0 +1,229 @@
+"""Volumes: a region is where its affine says, equal on every way there; only its slices are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import shardflow as sf
+from shardflow.errors import ConfigError
+from shardflow.format import Dataset
+from shardflow.format.keys import slice_field
+from shardflow.loading import Loader
+from shardflow.sampling import BatchSpec
+from shardflow.storage import ByteRange
+from tests.integration.loader_support import (
+    batches_of,
+    check_everywhere,
+    flip_bit,
+    hooked,
+    locate,
+    open_loader,
+    slots_of,
+)
+from tests.volume_cases import VolumeSeries, affine_of, make_volumes, stored_volume
+
+pytestmark = pytest.mark.fast
+
+NUM_SAMPLES = 10
+SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+ROI = (6, 7, 9)
+WITHOUT = 7
+"""Number of a study without a volume."""
+
+
+@cache
+def series_of(number: int) -> list[VolumeSeries]:
+    """Volumes of many shapes, dtypes and orientations; a larger one that was acquired later beside them."""
+    random = np.random.default_rng(number)
+    shape = random.integers(4, 15, 3)
+    dtype = ("int16", "int8", "uint8")[number % 3]
+    limits = np.iinfo(dtype)
+    voxels = random.integers(max(limits.min, -1000), min(limits.max, 2000), shape).astype(dtype)
+    affine = affine_of(
+        random.uniform(0.5, 4, 3), turn=0.7 * (number % 4), tilt=0.2 * (number % 2), flip=number % 5 == 1
+    )
+    later = VolumeSeries(voxels=np.full((20, 20, 20), 7, np.int16), affine=affine)
+    localizer = VolumeSeries(voxels=np.zeros((1, 8, 8), np.int16), kind="localizer")
+    return (
+        [localizer] if number == WITHOUT else [VolumeSeries(voxels=voxels, affine=affine), localizer, later]
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_volumes(tmp_path_factory.mktemp("volumes") / "data", series_of, num_samples=NUM_SAMPLES)
+
+
+def loader_of(source: Dataset | str, volume: sf.Field, **settings: Any) -> Loader:
+    return open_loader(source, SPEC, {"ct": volume}, **settings)
+
+
+def places_of(
+    affine: NDArray[np.float64], shape: Sequence[int], stored: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the stored indices of each voxel of a delivered array, ``(D, H, W, 3)``."""
+    indices = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), axis=-1)
+    inverse = np.linalg.inv(stored) @ affine
+    return indices @ inverse[:3, :3].T + inverse[:3, 3]
+
+
+def expected(
+    dataset: Dataset, row: int, affine: NDArray[np.float64], stored: NDArray[np.float64], shape: Sequence[int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the voxels at the places of a delivered array, which are stored ones, and which are inside."""
+    volume = stored_volume(dataset, row).astype(int)
+    places = places_of(affine, shape, stored)
+    nearest = np.rint(places).astype(int)
+    assert np.abs(places - nearest).max() < 1e-6
+    is_inside = ((nearest >= 0) & (nearest < volume.shape)).all(axis=-1)
+    clipped = np.clip(nearest, 0, np.array(volume.shape) - 1)
+    return np.where(is_inside, volume[tuple(np.moveaxis(clipped, -1, 0))], -1024), is_inside
+
+
+@pytest.mark.parametrize("orientation", [None, "RAS", "SPL", "PIR"])
+def test_a_region_holds_the_stored_voxels_of_its_affine(dataset: Dataset, orientation: str | None) -> None:
+    volume = sf.Volume(roi_size=ROI, orientation=orientation, valid_mask=True, missing="pad")
+    starts, num_slots = set(), 0
+    with loader_of(dataset, volume) as loader:
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                assert batch["ct"].shape == (2, 1, *ROI)
+                assert batch["ct"].dtype == np.int16
+                for slot, number in slots_of(batch):
+                    if number == WITHOUT:
+                        assert batch["ct_mask"][slot] == 0
+                        assert (batch["ct"][slot] == -1024).all()
+                        assert not batch["ct_valid"][slot].any()
+                        continue
+                    stored, affine = series_of(number)[0].affine, batch["ct_affine"][slot]
+                    voxels, is_inside = expected(dataset, number, affine, stored, ROI)
+                    assert (batch["ct"][slot, 0] == voxels).all()
+                    assert (batch["ct_valid"][slot, 0] == is_inside).all()
+                    assert batch["ct_range"][slot].tolist() == [-100, 300 + number]
+                    # A region is inside along every axis that is long enough.
+                    lengths = places_of(affine, ROI, stored)[[0, -1], [0, -1], [0, -1]]
+                    lowest, highest = lengths.min(axis=0), lengths.max(axis=0)
+                    sides = stored_volume(dataset, number).shape
+                    needed = highest - lowest + 1
+                    assert ((lowest > -0.5) | (needed > np.array(sides))).all()
+                    starts.add((number, *affine[:3, 3]))
+                    num_slots += 1
+    assert num_slots == 3 * (NUM_SAMPLES - 1)
+    assert len(starts) > 2 * NUM_SAMPLES
+
+
+def test_axes_run_where_the_codes_say(dataset: Dataset) -> None:
+    for codes, axes in {"RAS": [(0, -1), (1, -1), (2, 1)], "SPL": [(2, 1), (1, 1), (0, 1)]}.items():
+        with loader_of(
+            dataset, sf.Volume(roi_size=ROI, orientation=codes, missing="drop"), where=None
+        ) as loader:
+            for batch in loader:
+                for slot, number in slots_of(batch):
+                    if number % 4 == 0:  # others are turned by more than 45 degrees
+                        directions = batch["ct_affine"][slot, :3, :3]
+                        for column, (axis, sign) in zip(directions.T, axes, strict=True):
+                            assert np.abs(column).argmax() == axis
+                            assert np.sign(column[axis]) == sign
+
+
+def test_regions_are_equal_everywhere(dataset: Dataset) -> None:
+    volume = sf.Volume(roi_size=ROI, missing="pad", margin=(1, 0, 2))
+    check_everywhere(lambda **settings: loader_of(dataset, volume, **settings))
+
+
+def test_only_the_slices_of_a_region_are_read(dataset: Dataset) -> None:
+    num_read = {}
+    for depth in (3, 20):
+        ranges: list[ByteRange] = []
+        opened, _ = hooked(dataset.store.url, lambda _, wanted, ranges=ranges: ranges.extend(wanted))  # type: ignore[misc]
+        volume = sf.Volume(series="rows == 20", roi_size=(depth, 20, 20), missing="drop")
+        with loader_of(opened, volume) as loader:
+            for _ in loader:
+                pass
+        num_read[depth] = len(ranges)
+    num_samples = NUM_SAMPLES - 1
+    assert num_read == {3: num_samples * 4, 20: num_samples * 21}  # and the description of each study
+
+
+def test_a_bad_slice_masks_the_slot(dataset: Dataset, tmp_path: Path) -> None:
+    copied = make_volumes(tmp_path / "data", series_of, num_samples=NUM_SAMPLES)
+    path, offset, num_bytes = locate(copied, 2, slice_field(0, 1, "b2nd"))
+    flip_bit(path, offset + num_bytes // 2)
+    whole = sf.Volume(roi_size=(15, 15, 15), center="middle", missing="pad")
+    with loader_of(copied, whole) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                is_bad = number == 2
+                assert batch.info.weight[slot] == (0 if is_bad else 1)
+                if is_bad:
+                    assert (batch["ct"][slot] == -1024).all()
+                    assert batch["ct_mask"][slot] == 0
+                    assert (batch["ct_affine"][slot] == np.eye(4)).all()
+        (row,) = loader.quarantined
+    assert row.reason == "CHECKSUM_MISMATCH"
+
+
+def test_a_sample_without_a_series(dataset: Dataset) -> None:
+    with pytest.raises(
+        ConfigError, match="1 of 10 samples have no series for the field 'ct'; write missing="
+    ):
+        loader_of(dataset, sf.Volume(roi_size=ROI))
+    with loader_of(dataset, sf.Volume(roi_size=ROI, missing="drop")) as loader:
+        assert WITHOUT not in {number for batch in loader for _, number in slots_of(batch)}
+
+
+def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
+    volume = sf.Volume(roi_size=ROI, missing="pad").for_evaluation()
+    assert volume == sf.Volume(roi_size=ROI, missing="pad", center="middle")
+    assert (
+        batches_of(loader_of(dataset, volume, seed=1)).keys() == batches_of(loader_of(dataset, volume)).keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"roi_size": (96, 96)}, r"roi_size is voxels \(D, H, W\), such as \(96, 96, 96\)"),
+        ({"roi_size": (96, 96, 0)}, "each side of roi_size is a number from 1 to 2,048"),
+        ({"center": "anywhere"}, "center is one of 'random', 'middle', 'whole'"),
+        ({"orientation": "RAR"}, "orientation is three letters"),
+        ({"spacing_mm": (1, 0, 1)}, "spacing_mm is three numbers of millimeters"),
+        ({"spacing_mm": (1, 1, 1), "center": "whole"}, "leave spacing_mm out, or write center='middle'"),
+        ({"interpolation": "sinc"}, "interpolation is one of 'linear', 'nearest', 'cubic'"),
+        ({"windows": "lung"}, r"write windows=\['lung'\]"),
+        ({"windows": [(40, 0)]}, r"each window is \(center, width\)"),
+        ({"windows": [(40, 400)], "dtype": "int16"}, "windows are delivered as float32"),
+        ({"margin": -1}, "margin is a number of voxels"),
+        ({"series": " "}, "series is an expression"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sf.Volume(**{"roi_size": ROI, **settings})
+
+
+def test_series_that_cannot_be_delivered_are_refused(tmp_path: Path) -> None:
+    voxels = np.zeros((4, 8, 8), np.int16)
+    cases = {
+        "flags.irregular_spacing": VolumeSeries(
+            voxels=voxels, affine=affine_of((1, 1, 1)), flags=["irregular_spacing"]
+        ),
+        "flags.missing_slices": VolumeSeries(
+            voxels=voxels, affine=affine_of((1, 1, 1)), flags=["missing_slices"]
+        ),
+        "known place in millimeters": VolumeSeries(voxels=voxels),
+    }
+    for message, series in cases.items():
+        made = make_volumes(tmp_path / message.replace(" ", "-"), {0: [series]}.__getitem__, num_samples=1)
+        with pytest.raises(ConfigError, match=message):
+            loader_of(made, sf.Volume(roi_size=ROI, spacing_mm=(1, 1, 1)))
+    with loader_of(made, sf.Volume(roi_size=ROI)) as loader:  # its own grid needs no geometry
+        assert np.isnan(next(iter(loader))["ct_affine"]).all()
