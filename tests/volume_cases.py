@@ -10,7 +10,7 @@ from typing import Any
 
 import blosc2
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardflow.format import Dataset
 from shardflow.format.codecs import encode_array
@@ -27,8 +27,8 @@ class VolumeSeries:
 
     voxels: NDArray[Any]
     """``(slices, rows, columns)``."""
-    affine: NDArray[np.float64] | None = None
-    """``(4, 4)``: maps ``(slice, row, column, 1)`` to LPS millimeters."""
+    affine: NDArray[np.float64] = field(default_factory=lambda: np.full((4, 4), np.nan))
+    """``(4, 4)``: maps ``(slice, row, column, 1)`` to LPS millimeters; NaN where that is unknown."""
     modality: str = "CT"
     kind: str = "volume"
     unit: str = "HU"
@@ -37,7 +37,7 @@ class VolumeSeries:
 
 
 def affine_of(
-    spacing: Sequence[float], *, turn: float = 0.0, tilt: float = 0.0, flip: bool = False
+    spacing: ArrayLike, *, turn: float = 0.0, tilt: float = 0.0, flip: bool = False
 ) -> NDArray[np.float64]:
     """Return an affine of (slice, row, column): axial, turned by an angle about each axis, slices sheared."""
     cosine, sine = np.cos(turn), np.sin(turn)
@@ -68,9 +68,11 @@ def volume_sample(
         for index, plane in enumerate(one.voxels):
             fields[slice_field(place, index, "b2nd")] = encode_array("b2nd", np.ascontiguousarray(plane))
         affine = None
-        if one.affine is not None:
+        if np.isfinite(one.affine).all():
             affine = one.affine[:, [2, 1, 0, 3]].tolist()
-        steps = [None] * 3 if one.affine is None else np.linalg.norm(one.affine[:3, :3], axis=0).tolist()
+        steps = (
+            [None] * 3 if np.isnan(one.affine).any() else np.linalg.norm(one.affine[:3, :3], axis=0).tolist()
+        )
         described.append(
             {
                 "modality": one.modality,

@@ -82,7 +82,7 @@ def expected(
     places = places_of(affine, shape, stored)
     nearest = np.rint(places).astype(int)
     assert np.abs(places - nearest).max() < 1e-6
-    is_inside = ((nearest >= 0) & (nearest < volume.shape)).all(axis=-1)
+    is_inside = np.asarray(((nearest >= 0) & (nearest < volume.shape)).all(axis=-1))
     clipped = np.clip(nearest, 0, np.array(volume.shape) - 1)
     return np.where(is_inside, volume[tuple(np.moveaxis(clipped, -1, 0))], -1024), is_inside
 
