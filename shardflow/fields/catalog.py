@@ -16,8 +16,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import ConfigError
 from shardflow.fields.reader import Samples
 from shardflow.format import Dataset
+from shardflow.format.codecs import codec_rank
 from shardflow.format.entities import EntityTable
 from shardflow.format.keys import sha256_hex
 from shardflow.format.series import FactColumn, SeriesTable, encode_no_series, open_series
@@ -168,9 +170,39 @@ class SelectedSeries:
         ]
         self._populations = self._typical = populations
 
-    def take_whole_datasets(self) -> None:
-        """Let all samples of the datasets decide `values` and `shapes`: the population has no image."""
-        self._typical = [np.ones(len(each), bool) for each in self._populations]
+    def check(self, name: str, series: str | None, *, pads: bool) -> None:
+        """Refuse a selection without images, or with images that cannot be decoded.
+
+        Args:
+            name: Name of the field.
+            series: The expression that it selects by.
+            pads: Whether samples without images are padded; it then needs none if other samples have some.
+
+        Raises:
+            ConfigError: It is such a selection.
+        """
+        if not self.roles()[0] and not (pads and self._take_others(series)):
+            everything, _ = self.catalog.select(None, self._populations).roles()
+            held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
+            raise ConfigError(
+                f"The field {name!r} matches no image of the selected samples"
+                f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
+            )
+        for codec in self.values("codec"):
+            if codec and codec_rank(codec) is None:
+                raise ConfigError(
+                    f"Images of the field {name!r} are stored as {codec!r}, which no installed codec reads; "
+                    f'install the package that offers it, or select others by series="codec != {codec!r}".'
+                )
+
+    def _take_others(self, series: str | None) -> bool:
+        """Let all samples decide `values` and `shapes`; False where the expression is a slip."""
+        every = [np.ones(len(each), bool) for each in self._populations]
+        is_slip = series is not None and self.catalog.select(None, every).roles()[0]
+        if is_slip and not self.catalog.select(series, every).roles()[0]:
+            return False
+        self._typical = every
+        return True
 
     # ---- the population --------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from shardflow.fields.field import (
     DrawKey,
     Field,
     FieldContext,
-    Missing,
     SlotRequest,
     Slots,
     check_choice,
@@ -47,7 +46,6 @@ from shardflow.fields.layout import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Resolution, Shard
 from shardflow.format import Dataset, array_header, decode_array
-from shardflow.format.codecs import codec_rank
 from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
@@ -184,48 +182,6 @@ def packed_variants(dataset: Dataset) -> Mapping[str, object]:
     return variants if isinstance(variants, dict) else {}
 
 
-def check_selected(
-    name: str, series: str | None, missing: Missing, selected: SelectedSeries, context: FieldContext
-) -> None:
-    """Refuse a field that selects no image, or images that cannot be decoded.
-
-    One that pads needs no image if other samples have some.
-
-    Args:
-        name: Name of the field.
-        series: The expression that it selects by.
-        missing: Its setting; a field that pads is described by the images of the whole datasets.
-        selected: What that selects.
-        context: The samples and their tables.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if not selected.roles()[0] and not (missing == "pad" and _take_others(series, selected, context)):
-        everything, _ = context.catalog.select(None, context.populations).roles()
-        held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
-        raise ConfigError(
-            f"The field {name!r} matches no image of the selected samples"
-            f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
-        )
-    for codec in selected.values("codec"):
-        if codec and codec_rank(codec) is None:
-            raise ConfigError(
-                f"Images of the field {name!r} are stored as {codec!r}, which no installed codec reads; "
-                f'install the package that offers it, or select others by series="codec != {codec!r}".'
-            )
-
-
-def _take_others(series: str | None, selected: SelectedSeries, context: FieldContext) -> bool:
-    """Describe a field by the images of the whole datasets; False where its expression is a slip."""
-    every = [np.ones(len(each), bool) for each in context.populations]
-    is_slip = series is not None and context.catalog.select(None, every).roles()[0]
-    if is_slip and not context.catalog.select(series, every).roles()[0]:
-        return False
-    selected.take_whole_datasets()
-    return True
-
-
 def fill_value(name: str, fill: float | None, selected: SelectedSeries, dtype: np.dtype[Any]) -> float:
     """Return the value of places without an image: as given, else air where all images are in HU, else 0.
 
@@ -286,7 +242,7 @@ class BoundPixels(BoundField):
         self.spec = spec
         self._counters = context.counters
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
-        check_selected(name, spec.series, spec.missing, self.selected, context)
+        self.selected.check(name, spec.series, pads=spec.missing == "pad")
         self._check_small(context)
         self._populations = context.populations
         self._num_samples = context.num_samples

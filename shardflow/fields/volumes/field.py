@@ -30,7 +30,7 @@ from shardflow.fields.field import (
 from shardflow.fields.layout import WINDOWS, PixelDtype
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.types.pixels import check_selected, fill_value
+from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
@@ -265,7 +265,7 @@ class BoundVolume(BoundField):
         self.spec = spec
         series = DEFAULT_VOLUMES if spec.series is None else spec.series
         self.selected = context.catalog.select(series, context.populations)
-        check_selected(name, spec.series, spec.missing, self.selected, context)
+        self.selected.check(name, spec.series, pads=spec.missing == "pad")
         self._check_units(context)
         self._check_series()
         self._num_samples = context.num_samples
