@@ -226,4 +226,4 @@ def test_series_that_cannot_be_delivered_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             loader_of(made, sf.Volume(roi_size=ROI, spacing_mm=(1, 1, 1)))
     with loader_of(made, sf.Volume(roi_size=ROI)) as loader:  # its own grid needs no geometry
-        assert np.isnan(next(iter(loader))["ct_affine"]).all()
+        assert np.isnan(next(iter(loader))["ct_affine"][0]).all()
