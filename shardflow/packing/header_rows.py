@@ -50,6 +50,8 @@ _END: Final = b"end\n"
 _DAY_S: Final = 86_400
 _LINKING: Final = ("accession_number", "study_date", "study_time", "acquired", "utc_offset")
 """Header fields that matter to attachments alone: they link them with the study, and place them in time."""
+_IDENTITY: Final = ("patient_name", "birth_date", "sex", "patient_id_issuer", "other_patient_ids")
+"""Header fields that only tell which patients are one person."""
 # ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 
@@ -95,6 +97,8 @@ class HeaderRow:
     """Facts that the layout knows about the file."""
     attachment: AttachmentRow | None = None
     """Set for a file of a kind of attachments."""
+    pixels: int = 0
+    """64 bits of its stored pixels, by which copies under other identifiers are found; 0 for none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -109,6 +113,7 @@ class HeaderRow:
             # Left out if there is none: the digest of a row decides whether an input is already known.
             **({} if self.placement is None else {"placement": self.placement.to_json()}),
             **({} if self.attachment is None else {"attachment": encode(self.attachment)}),
+            "pixels": self.pixels,
         }
 
     @classmethod
@@ -120,7 +125,16 @@ class HeaderRow:
         placement = None if placed is None else Placement.from_json(placed)
         found = row.get("attachment")
         attachment = None if found is None else decode(AttachmentRow, found)
-        return cls(row["root"], row["path"], header, row["reason"], *identifiers, placement, attachment)
+        return cls(
+            row["root"],
+            row["path"],
+            header,
+            row["reason"],
+            *identifiers,
+            placement,
+            attachment,
+            row["pixels"],
+        )
 
     def instance_digest(self) -> int:
         """Return 64 bits of the SOP Instance UID, to recognize copies; 0 if it is missing."""
@@ -131,18 +145,18 @@ class HeaderRow:
         """Return 64 bits of the row's content, equal for a file that was moved or renumbered.
 
         Not included are the split, which belongs to the patient and shows in the names of the plan's shards,
-        and further identifiers of the study, which only its report is searched for.
+        and further identifiers of study and patient, which only link.
         """
         if self.attachment is not None:
             # The content itself, so that a later version of a kind still recognizes the file.
             return int(self.attachment.content[:16], 16)
         content = self.to_json()
-        del content["root"], content["path"]
+        del content["root"], content["path"], content["pixels"]
         if "placement" in content:
             content["placement"]["split"] = ""
             del content["placement"]["other_ids"]
         if content["header"] is not None:
-            for name in ("file_index", *_LINKING):
+            for name in ("file_index", *_LINKING, *_IDENTITY):
                 del content["header"][name]
         return digest_bytes(_encode(content))
 

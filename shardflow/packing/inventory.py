@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
+from shardflow.packing.deid.identity import PatientEvidence
 
 NO_STUDY: Final = -1
 
@@ -59,6 +60,7 @@ _SCANNED_COLUMNS: Final = {
     "instance": "u8",
     "modified_ns": "i8",
     "num_slices": "i4",
+    "pixels": "u8",
     "row_num_bytes": "i4",
     "row_offset": "i8",
     "series": "u8",
@@ -152,6 +154,10 @@ class ScannedFile:
     facts: StudyFacts = NO_FACTS
     attachment: Attachment | None = None
     """Set for files that are not images and may be attachments; without links it cannot be packed."""
+    pixels: int = 0
+    """64 bits of its stored pixels; 0 for none."""
+    evidence: tuple[int, ...] = ()
+    """Evidence of its patient's identity (`shardflow.packing.deid.identity`)."""
 
 
 class StudyTable:
@@ -163,6 +169,7 @@ class StudyTable:
         buckets: Bucket of its patient.
         is_conflicting: Whether its files name several patients.
         facts: Facts that link attachments with it.
+        evidence: What headers state about the patients.
 
     Args:
         former: Surrogate of the patient of each study of the previous version, by sample key; ``""`` if it
@@ -177,6 +184,7 @@ class StudyTable:
         self.buckets: list[int] = []
         self.is_conflicting: list[bool] = []
         self.facts: list[StudyFacts] = []
+        self.evidence = PatientEvidence()
         self._bucket_of: dict[str, int] = {}
         self._torn_patients: set[str] = set()
 
@@ -233,6 +241,7 @@ class FileTable:
         series: ``(n,)`` uint64 of the Series Instance UID; 0 if it is missing.
         digest: ``(n,)`` uint64 of the header's content.
         modified_ns: ``(n,)`` int64; only compared between runs of one job.
+        pixels: ``(n,)`` uint64 of the stored pixels, equal for copies under other identifiers; 0 for none.
         row_offset: ``(n,)`` int64: offset of the header row in the file of its batch.
         row_num_bytes: ``(n,)`` int32.
         source: ``(n,)`` int64: the discovered file that a row is, or is a part of.
@@ -249,6 +258,7 @@ class FileTable:
     series: NDArray[np.uint64]
     digest: NDArray[np.uint64]
     modified_ns: NDArray[np.int64]
+    pixels: NDArray[np.uint64]
     row_offset: NDArray[np.int64]
     row_num_bytes: NDArray[np.int32]
     source: NDArray[np.int64]
@@ -276,6 +286,8 @@ class FileTable:
             self.reason[number] = UNDECIDED if file.reason is None else reason_code(file.reason)
             if file.study:
                 self.study[number] = self.studies.add(file.study, file.patient, file.bucket, file.facts)
+                if file.patient:
+                    self.studies.evidence.add(file.patient, file.evidence)
             if file.attachment is not None:
                 self.kind[number] = ATTACHMENT_KIND
                 if file.attachment.links:

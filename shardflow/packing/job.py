@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardflow.errors import ConfigError
@@ -30,6 +30,7 @@ from shardflow.packing.engines.worker import peak_memory_bytes
 from shardflow.packing.handlers import make_setup
 from shardflow.packing.inventory import CARRIED, count_failed, count_reasons
 from shardflow.packing.linking import link_attachments
+from shardflow.packing.people import identify, load_evidence, write_list
 from shardflow.packing.plan import (
     PlanBasis,
     PlanRules,
@@ -182,6 +183,7 @@ class PackRun:
             seconds=self.seconds(),
             peak_memory_bytes=peak_memory(engine),
             num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
+            identities=ingested.identity_counts,
         )
 
     def unpublished(self, status: Status, ingested: Ingested, engine: Engine, **facts: Any) -> PackSummary:
@@ -194,6 +196,7 @@ class PackRun:
             status=status,
             inputs={"total": len(ingested.files) + len(ingested.reports), **outcomes},
             reasons=reasons,
+            identities=ingested.identity_counts,
             seconds=self.seconds(),
             peak_memory_bytes=peak_memory(engine),
             **facts,
@@ -471,11 +474,13 @@ class _Job:
             if mode == "retry":
                 clear_crash_log(base, crash_log, self._workspace)
         with run.open_engine() as engine:
+            packed = base.patient_splits()
             ingested = run.ingest(engine, key, crash_log).more(mode, base, discovered)
+            ingested = self._identify(ingested, key, packed, base)
             scope, splits = ingested.scope, list(self._config.splits)
             if scope is None:
                 return leave(run, finished, ingested, engine)
-            num_moved = keep_splits(ingested.files.studies, base.patient_splits(), splits, scope.study_reason)
+            num_moved = keep_splits(ingested.files.studies, packed, splits, scope.study_reason)
             if num_moved:
                 run.progress.note(
                     f"{num_moved} packed patients are in another split of the layout than in the dataset: "
@@ -537,4 +542,42 @@ class _Job:
         ingested = self._run.ingest(engine, key, crash_log).everything(discovered)
         if not len(ingested.files.studies):
             raise nothing_to_pack(ingested.files)
-        return ingested
+        return self._identify(ingested, key, {})
+
+    def _identify(
+        self, ingested: Ingested, key: SecretKey, packed: dict[str, str], base: Base | None = None
+    ) -> Ingested:
+        """Find patients that are one person, list them privately, and give each person one split.
+
+        Args:
+            ingested: The inputs.
+            key: The secret key.
+            packed: Split of every packed patient; those linked to them are added.
+            base: The previous version.
+
+        Raises:
+            ConfigError: The settings stop at uncertain links, or official splits tear a person.
+        """
+        run, deid, files = self._run, self._config.deid, ingested.files
+        if base is not None:
+            digest = str(base.manifest.extra["plan_digest"])
+            load_evidence(self._workspace.people_ledger(digest), files.studies.evidence)
+        identities = identify(
+            files,
+            key,
+            policy=deid.on_uncertain_identity,
+            identity_map=deid.identity_map,
+            known=None if base is None else (base.known.pixels, base.known.study),
+        )
+        write_list(identities, files, self._workspace)
+        num_uncertain = identities.counts.get("uncertain", 0)
+        if num_uncertain and deid.on_uncertain_identity == "stop":
+            raise ConfigError(
+                f"{num_uncertain} pairs of patient IDs may be one person each; decide them in a copy of "
+                "identities.csv in private_dir, and give it as deid.identity_map."
+            )
+        identities.keep_packed(packed)
+        identities.join_splits(files.studies, packed)
+        for note in identities.notes(deid.on_uncertain_identity):
+            run.progress.note(note)
+        return replace(ingested, identities=identities)

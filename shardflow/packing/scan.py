@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, SourceError, StorageError
 from shardflow.format.reasons import Reason
+from shardflow.packing.deid.identity import StatedPerson, evidence_of
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.header_rows import (
     AttachmentRow,
     HeaderRow,
     digest64,
+    digest_bytes,
     image_facts,
     link_facts,
     load_rows,
@@ -29,6 +32,7 @@ from shardflow.packing.header_rows import (
 from shardflow.packing.inventory import INPUT_KINDS, Attachment, FileTable, ScannedFile
 from shardflow.packing.registry import attachment_kinds
 from shardflow.packing.sources.attachments import HEAD_BYTES
+from shardflow.packing.sources.dicom.dictionary import DEFLATED
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, sop_class_of
 from shardflow.packing.sources.images import read_image
@@ -52,10 +56,14 @@ NUM_BUCKETS: Final = 10_000
 BATCH_FILES: Final = 128
 """Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
-_ROWS_VERSION: Final = 4
+_ROWS_VERSION: Final = 5
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
+_PIXEL_BYTES: Final = 16 << 10
+"""Bytes from the middle of an image's stored pixels that tell copies of it."""
+_MIN_COMPRESSED: Final = 64, 8
+"""Bytes, and divisor, of the least compressed size of such a block: air and blank pages are no copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +228,7 @@ class Scanner:
                 study_instance_uid=header.study_instance_uid,
                 sop_instance_uid=header.sop_instance_uid,
             )
-        return replace(row, header=header)
+        return replace(row, header=header, pixels=_pixel_digest(path, header))
 
     def _find_attachment(self, row: HeaderRow, path: Path) -> HeaderRow | None:
         """Return the row of an attachment, usable or not; None for any other file."""
@@ -263,6 +271,8 @@ class Scanner:
             row_num_bytes=num_bytes,
             facts=image_facts(row),
             attachment=attachment,
+            pixels=row.pixels,
+            evidence=evidence_of(self.key, _stated(patient, header)) if patient else (),
         )
 
     def _bucket(self, patient: str, placement: Placement | None) -> int:
@@ -292,6 +302,41 @@ class Scanner:
             ]
         )
         return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
+    if header is None:
+        return StatedPerson(patient_id=patient_id)
+    return StatedPerson(
+        patient_id=patient_id,
+        issuer=header.patient_id_issuer,
+        other_ids=header.other_patient_ids,
+        name=header.patient_name,
+        birth_date=header.birth_date,
+        sex=header.sex,
+    )
+
+
+def _pixel_digest(path: Path, header: InstanceHeader) -> int:
+    """Return 64 bits of a block of the stored pixels, equal for copies with other identifiers.
+
+    Returns 0 for a block that unrelated images may share, and for the deflated syntax, whose pixels have no
+    place in the file.
+    """
+    if header.transfer_syntax_uid == DEFLATED:
+        return 0
+    end = header.num_bytes if header.pixel_num_bytes is None else header.pixel_offset + header.pixel_num_bytes
+    start = max(header.pixel_offset, (header.pixel_offset + end - _PIXEL_BYTES) // 2)
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            block = file.read(min(_PIXEL_BYTES, end - start))
+    except OSError:
+        return 0
+    least, divisor = _MIN_COMPRESSED
+    if len(zlib.compress(block, 1)) < max(least, len(block) // divisor):
+        return 0
+    return digest_bytes(b"%d %d " % (header.image.rows, header.image.columns) + block)
 
 
 def _without_header(row: HeaderRow, reason: str) -> HeaderRow:

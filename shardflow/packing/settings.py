@@ -16,6 +16,7 @@ from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_patterns import DateOrder
 
 BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
+UncertainIdentity: TypeAlias = Literal["join", "warn", "stop"]
 TimeResolution: TypeAlias = Literal["second", "minute", "hour", "day"]
 
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
@@ -124,6 +125,11 @@ class DeidConfig:
     """Whether BurnedInAnnotation = NO in a file clears a suspicion."""
     face_risk: Literal["flag", "quarantine"] = "flag"
     """Treatment of head volumes, whose surface is a face."""
+    on_uncertain_identity: UncertainIdentity = "warn"
+    """Treatment of patient IDs that may be one person: ``join`` puts them into one split, ``warn`` lists them
+    in the private folder, ``stop`` lists them and packs nothing."""
+    identity_map: Path | None = None
+    """CSV file of decisions on such pairs; see docs/deidentification.md."""
     rules_file: Path | None = None
     """TOML file of further rules and blackout boxes; see docs/deidentification.md."""
 
@@ -158,7 +164,9 @@ class DeidConfig:
     def content(self) -> dict[str, Any]:
         """Return what decides bytes, as JSON."""
         content = {**asdict(self), "accept": sorted(self.accept), "rules_sha256": self.rules().digest}
-        del content["rules_file"]
+        # The splits show in the plan's digest; decisions must not end a dataset.
+        for name in ("rules_file", "identity_map", "on_uncertain_identity"):
+            del content[name]
         if self.times == "second":  # settings older than this one keep their digest
             del content["times"]
         # Sorted: fragments depend on a digest of this very text.

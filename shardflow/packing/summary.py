@@ -42,6 +42,9 @@ class PackSummary:
     """Version of the dataset that ``dataset_id`` is of."""
     num_known_inputs: int = 0
     """Inputs that the previous version already has."""
+    identities: dict[str, int] = field(default_factory=dict)
+    """Patient IDs that were ``joined`` to persons, ``uncertain`` and ``decided`` pairs of them, persons
+    ``in_two_splits`` since an earlier version, ``copied_studies``; zeros are left out."""
     splits: dict[str, int] = field(default_factory=dict)
     """Samples by split."""
     missing_tasks: tuple[int, ...] = ()
@@ -64,6 +67,7 @@ class PackSummary:
         seconds: float,
         peak_memory_bytes: dict[str, int],
         num_known_inputs: int = 0,
+        identities: Mapping[str, int] | None = None,
     ) -> Self:
         """Summarize a published dataset."""
         counts = asdict(manifest.counts)
@@ -76,6 +80,7 @@ class PackSummary:
             dataset_id=manifest.dataset_id,
             manifest_version=manifest.manifest_version,
             num_known_inputs=num_known_inputs,
+            identities=dict(identities or {}),
             splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
             num_shards=len(manifest.shards),
             num_slices=extra["num_slices"],
@@ -129,6 +134,7 @@ def forecast(
         num_slices=sum(int(slices[study]) for shard in plan.shards for study in shard.studies),
         num_bytes=sum(shard.estimated_bytes for shard in plan.shards),
         num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
+        identities=ingested.identity_counts,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
     )

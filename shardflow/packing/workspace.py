@@ -195,6 +195,10 @@ class Workspace:
         """Private ledger of a plan: maps surrogates back to input paths."""
         return self.private / f"inputs-{plan_digest[:16]}.jsonl"
 
+    def people_ledger(self, plan_digest: str) -> Path:
+        """Evidence of identity of a plan's patients, by surrogate; private."""
+        return self.private / f"people-{plan_digest[:16]}.jsonl"
+
     def remove_work(self) -> None:
         """Remove the work folder, temporary files of killed writers, and the private spools."""
         for folder in (self.output, self.output / "shards", self.output / "samples", self.private):

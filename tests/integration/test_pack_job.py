@@ -83,7 +83,7 @@ def test_only_the_dataset_is_left(case: PackCase) -> None:
     assert names == {"manifest-000001.json", "shards", "samples", "facts", "ledger.jsonl", "report.html"}
     assert {path.name for path in case.output.iterdir()} == names
     left = sorted(path.name for path in case.private.iterdir())
-    assert [name for name in left if not name.startswith("inputs-")] == [
+    assert [name for name in left if not name.startswith(("inputs-", "people-"))] == [
         "lock",
         "packing-processes.log",
         "secret.key",

@@ -113,7 +113,10 @@ def make_header(
     wide = "OF" if image.bits_allocated == 32 else "OD"
     return InstanceHeader(
         file_index=0,
-        **identifiers,
+        patient_id=identifiers["patient_id"],
+        study_instance_uid=identifiers["study_instance_uid"],
+        series_instance_uid=identifiers["series_instance_uid"],
+        sop_instance_uid=identifiers["sop_instance_uid"],
         sop_class_uid="",
         transfer_syntax_uid=syntax,
         modality=placement.modality,

@@ -1,6 +1,6 @@
 """Previous version of a dataset: its manifest, its samples, and its inputs as the private ledger has them.
 
-Known inputs take some 60 bytes each, and 200 a study. Paths stay in the file, and are read back for the few
+Known inputs take some 70 bytes each, and 200 a study. Paths stay in the file, and are read back for the few
 inputs that are ingested again. An input is recognized by its content, not by its name alone.
 """
 
@@ -72,6 +72,7 @@ _COLUMNS: Final = {
     "study": "i4",
     "identity": "u8",
     "path": "u8",
+    "pixels": "u8",
     "_offset": "i8",
 }
 
@@ -91,6 +92,7 @@ class KnownInputs:
         study: ``(n,)`` int32 into ``keys``, or `NO_STUDY`.
         identity: ``(n,)`` uint64 of the content.
         path: ``(n,)`` uint64: `path_digest` of its location; 0 if that was removed.
+        pixels: ``(n,)`` uint64 of its stored pixels; 0 if unknown.
 
     Raises:
         ConfigError: The file does not exist.
@@ -104,6 +106,7 @@ class KnownInputs:
     study: NDArray[np.int32]
     identity: NDArray[np.uint64]
     path: NDArray[np.uint64]
+    pixels: NDArray[np.uint64]
     _offset: NDArray[np.int64]
 
     def __init__(self, path: Path) -> None:
@@ -132,6 +135,7 @@ class KnownInputs:
                         NO_STUDY if key is None else numbers[key],
                         int(fields["identity"], 16),
                         0 if fields.get("path") is None else path_digest(_location(fields)),
+                        int(fields.get("pixels", "0"), 16),
                         offset,
                     )
                 )

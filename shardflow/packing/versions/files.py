@@ -44,6 +44,7 @@ from shardflow.packing.inventory import (
     count_reasons,
     reason_name,
 )
+from shardflow.packing.people import write_evidence
 from shardflow.packing.upload import uploader_of
 from shardflow.packing.versions.base import Base, file_identity
 from shardflow.packing.workspace import locked_workspace
@@ -161,6 +162,8 @@ def write_private_ledger(
     write_atomic(
         workspace.private_ledger(plan_digest), _lines(ingested, inputs, base), replace=True, mode=0o600
     )
+    if ingested.identities is not None:
+        write_evidence(ingested.identities, workspace.people_ledger(plan_digest))
 
 
 def encode_entry(entry: Mapping[str, Any]) -> bytes:
@@ -175,7 +178,13 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
             yield encode_entry(entry)
 
     def line(
-        surrogate: bytes, code: int, study: int, kind: str, where: Mapping[str, Any], identity: int
+        surrogate: bytes,
+        code: int,
+        study: int,
+        kind: str,
+        where: Mapping[str, Any],
+        identity: int,
+        pixels: int = 0,
     ) -> bytes:
         return encode_entry(
             {
@@ -187,6 +196,7 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
                 **_accession(studies, study),
                 "reason": "UNDECIDED" if code == UNDECIDED else reason_name(code),
                 "identity": f"{identity:016x}",
+                **({"pixels": f"{pixels:016x}"} if pixels else {}),
             }
         )
 
@@ -197,7 +207,15 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
             path = str(ingested.discovered[source_file].path(inputs.roots).absolute())
             code, study = int(files.reason[number]), int(files.study[number])
             kind = INPUT_KINDS[int(files.kind[number])]
-            yield line(files.surrogate[number], code, study, kind, {"path": path}, int(identities[number]))
+            yield line(
+                files.surrogate[number],
+                code,
+                study,
+                kind,
+                {"path": path},
+                int(identities[number]),
+                int(files.pixels[number]),
+            )
     source = str((inputs.reports or Path()).absolute())
     for number in range(len(reports)):
         if reports.reason[number] != CARRIED:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardflow.packing.config import InputsConfig
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.inventory import FileTable
+    from shardflow.packing.people import Identities
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.base import Base, KnownInputs
@@ -124,6 +125,13 @@ class Ingested:
     reports: ReportTable
     scope: Scope | None = None
     """Inputs that the job decides; None for a first version, which decides all."""
+    identities: Identities | None = None
+    """Persons among the patients, once they are known."""
+
+    @property
+    def identity_counts(self) -> dict[str, int]:
+        """Counts of what links patients, for the summary."""
+        return {} if self.identities is None else self.identities.counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

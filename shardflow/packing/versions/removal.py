@@ -32,6 +32,7 @@ from shardflow.format.shard_files import write_file
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import of_inputs, reason_code
+from shardflow.packing.people import encode_evidence, read_evidence
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.studies.privacy import counts_without
 from shardflow.packing.versions.base import sample_entries
@@ -180,6 +181,13 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
     facts = [manifest.dataset_id, sorted(removed.studies), sorted(removed.patients)]
     plan_digest = hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
     write_atomic(workspace.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
+    evidence = read_evidence(workspace.people_ledger(str(manifest.extra["plan_digest"])))
+    kept_lines = (
+        encode_evidence(entry["patient"], entry["evidence"])
+        for entry in evidence
+        if entry["patient"] not in removed.patients
+    )
+    write_atomic(workspace.people_ledger(plan_digest), kept_lines, replace=True, mode=0o600)
     reason = base.known.reason.copy()
     reason[_is_removed(base, removed)] = reason_code(Reason.CONSENT_WITHDRAWN)
     return newest.replace(
@@ -220,7 +228,7 @@ def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
     """Yield the private ledger, without paths and patients of removed inputs."""
     for entry in base.known.entries(range(len(base.known))):
         if entry["sample_key"] in removed.studies:
-            for name in ("path", "place", "patient", "accession"):
+            for name in ("path", "place", "patient", "accession", "pixels"):
                 entry.pop(name, None)
             entry["reason"] = Reason.CONSENT_WITHDRAWN.value
         yield encode_entry(entry)
@@ -374,7 +382,11 @@ def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]
     for folder in [*workspace.output.glob("tokens/*/*"), *workspace.output.glob("views/*/*")]:
         if folder.is_dir() and folder.name not in kept:
             shutil.rmtree(folder)
-    current = workspace.private_ledger(str(manifest.extra["plan_digest"]))
-    for ledger in workspace.private.glob("inputs-*.jsonl"):
-        if ledger != current:
-            ledger.unlink()
+    digest = str(manifest.extra["plan_digest"])
+    current = {workspace.private_ledger(digest), workspace.people_ledger(digest)}
+    for pattern in ("inputs-*.jsonl", "people-*.jsonl"):
+        for ledger in workspace.private.glob(pattern):
+            if ledger not in current:
+                ledger.unlink()
+    # It may name removed patients; the next job writes it anew.
+    (workspace.private / "identities.csv").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ _ACCESSION, _STUDY_DATE, _STUDY_TIME = 0x00080050, 0x00080020, 0x00080030
 _ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME = 0x0008002A, 0x00080022, 0x00080032
 _UTC_OFFSET = 0x00080201
 _MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
+_NAME, _BIRTH_DATE, _SEX = 0x00100010, 0x00100030, 0x00100040
+_ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS = 0x00100021, 0x00101000, 0x00101002
 _PIXEL_DATA = 0x7FE00010
 
 _WANTED = (
@@ -62,11 +65,13 @@ _WANTED = (
     | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
     | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
     | frozenset({_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME, _UTC_OFFSET})
+    | frozenset({_NAME, _BIRTH_DATE, _SEX, _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS})
     | PLANE_TAGS
     | DESCRIPTION_TAGS
 )
 _OFFSET = re.compile(r"[+-](?:0\d|1[0-4])[0-5]\d", re.ASCII)
 _MOMENT = re.compile(rf"\d{{12,14}}(?:\.\d{{1,6}})?(?:{_OFFSET.pattern})?", re.ASCII)
+_MAX_OTHER_IDS = 32
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
 
@@ -130,6 +135,12 @@ class InstanceHeader:
     either. Records and recordings count their seconds from it."""
     utc_offset: str = ""
     """(0008,0201) *Timezone Offset From UTC* of that clock, such as ``+0100``; else ``""``."""
+    patient_name: str = ""
+    """This and the rest tell whether two patient IDs are one person."""
+    birth_date: str = ""
+    sex: str = ""
+    patient_id_issuer: str = ""
+    other_patient_ids: tuple[str, ...] = ()
 
     def plane(self, frame: int) -> PlaneHeader:
         """Return the facts of one frame."""
@@ -258,6 +269,11 @@ def _read_instance(
         study_time=values.code(elements, _STUDY_TIME),
         acquired=_acquired(elements),
         utc_offset=_utc_offset(elements),
+        patient_name=values.text(elements, _NAME),
+        birth_date=values.code(elements, _BIRTH_DATE),
+        sex=values.code(elements, _SEX),
+        patient_id_issuer=values.text(elements, _ISSUER),
+        other_patient_ids=_other_patient_ids(elements),
     )
 
 
@@ -360,6 +376,14 @@ def _acquired(elements: FileElements) -> str:
 def _utc_offset(elements: FileElements) -> str:
     stated = values.code(elements, _UTC_OFFSET)
     return stated if _OFFSET.fullmatch(stated) else ""
+
+
+def _other_patient_ids(elements: FileElements) -> tuple[str, ...]:
+    """Return the patient's further identifiers; a damaged sequence of them names none."""
+    stated = values.text(elements, _OTHER_IDS).split("\\")
+    with suppress(SourceError):
+        stated += [values.text(item, _PATIENT) for item in elements.items(_OTHER_IDS_ITEMS)]
+    return tuple(sorted({one.strip() for one in stated} - {""}))[:_MAX_OTHER_IDS]
 
 
 def _single(numbers: tuple[float, ...] | None) -> float | None:

@@ -1,0 +1,330 @@
+"""Evidence of identity: what headers state about a person, as keyed digests that can be compared.
+
+A hospital writes one person under several identifiers: with and without leading zeros, in another case, with
+hyphens, with the site behind a caret, under the number of another department. Surrogates keep such
+identifiers apart, and so do sample keys (docs/adr/0085-links.md); a split must not, because a model that was
+trained on a person must not be tested on that person.
+
+Packing processes reduce names, birth dates and identifiers to digests of 61 bits under the secret key
+(`evidence_of`). The job collects them by patient (`PatientEvidence`) and compares pairs that share one
+(`judge`). A value that many patients share, such as the birth date of a phantom, is a placeholder and links
+nobody.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.packing.deid.pseudonyms import parse_date
+
+if TYPE_CHECKING:
+    from shardflow.packing.deid.pseudonyms import SecretKey
+
+MAX_SHARED: Final = 16
+"""Patients that may share a value; one that more of them share is a placeholder."""
+
+_KIND_BITS: Final = 3
+_DIGESTS: Final = 1 << (64 - _KIND_BITS)
+_ZEROS: Final = re.compile(r"(?<!\d)0+(?=\d)")
+_WORD: Final = re.compile(r"[^\W\d_]+")
+_SITE: Final = re.compile(r"[\^@]")
+_UMLAUTS: Final = re.compile(r"([aou])e")
+_PLACEHOLDERS: Final = frozenset(
+    """
+    anon anonym anonymized anonymised anonymous deidentified dummy emergency name nn noname none notfall
+    paciente patient phantom qa quality removed service study subject test unbekannt unknown xxx
+    """.split()  # noqa: SIM905
+)
+
+
+class _Kind(IntEnum):
+    OWN = 0
+    OTHER = 1
+    NAME = 2
+    BIRTH = 3
+    SEX = 4
+    PERSON = 5
+    ISSUER = 6
+
+
+Verdict: TypeAlias = Literal["certain", "uncertain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedPerson:
+    """What one header states about its patient. Holds identifiers: never in a message, log or dataset."""
+
+    patient_id: str
+    issuer: str = ""
+    """(0010,0021) *Issuer of Patient ID*."""
+    other_ids: tuple[str, ...] = ()
+    """(0010,1000) *Other Patient IDs*, and those of (0010,1002)."""
+    name: str = ""
+    birth_date: str = ""
+    sex: str = ""
+
+    def __repr__(self) -> str:
+        return "StatedPerson()"
+
+
+def split_id(patient_id: str) -> tuple[str, str]:
+    """Return an identifier without zero padding, case, hyphens and blanks, and the site that it names.
+
+    Example:
+        >>> split_id("00-1234a^WEST"), split_id("1234A")
+        (('1234a', 'west'), ('1234a', ''))
+    """
+    core, *parts = _SITE.split(patient_id)
+    site = next((word for part in parts if (word := _plain(part))), "")
+    return _ZEROS.sub("", _plain(core)), site
+
+
+def normalize_name(name: str) -> str:
+    """Return family and first given name in one spelling and order; ``""`` for a placeholder or half a name.
+
+    Example:
+        >>> normalize_name("MUELLER^Anna^B"), normalize_name("Anna Muller")
+        ('anna muller', 'anna muller')
+        >>> normalize_name("ANONYMOUS^P0012")
+        ''
+    """
+    text = name.split("=", maxsplit=1)[0].strip()
+    if any(character.isdigit() for character in text):
+        return ""
+    family, *given = re.split(r"[\^,]", text, maxsplit=2)
+    words = _WORD.findall(_fold(family)) + _WORD.findall(_fold(given[0] if given else ""))[:1]
+    if not words or any(word in _PLACEHOLDERS for word in words):
+        return ""
+    is_whole = len(words) > 1 or (len(words[0]) > 1 and not words[0].isascii())
+    return " ".join(sorted(words)) if is_whole else ""
+
+
+def _plain(text: str) -> str:
+    return "".join(character for character in _fold(text) if character.isalnum())
+
+
+def _fold(text: str) -> str:
+    """Return a text without case, accents, and the transcription of umlauts (ue for u)."""
+    folded = unicodedata.normalize("NFKD", text.casefold())
+    return _UMLAUTS.sub(r"\1", "".join(one for one in folded if not unicodedata.combining(one)))
+
+
+@lru_cache(maxsize=1024)
+def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
+    """Return the evidence of one header: digests of 64 bits with their kind in the lowest three, sorted.
+
+    Equal identifiers of a person and of another's *Other Patient IDs* get equal digests.
+    """
+    found: set[int] = set()
+
+    def add(kind: _Kind, domain: str, text: str) -> None:
+        if text:
+            digest = key.bucket(f"identity-{domain}", text, _DIGESTS)
+            found.add(digest << _KIND_BITS | kind)
+
+    core, site = split_id(person.patient_id)
+    add(_Kind.OWN, "id", core)
+    for issuer in (site, _plain(person.issuer)):
+        add(_Kind.ISSUER, "issuer", issuer)
+    for other in person.other_ids:
+        # Without letters or digits of its own it names nobody; its own identifier is no other one.
+        core_of_other = split_id(other)[0]
+        if core_of_other != core:
+            add(_Kind.OTHER, "id", core_of_other)
+    name, born = normalize_name(person.name), parse_date(person.birth_date)
+    sex = person.sex.strip().upper()
+    add(_Kind.NAME, "name", name)
+    add(_Kind.SEX, "sex", sex if sex in {"F", "M"} else "")
+    if born is not None:
+        # The first of January stands for an unknown day, and disproves nothing.
+        is_exact = (born.month, born.day) != (1, 1)
+        add(_Kind.BIRTH, "birth", born.isoformat() if is_exact else "")
+        add(_Kind.PERSON, "person", f"{name}/{born.isoformat()}" if name else "")
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Evidence of one patient, by kind."""
+
+    values: tuple[frozenset[int], ...]
+
+    @classmethod
+    def of(cls, tokens: Iterable[int]) -> _Record:
+        values: list[set[int]] = [set() for _ in _Kind]
+        for token in tokens:
+            values[token & (1 << _KIND_BITS) - 1].add(token >> _KIND_BITS)
+        return cls(tuple(map(frozenset, values)))
+
+    def agrees(self, other: _Record, kind: _Kind) -> bool | None:
+        """Return whether a value is the same; None if one of them has none."""
+        own, others = self.values[kind], other.values[kind]
+        return bool(own & others) if own and others else None
+
+    def names(self, other: _Record) -> bool:
+        """Return whether either is named among the other's further identifiers, or both name a third."""
+        own, others = self.values, other.values
+        return bool(
+            own[_Kind.OTHER] & (others[_Kind.OWN] | others[_Kind.OTHER])
+            or own[_Kind.OWN] & others[_Kind.OTHER]
+        )
+
+
+def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tuple[Verdict | None, list[str]]:
+    """Judge whether two patients are one person.
+
+    Equal pixels are certain: the images would be in two splits whoever is in them. Identifiers that are equal
+    after normalization, and those that a header names, need a birth date or a name that agrees: two people
+    may differ in a leading zero. Name, birth date and sex that all agree are certain, without a sex or with
+    an unknown day they are not.
+
+    Args:
+        one: Evidence of a patient, see `evidence_of`.
+        other: Of another.
+        same_pixels: Whether they share an image.
+
+    Returns:
+        The verdict, None if nothing links them; and the names of what agrees and (with ``not_``) differs.
+    """
+    a, b = _Record.of(one), _Record.of(other)
+    birth, name, sex = (a.agrees(b, kind) for kind in (_Kind.BIRTH, _Kind.NAME, _Kind.SEX))
+    same_id = bool(a.agrees(b, _Kind.OWN)) and a.agrees(b, _Kind.ISSUER) is not False
+    is_named, is_person = a.names(b), bool(a.agrees(b, _Kind.PERSON))
+    evidence = [
+        word
+        for word, holds in (
+            ("pixels", same_pixels),
+            ("patient_id", same_id),
+            ("other_patient_ids", is_named),
+            ("name_and_birth_date", is_person),
+        )
+        if holds
+    ]
+    evidence += [
+        word if agrees else f"not_{word}"
+        for word, agrees in (("birth_date", birth), ("name", name), ("sex", sex))
+        if agrees is not None
+    ]
+    if same_pixels:
+        return "certain", evidence
+    if is_person and sex is not False:
+        return ("certain" if (sex and birth) or same_id or is_named else "uncertain"), evidence
+    if not (same_id or is_named or is_person):
+        return None, evidence
+    if birth is False:
+        return ("uncertain" if name or is_named else None), evidence
+    is_certain = sex is not False and (birth or name)
+    return ("certain" if is_certain else "uncertain"), evidence
+
+
+class PatientEvidence:
+    """Evidence of all patients, 12 bytes a value and patient.
+
+    Attributes:
+        patients: Their surrogates.
+    """
+
+    def __init__(self) -> None:
+        self.patients: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._last: list[int] = []
+        self._owners = array("I")
+        self._tokens = array("Q")
+
+    def add(self, patient: str, tokens: Sequence[int]) -> int:
+        """Add what a file states about its patient; return the number of the patient."""
+        number = self._numbers.setdefault(patient, len(self.patients))
+        if number == len(self.patients):
+            self.patients.append(patient)
+            self._last.append(0)
+        # Most files of a patient state the same.
+        summary = hash(tuple(tokens))
+        if tokens and summary != self._last[number]:
+            self._last[number] = summary
+            self._tokens.extend(tokens)
+            self._owners.extend([number] * len(tokens))
+        return number
+
+    def find(self, patient: str) -> int | None:
+        """Return the number of a patient; None if unknown."""
+        return self._numbers.get(patient)
+
+    def sorted(self) -> SortedEvidence:
+        """Return the evidence for comparisons."""
+        owners = np.array(self._owners, np.uint32)
+        tokens = np.array(self._tokens, np.uint64)
+        order = np.lexsort((tokens, owners))
+        owners, tokens = owners[order], tokens[order]
+        is_new = np.ones(len(owners), np.bool_)
+        is_new[1:] = (owners[1:] != owners[:-1]) | (tokens[1:] != tokens[:-1])
+        return SortedEvidence(owners[is_new].astype(np.int64), tokens[is_new])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SortedEvidence:
+    """Evidence by patient."""
+
+    owners: NDArray[np.int64]
+    """``(n,)`` number of the patient, ascending."""
+    tokens: NDArray[np.uint64]
+    """``(n,)`` evidence, ascending for each patient."""
+
+    def of(self, patient: int) -> list[int]:
+        """Return the evidence of a patient."""
+        start, stop = np.searchsorted(self.owners, [patient, patient + 1])
+        found: list[int] = self.tokens[start:stop].tolist()
+        return found
+
+    def pairs(self) -> NDArray[np.int64]:
+        """Return patients that share an identifier, or a name with a birth date: ``(n, 2)``, ascending."""
+        kinds = self.tokens & np.uint64((1 << _KIND_BITS) - 1)
+        masks = (
+            np.isin(kinds, [np.uint64(_Kind.OWN), np.uint64(_Kind.OTHER)]),
+            kinds == np.uint64(_Kind.PERSON),
+        )
+        values = self.tokens >> np.uint64(_KIND_BITS)
+        found = [pairs_of_equal(values[chosen], self.owners[chosen]) for chosen in masks]
+        return np.unique(np.concatenate(found), axis=0)
+
+
+def pairs_of_equal(values: NDArray[np.uint64], owners: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the pairs of different owners of equal values, ``(n, 2)``, each ascending.
+
+    Args:
+        values: ``(m,)``; one that more than `MAX_SHARED` owners share pairs nobody.
+        owners: ``(m,)``.
+    """
+    order = np.lexsort((owners, values))
+    values, owners = values[order], owners[order]
+    is_new = np.ones(len(values), np.bool_)
+    is_new[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
+    values, owners = values[is_new], owners[is_new]
+    is_first = np.ones(len(values), np.bool_)
+    is_first[1:] = values[1:] != values[:-1]
+    starts = np.flatnonzero(is_first)
+    sizes = np.diff(np.append(starts, len(values)))
+    found = list(_pairs(owners, starts, sizes))
+    return np.unique(np.concatenate(found), axis=0) if found else np.empty((0, 2), np.int64)
+
+
+def _pairs(
+    owners: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the pairs of runs of owners, all runs of a size together."""
+    for size in range(2, MAX_SHARED + 1):
+        chosen = starts[sizes == size]
+        if not len(chosen):
+            continue
+        runs = owners[chosen[:, None] + np.arange(size)]
+        first, second = np.triu_indices(size, 1)
+        yield np.stack([runs[:, first].ravel(), runs[:, second].ravel()], axis=1)

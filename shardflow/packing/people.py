@@ -1,0 +1,406 @@
+"""Identity graph: patient identifiers that are one person get one split, before shards are planned.
+
+Pairs that share evidence (`shardflow.packing.deid.identity`) or an image are judged. Certain links join
+patients (union-find over their numbers); uncertain ones are listed in the private folder with what agrees and
+what differs, counted, and decided by the operator's ``deid.identity_map``. Surrogates stay those of each
+identifier: only the split is shared, so datasets without linked patients do not change.
+
+A packed patient keeps its split, and brings patients that are linked to it later into it. Persons that an
+earlier version already has in two splits are counted; only packing anew can move them.
+
+Evidence is kept as keyed digests in the private folder beside the ledger of inputs, so that a later version
+finds links with patients whose files are not among its inputs. Memory is 12 bytes for each value of a
+patient and 16 for each pair; no name or identifier reaches the job, except those of the listed pairs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.format.shard_files import naming_os_errors
+from shardflow.packing.deid.identity import PatientEvidence, judge, pairs_of_equal
+from shardflow.packing.header_rows import RowPlace, read_rows
+from shardflow.packing.inventory import NO_STUDY
+from shardflow.packing.scan import NUM_BUCKETS, batch_name
+from shardflow.storage.local import write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.inventory import FileTable, StudyTable
+    from shardflow.packing.settings import UncertainIdentity
+    from shardflow.packing.workspace import Workspace
+
+KnownImages: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.int32]]
+"""Digests of the pixels, and studies, of the inputs of a version, ``(n,)`` each."""
+_Judged: TypeAlias = Literal["certain", "uncertain", "same", "different"]
+_COLUMNS: Final = ("decision", "patient_id", "other_patient_id", "link", "evidence")
+_DECISIONS: Final = {"same": True, "different": False}
+_MAX_LISTED: Final = 100_000
+"""Pairs in the private list."""
+_NOBODY: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A pair of patients that evidence links."""
+
+    pair: tuple[int, int]
+    """Numbers in the evidence."""
+    judged: _Judged
+    """By the evidence, or by the operator."""
+    evidence: tuple[str, ...]
+
+    @property
+    def joins(self) -> bool:
+        """Whether the link is certain, or was decided to be."""
+        return self.judged in {"certain", "same"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identities:
+    """The persons of a job."""
+
+    evidence: PatientEvidence
+    links: tuple[Link, ...]
+    persons: NDArray[np.int64]
+    """``(num_patients,)``: number of the first patient of the person."""
+    num_copies: int
+    """Pairs of studies of one patient that share an image."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """For the summary: ``joined`` patient identifiers, ``uncertain`` pairs, ``decided`` pairs,
+    ``in_two_splits`` persons, ``copied_studies``; zeros are left out."""
+
+    @property
+    def uncertain(self) -> list[Link]:
+        """Links that are neither certain nor decided, between patients that nothing else joins."""
+        return [
+            link
+            for link in self.links
+            if link.judged == "uncertain" and len({self.persons[one] for one in link.pair}) > 1
+        ]
+
+    def members(self) -> dict[int, list[str]]:
+        """Return the patients of every person that has several."""
+        found: dict[int, list[str]] = {}
+        names, sizes = np.unique(self.persons, return_counts=True)
+        several = np.isin(self.persons, names[sizes > 1])
+        for number in np.flatnonzero(several).tolist():
+            found.setdefault(int(self.persons[number]), []).append(self.evidence.patients[number])
+        return {person: sorted(patients) for person, patients in found.items()}
+
+    def keep_packed(self, packed: dict[str, str]) -> None:
+        """Add patients who are one person with a packed patient to its split.
+
+        Args:
+            packed: Split of every packed patient, by surrogate; extended.
+        """
+        torn = 0
+        for patients in self.members().values():
+            splits = [packed[patient] for patient in patients if patient in packed]
+            torn += len(set(splits)) > 1
+            if splits:
+                for patient in patients:
+                    packed.setdefault(patient, splits[0])
+        if torn:
+            self.counts["in_two_splits"] = torn
+
+    def join_splits(self, studies: StudyTable, packed: Mapping[str, str]) -> None:
+        """Give the studies of a person one bucket: that of the official split, else of the first patient.
+
+        Args:
+            studies: Their buckets are set.
+            packed: Patients whose split is already fixed, and their studies' buckets set.
+
+        Raises:
+            ConfigError: The layout assigns the patients of a person to several splits.
+        """
+        studies_of: dict[str, list[int]] = {}
+        members = self.members()
+        wanted = {patient for patients in members.values() for patient in patients}
+        for study, patient in enumerate(studies.patients):
+            if patient in wanted:
+                studies_of.setdefault(patient, []).append(study)
+        torn = 0
+        for patients in members.values():
+            present = [patient for patient in patients if patient in studies_of]
+            if not present or patients[0] in packed:
+                continue
+            buckets = [studies.buckets[studies_of[patient][0]] for patient in present]
+            official = {bucket for bucket in buckets if bucket >= NUM_BUCKETS}
+            torn += len(official) > 1
+            bucket = min(official, default=buckets[0])
+            for patient in present:
+                for study in studies_of[patient]:
+                    studies.buckets[study] = bucket
+        if torn:
+            raise ConfigError(
+                f"the layout assigns {torn} persons to two splits under several patient IDs, which "
+                "identities.csv in private_dir lists; correct the splits, or give a copy of the list as "
+                "deid.identity_map, with 'different' as the decision on pairs that are not one person."
+            )
+
+    def notes(self, policy: UncertainIdentity) -> Iterator[str]:
+        """Yield what the operator should know, without an identifier."""
+        counts = self.counts
+        if counts.get("joined"):
+            yield f"{counts['joined']} patient IDs are of persons with several; each person is in one split"
+        if counts.get("uncertain") and policy == "warn":
+            yield (
+                f"{counts['uncertain']} pairs of patient IDs may be one person each, and in two splits; "
+                "decide them in a copy of identities.csv in private_dir, given as deid.identity_map"
+            )
+        if counts.get("in_two_splits"):
+            yield (
+                f"{counts['in_two_splits']} persons are in two splits of the dataset, under several patient "
+                "IDs: only packing anew moves them"
+            )
+        if counts.get("copied_studies"):
+            yield f"{counts['copied_studies']} pairs of studies share an image, and are packed both"
+
+
+def identify(
+    files: FileTable,
+    key: SecretKey,
+    *,
+    policy: UncertainIdentity,
+    identity_map: Path | None,
+    known: KnownImages | None = None,
+) -> Identities:
+    """Find the persons among the patients of a job.
+
+    Args:
+        files: The inventory; its evidence holds that of earlier versions too (`load_evidence`).
+        key: Makes the surrogates of the map.
+        policy: Treatment of uncertain links.
+        identity_map: The operator's decisions.
+        known: Images of the previous version, whose studies come first in the inventory.
+
+    Raises:
+        ConfigError: The map cannot be used, or calls patients different whom other links join.
+    """
+    evidence = files.studies.evidence
+    copies, num_copies = _copies(files, evidence, known)
+    decided = {} if identity_map is None else read_map(identity_map, key, evidence)
+    ordered = evidence.sorted()
+    same_pixels = set(map(tuple, copies.tolist()))
+    candidates = np.unique(
+        np.concatenate([ordered.pairs(), copies, np.array([*decided], np.int64).reshape(-1, 2)]), axis=0
+    )
+    links = []
+    for first, second in candidates.tolist():
+        pair = (first, second)
+        found, words = judge(ordered.of(first), ordered.of(second), same_pixels=pair in same_pixels)
+        verdict: _Judged | None = found
+        if pair in decided:
+            verdict = "same" if decided[pair] else "different"
+        if verdict is not None:
+            links.append(Link(pair, verdict, tuple(words)))
+    joining = [link.pair for link in links if link.joins or (policy == "join" and link.judged == "uncertain")]
+    persons = join(len(evidence.patients), joining)
+    broken = sum(
+        link.judged == "different" and persons[link.pair[0]] == persons[link.pair[1]] for link in links
+    )
+    if broken:
+        raise ConfigError(
+            f"deid.identity_map calls {broken} pairs of patient IDs different that further links make one "
+            "person; decide those links too, they are in identities.csv in private_dir."
+        )
+    people = Identities(evidence=evidence, links=tuple(links), persons=persons, num_copies=num_copies)
+    counts = {
+        "joined": sum(map(len, people.members().values())),
+        "uncertain": len(people.uncertain),
+        "decided": len(decided),
+        "copied_studies": num_copies,
+    }
+    people.counts.update({name: count for name, count in counts.items() if count})
+    return people
+
+
+def join(num_patients: int, pairs: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return the first patient of everybody's person (union-find), ``(num_patients,)``."""
+    parents = list(range(num_patients))
+
+    def root_of(number: int) -> int:
+        while parents[number] != number:
+            parents[number] = parents[parents[number]]
+            number = parents[number]
+        return number
+
+    for first, second in pairs:
+        low, high = sorted((root_of(first), root_of(second)))
+        parents[high] = low
+    return np.array([root_of(number) for number in range(num_patients)], np.int64)
+
+
+def _copies(
+    files: FileTable, evidence: PatientEvidence, known: KnownImages | None
+) -> tuple[NDArray[np.int64], int]:
+    """Return pairs of patients that share an image, and the number of pairs of studies of one that do."""
+    studies = files.studies
+    patient_of = np.full(len(studies) + 1, _NOBODY, np.int64)  # NO_STUDY selects the last
+    for study in range(len(studies)):
+        patient = studies.patient_of(study)
+        if patient:
+            patient_of[study] = evidence.add(patient, ())
+    pixels, study_of = files.pixels, files.study
+    if known is not None:
+        pixels = np.concatenate([pixels, known[0]])
+        study_of = np.concatenate([study_of, known[1]])
+    chosen = (pixels != 0) & (study_of != NO_STUDY)
+    chosen &= patient_of[study_of] != _NOBODY
+    pixels, study_of = pixels[chosen], study_of[chosen].astype(np.int64)
+    of_studies = pairs_of_equal(pixels, study_of)
+    is_one = patient_of[of_studies[:, 0]] == patient_of[of_studies[:, 1]]
+    return pairs_of_equal(pixels, patient_of[study_of]), int(is_one.sum())
+
+
+def read_map(path: Path, key: SecretKey, evidence: PatientEvidence) -> dict[tuple[int, int], bool]:
+    """Read the operator's decisions on pairs of patients that the job knows.
+
+    Args:
+        path: CSV with the columns ``decision`` (``same``, ``different``, or empty), ``patient_id`` and
+            ``other_patient_id`` (patient IDs as in the headers, or surrogates); others are not read.
+        key: Makes the surrogates.
+        evidence: Patients that the job knows; other lines are of other data.
+
+    Raises:
+        ConfigError: It cannot be read, or a line is not of this form.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise ConfigError(
+            f"deid.identity_map must be a readable CSV file in UTF-8, got {type(error).__name__}."
+        ) from None
+    decided: dict[tuple[int, int], bool] = {}
+    for line, row in enumerate(rows, start=2):
+        decision = (row.get("decision") or "").strip().lower()
+        pair = [(row.get(name) or "").strip() for name in _COLUMNS[1:3]]
+        if not all(pair) or decision not in {"", *_DECISIONS}:
+            raise ConfigError(
+                f"deid.identity_map must have the columns {', '.join(_COLUMNS[:3])}, with same, different or "
+                f"nothing as the decision, but line {line} has not; correct it."
+            )
+        numbers = [_patient(one, key, evidence) for one in pair]
+        if not decision or None in numbers or numbers[0] == numbers[1]:
+            continue
+        first, second = sorted(number for number in numbers if number is not None)
+        if decided.setdefault((first, second), _DECISIONS[decision]) is not _DECISIONS[decision]:
+            raise ConfigError(f"deid.identity_map decides the pair of line {line} twice; remove one.")
+    return decided
+
+
+def _patient(text: str, key: SecretKey, evidence: PatientEvidence) -> int | None:
+    number = evidence.find(text)
+    return evidence.find(key.surrogate("patient", text)) if number is None else number
+
+
+def write_list(identities: Identities, files: FileTable, workspace: Workspace) -> None:
+    """Write the links into the private folder, as a table that may be given back as ``deid.identity_map``.
+
+    Raises:
+        StorageError: It cannot be written, or a header row cannot be read back.
+    """
+    listed = identities.links[:_MAX_LISTED]
+    path = workspace.private / "identities.csv"
+    if not listed:
+        path.unlink(missing_ok=True)
+        return
+    names = _patient_ids({one for link in listed for one in link.pair}, identities, files, workspace)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for link in listed:
+        decision = link.judged if link.judged in _DECISIONS else ""
+        judged = link.judged if not decision else "decided"
+        writer.writerow([decision, *(names[one] for one in link.pair), judged, " ".join(link.evidence)])
+    data = text.getvalue().encode("utf-8", "surrogatepass")
+    write_atomic(path, [data], replace=True, mode=0o600)
+
+
+def _patient_ids(
+    wanted: set[int], identities: Identities, files: FileTable, workspace: Workspace
+) -> dict[int, str]:
+    """Return patient IDs as the headers write them; the surrogate of a patient whose files were not read."""
+    evidence = identities.evidence
+    names = {number: evidence.patients[number] for number in wanted}
+    row_of: dict[int, int] = {}
+    for row in np.flatnonzero(files.study != NO_STUDY).tolist():
+        number = evidence.find(files.studies.patients[files.study[row]])
+        if number in wanted and number not in row_of and files.row_num_bytes[row]:
+            row_of[number] = row
+    numbers = sorted(row_of)
+    places = [
+        RowPlace(
+            batch_name(int(files.source[row_of[number]])),
+            int(files.row_offset[row_of[number]]),
+            int(files.row_num_bytes[row_of[number]]),
+        )
+        for number in numbers
+    ]
+    for number, read in zip(numbers, read_rows(workspace.headers, places), strict=True):
+        stated = read.patient_id if read.header is None else read.header.patient_id
+        names[number] = stated or names[number]
+    return names
+
+
+def write_evidence(identities: Identities, path: Path) -> None:
+    """Write the evidence of all patients: one JSON line for each, with its surrogate and keyed digests.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    ordered = identities.evidence.sorted()
+    lines = (
+        encode_evidence(patient, [f"{token:016x}" for token in ordered.of(number)])
+        for number, patient in enumerate(identities.evidence.patients)
+    )
+    write_atomic(path, lines, replace=True, mode=0o600)
+
+
+def encode_evidence(patient: str, tokens: Sequence[str]) -> bytes:
+    """Encode the line of a patient."""
+    return json.dumps({"patient": patient, "evidence": tokens}, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
+    """Read back the lines that `write_evidence` wrote; none for a version of an earlier release.
+
+    Raises:
+        FormatError: The file is damaged.
+        StorageError: It cannot be read.
+    """
+    if not path.exists():
+        return
+    with naming_os_errors("reading the evidence of identity"), path.open("rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+                yield {"patient": str(entry["patient"]), "evidence": [*map(str, entry["evidence"])]}
+            except (KeyError, TypeError, ValueError) as error:
+                raise FormatError(
+                    f"the evidence of identity (people-*.jsonl) in private_dir holds a damaged line "
+                    f"({type(error).__name__}); restore it from a copy."
+                ) from None
+
+
+def load_evidence(path: Path, evidence: PatientEvidence) -> None:
+    """Add the evidence of a version to that of the inputs.
+
+    Raises:
+        FormatError: The file is damaged.
+        StorageError: It cannot be read.
+    """
+    for entry in read_evidence(path):
+        evidence.add(entry["patient"], tuple(int(token, 16) for token in entry["evidence"]))

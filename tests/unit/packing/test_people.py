@@ -1,0 +1,212 @@
+"""The identity graph: who is joined, what the operator decides, which split a person gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardflow.errors import ConfigError, FormatError
+from shardflow.packing.deid.identity import PatientEvidence, StatedPerson, evidence_of
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.inventory import FileTable, ScannedFile
+from shardflow.packing.people import Identities, identify, join, load_evidence, write_evidence
+from shardflow.packing.scan import NUM_BUCKETS
+from shardflow.packing.settings import UncertainIdentity
+
+pytestmark = pytest.mark.fast
+
+KEY = SecretKey(bytes(range(32)))
+BORN = "19701231"
+
+
+def _files(
+    people: Sequence[StatedPerson], buckets: Sequence[int] = (), pixels: Sequence[int] = ()
+) -> FileTable:
+    """One study for each."""
+    table = FileTable(len(people))
+    rows = [
+        ScannedFile(
+            surrogate=f"s{number:025d}",
+            reason=None,
+            study=f"study{number}",
+            patient=KEY.surrogate("patient", person.patient_id),
+            bucket=buckets[number] if buckets else number,
+            decoded_bytes=1,
+            num_slices=1,
+            instance=number,
+            series=0,
+            digest=number,
+            modified_ns=0,
+            row_offset=0,
+            row_num_bytes=0,
+            pixels=pixels[number] if pixels else 0,
+            evidence=evidence_of(KEY, person),
+        )
+        for number, person in enumerate(people)
+    ]
+    table.add(0, rows)
+    return table
+
+
+def _identify(files: FileTable, path: Path | None = None, policy: UncertainIdentity = "warn") -> Identities:
+    return identify(files, KEY, policy=policy, identity_map=path)
+
+
+def _people(*ids: str, born: str = BORN) -> list[StatedPerson]:
+    return [StatedPerson(patient_id=one, birth_date=born) for one in ids]
+
+
+def test_a_person_has_one_bucket_and_strangers_keep_theirs() -> None:
+    files = _files(_people("7", "X", "007", "7^EAST", "Y"))
+    people = _identify(files)
+    people.join_splits(files.studies, {})
+    first = min(files.studies.patients[n] for n in (0, 2, 3))
+    bucket = files.studies.patients.index(first)
+    assert files.studies.buckets == [bucket, 1, bucket, bucket, 4]
+    assert people.counts == {"joined": 3}
+
+
+def test_a_packed_split_and_an_official_one_win() -> None:
+    stated = _people("7", "007", "0007")
+    patients = [KEY.surrogate("patient", one.patient_id) for one in stated]
+    files = _files(stated, [3, NUM_BUCKETS + 1, 5])
+    _identify(files).join_splits(files.studies, {})
+    assert files.studies.buckets == [NUM_BUCKETS + 1] * 3
+    files = _files(stated, [3, 4, 5])
+    people, packed = _identify(files), {patients[2]: "val"}
+    people.keep_packed(packed)
+    assert packed == dict.fromkeys(patients, "val")
+    people.join_splits(files.studies, packed)
+    assert files.studies.buckets == [3, 4, 5]  # `keep_splits` sets them
+    packed = {patients[0]: "train", patients[1]: "val"}
+    people.keep_packed(packed)
+    assert (packed[patients[0]], packed[patients[1]]) == ("train", "val")
+    assert people.counts["in_two_splits"] == 1
+
+
+def test_official_splits_that_tear_a_person_are_refused() -> None:
+    files = _files(_people("7", "007"), [NUM_BUCKETS, NUM_BUCKETS + 1])
+    with pytest.raises(ConfigError, match="1 persons to two splits"):
+        _identify(files).join_splits(files.studies, {})
+
+
+def test_the_operator_decides(tmp_path: Path) -> None:
+    files = _files(_people("7", "007", born=""))
+    assert _identify(files).counts == {"uncertain": 1}
+    assert _identify(files, policy="join").counts == {"joined": 2}
+    path = tmp_path / "map.csv"
+    for decision, counts in (("same", {"joined": 2, "decided": 1}), ("Different", {"decided": 1})):
+        path.write_text(f"patient_id,decision,other_patient_id,note\n007,{decision},7,x\n", encoding="utf-8")
+        assert _identify(files, path, "join").counts == counts
+    # Other people's lines are of other data; an undecided one decides nothing.
+    path.write_text("decision,patient_id,other_patient_id\nsame,7,8\n,7,007\n", encoding="utf-8")
+    assert _identify(files, path).counts == {"uncertain": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("decision,patient_id\nsame,1\n", "line 2"),
+        ("decision,patient_id,other_patient_id\nmaybe,7,007\n", "line 2"),
+        ("decision,patient_id,other_patient_id\nsame,7,007\ndifferent,007,7\n", "line 3 twice"),
+    ],
+)
+def test_a_map_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    files = _files(_people("7", "007"))
+    path = tmp_path / "map.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as refused:
+        _identify(files, path)
+    assert "007" not in str(refused.value)
+    with pytest.raises(ConfigError, match="FileNotFoundError"):
+        _identify(files, tmp_path / "missing.csv")
+
+
+def test_a_contradicting_decision_is_refused(tmp_path: Path) -> None:
+    files = _files(_people("7", "007", "0007"))
+    path = tmp_path / "map.csv"
+    path.write_text("decision,patient_id,other_patient_id\ndifferent,7,007\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="different that further links make one person"):
+        _identify(files, path)
+
+
+def test_equal_images_join_and_copies_are_counted() -> None:
+    people = [*_people("A", "B", "B", "C", born="")]
+    identities = _identify(_files(people, pixels=[5, 5, 5, 6]))
+    assert identities.counts == {"joined": 2, "copied_studies": 1}
+    assert identities.links[0].evidence == ("pixels",)
+
+
+def test_evidence_is_read_back(tmp_path: Path) -> None:
+    identities = _identify(_files(_people("7", "X")))
+    path = tmp_path / "people.jsonl"
+    write_evidence(identities, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert BORN.encode() not in path.read_bytes()
+    files = _files(_people("007"))
+    load_evidence(path, files.studies.evidence)
+    assert _identify(files).counts == {"joined": 2}
+    load_evidence(tmp_path / "none.jsonl", PatientEvidence())
+    path.write_text('{"patient": "x"}\n', encoding="utf-8")
+    with pytest.raises(FormatError, match="KeyError"):
+        load_evidence(path, PatientEvidence())
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=40)
+
+
+def _reachable(pairs: Iterable[tuple[int, int]], start: int) -> set[int]:
+    found, waiting = {start}, [start]
+    while waiting:
+        one = waiting.pop()
+        near = {b for a, b in pairs if a == one} | {a for a, b in pairs if b == one}
+        waiting += near - found
+        found |= near
+    return found
+
+
+@given(PAIRS, st.randoms())
+def test_persons_are_the_connected_patients_in_any_order(pairs: list[tuple[int, int]], rng: object) -> None:
+    persons = join(20, pairs).tolist()
+    shuffled = [*pairs]
+    rng.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert join(20, shuffled).tolist() == persons
+    assert [min(_reachable(pairs, one)) for one in range(20)] == persons
+
+
+SPELLINGS = st.sampled_from(["7", "007", "7^EAST", "8", "08", "9", "A-1", "a1", "A01", "B"])
+STATED = st.builds(
+    StatedPerson,
+    patient_id=SPELLINGS,
+    birth_date=st.sampled_from(["", BORN, "19800202"]),
+    other_ids=st.sampled_from([(), ("7",), ("b",)]),
+)
+
+
+@given(st.lists(STATED, min_size=1, max_size=8), st.randoms())
+def test_splits_of_persons_do_not_depend_on_the_order_of_files(
+    people: list[StatedPerson], rng: object
+) -> None:
+    def buckets(order: list[int]) -> dict[str, int]:
+        ordered = [people[one] for one in order]
+        keyed = [KEY.bucket("split", one.patient_id, NUM_BUCKETS) for one in ordered]
+        files = _files(ordered, keyed)
+        identities = _identify(files)
+        identities.join_splits(files.studies, {})
+        for members in identities.members().values():
+            found = {
+                bucket
+                for patient, bucket in zip(files.studies.patients, files.studies.buckets, strict=True)
+                if patient in members
+            }
+            assert len(found) == 1
+        return dict(zip(files.studies.patients, files.studies.buckets, strict=True))
+
+    order = list(range(len(people)))
+    first = buckets(order)
+    rng.shuffle(order)  # type: ignore[attr-defined]
+    assert buckets(order) == first
