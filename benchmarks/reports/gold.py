@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,15 @@ Part = Literal["development", "test"]
 
 _MARK = re.compile(r"\{([^|}]*)\|([^}]*)\}")
 _ASSERTIONS = {"A": "absent", "H": "historical", "P": "present", "U": "uncertain", "Y": "hypothetical"}
+STYLES: Mapping[Part, tuple[str, ...]] = {
+    "development": ("east", "outpatient", "template", "telegraph", "ct"),
+    "test": ("night", "veterans", "children", "joints"),
+}
+"""Files of ``gold/styles`` in each part; no template is in two of them."""
+_CHANGES = {"new", "worse", "better", "stable", "resolved", ""}
+_HEDGES = {"likely", "possible", "doubtful"}
+_MAX_OF_A_TEMPLATE = 8
+"""Sentences that one template makes at most: one for each word of its first list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,10 @@ class GoldEntity:
     anatomy: str
     laterality: str
     size_mm: tuple[float, ...]
+    severity: str = ""
+    change: str = ""
+    hedge: str = ""
+    """How strongly an uncertain finding is meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +48,11 @@ class GoldSentence:
 
     text: str
     entities: tuple[GoldEntity, ...]
+    style: str = ""
+    group: str = ""
+    """Class of the taxonomy in README.md."""
+    section: str = ""
+    """Header that it stands under; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +71,82 @@ def sentences(part: Part) -> list[GoldSentence]:
     odd = part == "development"
     lines = _lines("sentences.txt")
     return [_parse(line) for line in lines if (hashlib.sha256(line.encode()).digest()[0] % 2 == 1) == odd]
+
+
+def styled_sentences(part: Part) -> list[GoldSentence]:
+    """Return the sentences that the templates of a part's styles make, in a fixed order."""
+    return [sentence for style in STYLES[part] for sentence in _style(style)]
+
+
+def _style(style: str) -> Iterator[GoldSentence]:
+    group = section = ""
+    for line in (GOLD / "styles" / f"{style}.txt").read_text(encoding="utf-8").split("\n"):
+        directive = re.fullmatch(r"# (class|section): (.+)", line)
+        if directive and directive[1] == "class":
+            group, section = directive[2], ""
+        elif directive:
+            section = directive[2]
+        elif line.strip() and not line.startswith("#"):
+            for made in _expand(line):
+                one = _parse(made)
+                yield GoldSentence(
+                    text=one.text[:1].upper() + one.text[1:],
+                    entities=one.entities,
+                    style=style,
+                    group=group,
+                    section=section,
+                )
+
+
+_SLOT = re.compile(r"\{(?P<list>@\w+)|<(?P<word>\w+?)(?P<number>\d?)(?P<code>!?)>")
+
+
+def _expand(template: str) -> Iterator[str]:
+    """Fill a template: the first list runs through its words, the others are out of step with it."""
+    words = _words()
+    slots = [match["list"] for match in _SLOT.finditer(template) if match["list"]]
+    seed = hashlib.sha256(template.encode()).digest()[0]
+    names = [f"<{match['word']}>" for match in _SLOT.finditer(template) if match["word"]]
+    count = len(words[slots[0]]) if slots else max((len(words[name]) for name in names), default=1)
+    is_upper = re.sub(r"\{[^}]*\}|<[^>]*>", "", template).isupper()
+    for turn in range(min(count, _MAX_OF_A_TEMPLATE)):
+        used: set[str] = set()
+        place = 0
+
+        def fill(match: re.Match[str], turn: int = turn, used: set[str] = used) -> str:
+            nonlocal place
+            if match["list"]:
+                options = words[match["list"]]
+                at = turn if place == 0 else turn * (place + 1) + seed + place
+                place += 1
+                at = next(
+                    (
+                        at + more
+                        for more in range(len(options))
+                        if options[(at + more) % len(options)] not in used
+                    ),
+                    at,
+                )
+                used.add(options[at % len(options)])
+                return "{" + options[at % len(options)]
+            options = words[f"<{match['word']}>"]
+            # The same name is the same word all over a sentence, another number is another word.
+            value = options[(turn + seed + int(match["number"] or 1) - 1) % len(options)]
+            return value[0].upper() if match["code"] else value
+
+        made = _SLOT.sub(fill, template)
+        yield _capitals(made) if is_upper else made
+
+
+def _capitals(line: str) -> str:
+    """Write a line in capitals, but for its marks."""
+    return re.sub(r"\|[^}]*\}|[^|]+", lambda one: one[0] if one[0][0] == "|" else one[0].upper(), line)
+
+
+@cache
+def _words() -> dict[str, tuple[str, ...]]:
+    lines = (line.partition(":") for line in _lines("styles/words.txt"))
+    return {name: tuple(word.strip() for word in words.split("|")) for name, _, words in lines}
 
 
 def mentions(part: Part) -> list[GoldMentions]:
@@ -80,6 +175,8 @@ def _parse(line: str) -> GoldSentence:
         at = match.end()
         letter, *rest = match[2].split("|")
         facts = dict(fact.split("=", 1) for fact in rest)
+        if facts.get("c", "") not in _CHANGES or facts.get("q", "possible") not in _HEDGES:
+            raise ValueError(line)
         entities.append(
             GoldEntity(
                 span=(start, len(text)),
@@ -87,6 +184,9 @@ def _parse(line: str) -> GoldSentence:
                 anatomy=facts.get("a", ""),
                 laterality=facts.get("l", ""),
                 size_mm=tuple(float(size) for size in facts["s"].split("x")) if "s" in facts else (),
+                severity=facts.get("v", ""),
+                change=facts.get("c", ""),
+                hedge=facts.get("q", "possible") if letter == "U" else "",
             )
         )
     return GoldSentence(text=text + line[at:], entities=tuple(entities))

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.about import processor
-from benchmarks.reports.gold import GoldSentence, Part, digest, mentions, sentences
+from benchmarks.reports.gold import GoldSentence, Part, digest, mentions, sentences, styled_sentences
 from shardflow import __version__
 from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions
 
@@ -58,23 +59,37 @@ def scores(correct: int, found: int, marked: int) -> dict[str, float]:
     }
 
 
-def score_entities(part: Part) -> dict[str, Any]:
-    finder = EntityFinder()
-    counts = dict.fromkeys(("marked", "found", "matched", "strict", "assertion", "polar", "polar_right"), 0)
-    stated = {name: [0, 0] for name in ("laterality", "size_mm", "anatomy")}
-    confusion: dict[str, int] = {}
-    for case in sentences(part):
-        found = finder.find(case.text)
+class EntityScores:
+    """Counts of how findings were read, over sentences."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(
+            ("marked", "found", "matched", "strict", "assertion", "polar", "polar_right"), 0
+        )
+        self.stated = {name: [0, 0] for name in ("laterality", "size_mm", "anatomy", "severity", "change")}
+        self.confusion: dict[str, int] = {}
+        self.errors: list[str] = []
+
+    def add(self, case: GoldSentence, found: Sequence[Entity]) -> None:
+        """Count one sentence.
+
+        Args:
+            case: The sentence.
+            found: What was found in it; spans are of its text.
+        """
+        counts = self.counts
         pairs = match(case, found)
         counts["marked"] += len(case.entities)
         counts["found"] += len(found)
         counts["matched"] += len(pairs)
+        wrong = len(pairs) < max(len(case.entities), len(found))
         for number, place in pairs:
             gold, got = case.entities[number], found[place]
             counts["strict"] += gold.span == got.span
             counts["assertion"] += gold.assertion == got.assertion
+            wrong = wrong or gold.assertion != got.assertion
             key = f"{gold.assertion} -> {got.assertion}"
-            confusion[key] = confusion.get(key, 0) + 1
+            self.confusion[key] = self.confusion.get(key, 0) + 1
             if gold.assertion in ("absent", "present"):
                 counts["polar"] += 1
                 counts["polar_right"] += (gold.assertion == "absent") == (got.assertion == "absent")
@@ -82,23 +97,86 @@ def score_entities(part: Part) -> dict[str, Any]:
                 ("laterality", gold.laterality or got.laterality, gold.laterality == got.laterality),
                 ("size_mm", gold.size_mm or got.size_mm, gold.size_mm == got.size_mm),
                 ("anatomy", gold.anatomy, _same_place(case.text, gold.anatomy, got)),
+                ("severity", gold.severity, gold.severity == got.severity),
+                ("change", gold.change, gold.change == getattr(got, "change", "")),
             ):
                 if is_stated:
-                    stated[name][0] += is_right
-                    stated[name][1] += 1
-    matched = max(1, counts["matched"])
+                    self.stated[name][0] += is_right
+                    self.stated[name][1] += 1
+        if wrong:
+            self.errors.append(
+                f"{case.style} {case.group}: {case.text} | "
+                + "; ".join(f"{case.text[slice(*one.span)]}={one.assertion}" for one in case.entities)
+                + " | "
+                + "; ".join(f"{case.text[slice(*one.span)]}={one.assertion}" for one in found)
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Return shares and counts as JSON."""
+        counts = self.counts
+        return {
+            **{name: counts[name] for name in ("marked", "found", "matched")},
+            "overlap": scores(counts["matched"], counts["found"], counts["marked"]),
+            "strict_span": scores(counts["strict"], counts["found"], counts["marked"]),
+            "assertion_accuracy": round(counts["assertion"] / max(1, counts["matched"]), 4),
+            "absent_or_not_accuracy": round(counts["polar_right"] / max(1, counts["polar"]), 4),
+            "of_those_with_one": {
+                name: {"accuracy": round(right / total, 4), "num": total}
+                for name, (right, total) in self.stated.items()
+                if total
+            },
+            "assertions": dict(sorted(self.confusion.items())),
+        }
+
+
+def score_entities(part: Part) -> dict[str, Any]:
+    """Score the hand-written sentences of a part, each alone."""
+    finder, score = EntityFinder(), EntityScores()
+    for case in sentences(part):
+        score.add(case, finder.find(case.text))
+    return {"sentences": len(sentences(part)), **score.summary()}
+
+
+def read_styled(reader: ReportReader, case: GoldSentence) -> list[Entity]:
+    """Read a sentence under its header, the findings' where it has none; spans are of its text."""
+    head = f"{case.section or 'FINDINGS'}:\n"
+    return [_moved(one, len(head)) for one in reader.read(head + case.text).entities]
+
+
+def _moved(entity: Entity, by: int) -> Entity:
+    place = entity.anatomy
+    if place is not None:
+        place = replace(place, span=(place.span[0] - by, place.span[1] - by))
+    return replace(entity, span=(entity.span[0] - by, entity.span[1] - by), anatomy=place)
+
+
+def score_styles(part: Part, errors: list[str] | None = None) -> dict[str, Any]:
+    """Score the sentences of a part's styles: as a whole, by style and by class of the taxonomy."""
+    reader, cases = ReportReader(), styled_sentences(part)
+    whole = EntityScores()
+    parts: dict[str, dict[str, EntityScores]] = {"style": {}, "group": {}}
+    for case in cases:
+        found = read_styled(reader, case)
+        whole.add(case, found)
+        for name, of in parts.items():
+            of.setdefault(getattr(case, name), EntityScores()).add(case, found)
+    if errors is not None:
+        errors += whole.errors
     return {
-        "sentences": len(sentences(part)),
-        **{name: counts[name] for name in ("marked", "found", "matched")},
-        "overlap": scores(counts["matched"], counts["found"], counts["marked"]),
-        "strict_span": scores(counts["strict"], counts["found"], counts["marked"]),
-        "assertion_accuracy": round(counts["assertion"] / matched, 4),
-        "absent_or_not_accuracy": round(counts["polar_right"] / max(1, counts["polar"]), 4),
-        "of_those_with_one": {
-            name: {"accuracy": round(right / max(1, total), 4), "num": total}
-            for name, (right, total) in stated.items()
+        "sentences": len(cases),
+        **whole.summary(),
+        **{
+            f"by_{name}": {
+                key: {
+                    "sentences_wrong": len(one.errors),
+                    "f1": one.summary()["overlap"]["f1"],
+                    "assertion_accuracy": one.summary()["assertion_accuracy"],
+                    "num": one.counts["marked"],
+                }
+                for key, one in sorted(of.items())
+            }
+            for name, of in parts.items()
         },
-        "assertions": dict(sorted(confusion.items())),
     }
 
 
@@ -183,9 +261,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--negspacy", type=Path, help="python of an environment with negspacy and spacy")
+    parser.add_argument("--errors", type=Path, help="write the styled sentences that were read wrongly")
     parser.add_argument("--part", choices=PARTS, action="append", help="score this part only")
     arguments = parser.parse_args()
     parts = arguments.part or PARTS
+    errors: list[str] = []
     result = {
         "command": " ".join(["python", "-m", "benchmarks.reports.run", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,6 +279,7 @@ def main() -> None:
             name: digest(name) for name in ("sentences.txt", "mentions.txt", "mentions_second.txt")
         },
         "entities": {part: score_entities(part) for part in parts},
+        "styles": {part: score_styles(part, errors) for part in parts},
         "mentions": {part: score_mentions(part) for part in parts},
         "speed": speed(),
     }
@@ -206,6 +287,8 @@ def main() -> None:
         result["negspacy"] = {part: ask_negspacy(arguments.negspacy, part) for part in parts}
     text = json.dumps(result, indent=2)
     print(text)
+    if arguments.errors:
+        arguments.errors.write_text("\n".join(errors) + "\n", encoding="utf-8")
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
 
