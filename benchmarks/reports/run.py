@@ -103,6 +103,10 @@ class EntityScores:
                 if is_stated:
                     self.stated[name][0] += is_right
                     self.stated[name][1] += 1
+                    if not is_right:
+                        self.errors.append(
+                            f"{case.style} {case.group}: {case.text} | {name} of {got.concept}"
+                        )
         if wrong:
             self.errors.append(
                 f"{case.style} {case.group}: {case.text} | "
@@ -187,6 +191,75 @@ def _same_place(text: str, anatomy: str, got: Entity) -> bool:
     return words in anatomy.lower() or anatomy.lower() in words
 
 
+HEDGES = {"likely": 0.75, "possible": 0.5, "doubtful": 0.15}
+"""Share of findings that are there behind a hedge, near the middle of what radiologists and referrers
+answered in published surveys of such words; the gold cannot know it."""
+_BINS = 10
+_FEWEST = 10
+"""Cases that a share is counted on; fewer are pooled with all of their assertion."""
+
+
+def outcomes(cases: Sequence[GoldSentence]) -> list[tuple[Entity, float]]:
+    """Return each finding that is found in some sentences, and how far it is there by the gold."""
+    reader, found = ReportReader(), []
+    for case in cases:
+        got = read_styled(reader, case)
+        marked = {place: case.entities[number] for number, place in match(case, got)}
+        for place, one in enumerate(got):
+            gold = marked.get(place)
+            is_there = gold is not None and gold.assertion == "present"
+            found.append((one, HEDGES[gold.hedge] if gold and gold.hedge else float(is_there)))
+    return found
+
+
+def calibration(part: Part) -> dict[str, Any]:
+    """Compare the probabilities with the gold: the mean distance of ten bins, weighted by their counts."""
+    bins: dict[int, list[tuple[float, float]]] = {}
+    cases = outcomes(styled_sentences(part))
+    for one, truth in cases:
+        promised = one.probability or 0.0
+        bins.setdefault(min(_BINS - 1, int(promised * _BINS)), []).append((promised, truth))
+    rows = {
+        f"{number / _BINS:.1f}": {
+            "num": len(held),
+            "promised": round(sum(one for one, _ in held) / len(held), 4),
+            "there": round(sum(truth for _, truth in held) / len(held), 4),
+        }
+        for number, held in sorted(bins.items())
+    }
+    error = sum(one["num"] * abs(one["promised"] - one["there"]) for one in rows.values()) / len(cases)
+    return {"num": len(cases), "expected_calibration_error": round(error, 4), "bins": rows}
+
+
+def fit_probabilities() -> list[dict[str, Any]]:
+    """Count the shares of ``shardflow/reports/probability.csv``.
+
+    They are counted on the sentences that were written by hand, not on the styles, which the rules are fitted
+    to (development) or judged by (test). A case of 0 and one of 1 are added to each, so that none is 0 or 1.
+    """
+    held: dict[tuple[str, str, str], list[float]] = {}
+    hard = [one for one in styled_sentences("development") if one.style == "hard"]
+    for one, truth in outcomes([*sentences("development"), *sentences("test"), *hard]):
+        basis = one.basis if one.assertion in ("absent", "present") else ""
+        held.setdefault((one.assertion, one.certainty, basis), []).append(truth)
+    rows: list[dict[str, Any]] = []
+    for assertion, basis in (
+        *(("absent", one) for one in ("cue", "list")),
+        *(("present", one) for one in ("plain", "cue", "list", "shadowed")),
+        ("historical", ""),
+        ("hypothetical", ""),
+    ):
+        truths = held.get((assertion, "", basis), [])
+        if len(truths) < _FEWEST:
+            truths = [truth for key, values in held.items() if key[0] == assertion for truth in values]
+        share = round((sum(truths) + 1) / (len(truths) + 2), 3)
+        rows.append({"assertion": assertion, "certainty": "", "basis": basis, "probability": share})
+    return rows + [
+        {"assertion": "uncertain", "certainty": hedge, "basis": "", "probability": share}
+        for hedge, share in HEDGES.items()
+    ]
+
+
 def score_mentions(part: Part) -> dict[str, Any]:
     marked = found = correct = whole = 0
     cases = mentions(part)
@@ -263,7 +336,12 @@ def main() -> None:
     parser.add_argument("--negspacy", type=Path, help="python of an environment with negspacy and spacy")
     parser.add_argument("--errors", type=Path, help="write the styled sentences that were read wrongly")
     parser.add_argument("--part", choices=PARTS, action="append", help="score this part only")
+    parser.add_argument("--fit", action="store_true", help="print the rows of probability.csv and stop")
     arguments = parser.parse_args()
+    if arguments.fit:
+        for row in fit_probabilities():
+            print(",".join(str(row[name]) for name in row))
+        return
     parts = arguments.part or PARTS
     errors: list[str] = []
     result = {
@@ -280,6 +358,7 @@ def main() -> None:
         },
         "entities": {part: score_entities(part) for part in parts},
         "styles": {part: score_styles(part, errors) for part in parts},
+        "calibration": {part: calibration(part) for part in parts},
         "mentions": {part: score_mentions(part) for part in parts},
         "speed": speed(),
     }

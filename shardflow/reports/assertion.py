@@ -2,7 +2,9 @@
 
 A cue describes the findings before or after it: absent, uncertain, historical, hypothetical, present. Its
 scope ends at a word that begins another thought (*but*, *apart from*), and passes from one finding to the
-next only along a list (*no X, Y, or Z*). Of several cues the nearest one holds. Parentheses between a cue and
+next only along a list (*no X, Y, or Z*). Adjectives do not end a list that "or" closes (*no focal X, large Y,
+or Z*); without it they do (*no X, small Y*). Of several cues the nearest one holds. A cue that draws a
+conclusion takes over the denial of what it is drawn from (*no X to suggest Y*). Parentheses between a cue and
 a finding are skipped (*a nodule (series 3, images 16, 17 and 18) cannot be excluded*). A cue with the effect
 ``none`` only keeps its words from being read as another cue (*no change*, *without contrast*). Phrases are
 found as whole words in one pass (Aho-Corasick), and the longest ones are kept.
@@ -14,11 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import ahocorasick
 
-from shardflow.reports.lexicon import ConceptKind, Tokens, fold_words, shipped_rows, word_set
+from shardflow.reports.language import ENGLISH, Language, table_rows
+from shardflow.reports.lexicon import ConceptKind, Tokens, fold_words
 
 T = TypeVar("T")
 
@@ -77,6 +80,10 @@ Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertai
 """Assertion of a finding; the table in docs/reports.md has examples."""
 
 
+Strength: TypeAlias = Literal["", "doubtful", "likely", "possible"]
+"""How strongly an uncertain finding is meant."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cue:
     """A phrase that changes the assertion of the findings around it."""
@@ -85,54 +92,46 @@ class Cue:
     direction: Literal["backward", "both", "forward"]
     """``both``: what follows, or if nothing follows in reach, what stands before; a stop stops both ways."""
     words: str
+    strength: Strength = ""
+    negated: Assertion | Literal[""] = ""
+    """Effect where what it concludes from is denied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """Assertion of a finding and what it rests on."""
+
+    assertion: Assertion
+    strength: Strength = ""
+    basis: Literal["cue", "list", "plain", "shadowed"] = "plain"
+    """``list``: reached along a list. ``plain``: no cue speaks of it. ``shadowed``: none does, though one
+    stands in its sentence."""
 
 
 _REACH = 9
 """Words allowed between a cue and its first finding."""
 _REACH_BACK = 12
-_LIST_WORDS = frozenset(("or", "nor", "and", "/", "&", "either", "also", ","))
-# Words behind a comma or an "and" that begin a statement of their own rather than the next item of a list.
-_OWN_STATEMENT = word_set(
-    """
-    a an the there stable unchanged small large mild moderate severe marked trace tiny minimal new
-    increased decreased persistent residual left right bilateral old chronic also now again scattered
-    multiple few several known mildly moderately severely status improved worsening worsened this these
-    some extensive
-    """
-)
-_VERBS = word_set(
-    """
-    is are was were be been has have had shows show showed demonstrates demonstrate demonstrated
-    measures measure measured seen noted identified remains remain suggests suggest represents represent
-    appears appear contains reflects reflect lies projects courses terminates may might could can should
-    will would does do did
-    """
-)
-_LINKS_BROKEN_BY = word_set(
-    """
-    with from due to by for near adjacent after since causing involving without except within throughout
-    through at on in into above below along over under about beneath following
-    """
-)
-_EVENT_CUES = word_set(
-    "from after since due following remote prior related secondary previous old sequela sequelae"
-)
 
 
 @cache
-def _cue_index() -> PhraseIndex[Cue]:
+def _cue_index(language: str) -> PhraseIndex[Cue]:
     phrases: dict[str, Cue] = {}
-    for row in shipped_rows("cues.csv"):
+    for row in table_rows("cues.csv", language):
         for cue in row["cues"].split("|"):
             words = " ".join(fold_words(cue))
-            effect = cast("Assertion", row["effect"])
-            phrases[words] = Cue(effect, cast("Literal['both']", row["direction"]), words)
+            phrases[words] = Cue(
+                cast("Assertion", row["effect"]),
+                cast("Literal['both']", row["direction"]),
+                words,
+                cast("Strength", row["strength"]),
+                cast("Assertion", row["negated"]),
+            )
     return PhraseIndex(phrases)
 
 
-def find_cues(tokens: Tokens) -> list[Match[Cue]]:
+def find_cues(tokens: Tokens, language: str = ENGLISH) -> list[Match[Cue]]:
     """Find the cues of a text, overlapping ones too, by their first words."""
-    return sorted(_cue_index().find(tokens), key=lambda one: one.first)
+    return sorted(_cue_index(language).find(tokens), key=lambda one: one.first)
 
 
 def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
@@ -149,207 +148,324 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     return kept
 
 
-def coordinate(
-    tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]
-) -> list[bool]:
-    """Say of each neighboring pair of one sentence's findings whether they are items of one list."""
-    blocked = {number for cue in cues for number in range(cue.first, cue.last) if cue.value.effect != "none"}
-    links: list[str] = []
-    for before, after in pairwise(entities):
-        links.append(_link(tokens.words, before.last, after.first, blocked))
-    joined = [link in ("list", "versus") for link in links]
-    # Commas alone make a list only if it ends with "or" or "and", or if nothing but the comma stands there.
-    for number in range(len(links) - 1, -1, -1):
-        if links[number] == "comma":
-            joined[number] = number + 1 < len(links) and joined[number + 1] and links[number + 1] != "versus"
-        elif links[number] == "bare":
-            joined[number] = links[number + 1 : number + 2] != ["versus"]
-    return joined
+Link: TypeAlias = Literal["adjective", "and", "bare", "comma", "no", "or", "versus"]
 
 
-def _link(
-    words: Sequence[str], first: int, last: int, blocked: set[int]
-) -> Literal["bare", "comma", "list", "no", "versus"]:
-    gap = _outside(words, first, last)
-    said = [words[number] for number in gap]
-    # "or" and "nor" are cues themselves ("nor" denies); as links of a list they do not block.
-    if "versus" in said or "vs" in said:
-        return "versus" if len(gap) <= _REACH and "," not in said else "no"
-    if any(number in blocked and words[number] not in ("nor", "or", "and") for number in gap):
-        return "no"
-    if any(word in _VERBS or word in (":", "(", ")", ".") for word in said):
-        return "no"
-    marks = [place for place, word in enumerate(said) if word in _LIST_WORDS]
-    if not marks:
-        return "list" if first == last else "no"
-    tail = said[marks[-1] + 1 :]
-    if not _LINKS_BROKEN_BY.isdisjoint(tail):
-        return "no"
-    if any(said[place] in ("or", "nor") for place in marks):
-        return "list"
-    if not _OWN_STATEMENT.isdisjoint(tail):
-        return "no"
-    if any(said[place] in ("and", "/", "&") for place in marks):
-        return "list"
-    return "bare" if len(gap) == 1 else "comma"
-
-
-def assert_entities(
-    tokens: Tokens,
-    sentence: tuple[int, int],
-    entities: Sequence[Match[ConceptKind]],
-    cues: Sequence[Match[Cue]],
-    joined: Sequence[bool],
-) -> list[Assertion]:
-    """Judge the findings of one sentence.
+class Scopes:
+    """Scope rules of one language.
 
     Args:
-        tokens: The text.
-        sentence: Range of its tokens.
-        entities: The sentence's findings, in order, with the kinds of their concepts.
-        cues: The sentence's cues, in order.
-        joined: From `coordinate`.
+        words: Its words.
     """
-    best: list[tuple[int, Assertion] | None] = [None] * len(entities)
-    stops = [cue.first for cue in cues if cue.value.effect == "stop"]
 
-    def offer(number: int, distance: int, effect: Assertion) -> None:
-        held = best[number]
-        if held is None or distance < held[0] or (distance == held[0] and effect == "absent"):
-            best[number] = (distance, effect)
+    def __init__(self, words: Language) -> None:
+        self._words = words
+        self._own = words.own_statement | words.adjective
+        self._placing = [[word] for word in words.preposition]
 
-    for cue in cues:
-        effect = cue.value.effect
-        if effect == "none" or effect == "stop":
-            continue
-        reached: list[tuple[int, int]] = []
-        if cue.value.direction != "backward":
-            reached = _forward(tokens, cue, entities, stops, joined, sentence)
-        if cue.value.direction == "backward" or (cue.value.direction == "both" and not reached):
-            reached = _backward(tokens, cue, entities, stops, joined)
-        elif cue.value.words in ("versus", "vs"):
-            reached += _backward(tokens, cue, entities, stops, joined)
-        for number, distance in reached:
-            offer(number, distance, effect)
-    found = [held[1] if held else "present" for held in best]
-    is_question = tokens.words[sentence[1] - 1] == "?"
-    return [
-        _settle(tokens, sentence, entity, assertion, is_question)
-        for entity, assertion in zip(entities, found, strict=True)
-    ]
+    def meant(self, tokens: Tokens, cues: Sequence[Match[Cue]]) -> list[Match[Cue]]:
+        """Leave out the cues of one sentence that need another one: "favors X over Y"."""
+        kept: list[Match[Cue]] = []
+        is_preferred = False
+        for cue in cues:
+            if is_preferred or cue.value.words not in self._words.preferred_to:
+                kept.append(cue)
+            words = tokens.words[cue.first : cue.last]
+            is_preferred = is_preferred or not self._words.preference.isdisjoint(words)
+        return kept
 
+    def coordinate(
+        self, tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]
+    ) -> list[bool]:
+        """Say of each neighboring pair of one sentence's findings whether they are items of one list."""
+        blocked = {
+            number for cue in cues for number in range(cue.first, cue.last) if cue.value.effect != "none"
+        }
+        links = [
+            self._link(tokens.words, before.last, after.first, blocked)
+            for before, after in pairwise(entities)
+        ]
+        joined = [link in ("and", "or", "versus") for link in links]
+        # Commas alone make a list only if it ends with "or" or "and", or if nothing but the comma stands
+        # there; adjectives are part of it only if it ends with "or".
+        closing: Link = "no"
+        for number in range(len(links) - 1, -1, -1):
+            link = links[number]
+            if link == "comma":
+                joined[number] = (
+                    number + 1 < len(links) and joined[number + 1] and links[number + 1] != "versus"
+                )
+            elif link == "adjective":
+                joined[number] = closing == "or" and joined[number + 1]
+            elif link == "bare":
+                behind = entities[number + 1].last
+                # "No X, Y in the left base": with a place of its own, the last item is another statement.
+                is_placed = closing == "no" and tokens.words[behind : behind + 1] in self._placing
+                joined[number] = links[number + 1 : number + 2] != ["versus"] and not is_placed
+            if link in ("and", "or", "versus", "no"):
+                closing = link
+        return joined
 
-def _settle(
-    tokens: Tokens,
-    sentence: tuple[int, int],
-    entity: Match[ConceptKind],
-    assertion: Assertion,
-    is_question: bool,
-) -> Assertion:
-    words = tokens.words
-    before = words[max(sentence[0], entity.first - 3) : entity.first]
-    if entity.value in ("procedure", "device") and assertion == "historical":
-        # What was done or put in stays to be seen, unless the history tells of it.
+    def _link(self, words: Sequence[str], first: int, last: int, blocked: set[int]) -> Link:
+        of = self._words
+        gap = _outside(words, first, last)
+        said = [words[number] for number in gap]
+        # "or" and "nor" are cues themselves ("nor" denies); as links of a list they do not block.
+        if not of.versus.isdisjoint(said):
+            return "versus" if len(gap) <= _REACH and "," not in said else "no"
+        joints = of.closing | of.adding
+        if any(number in blocked and words[number] not in joints for number in gap):
+            return "no"
+        if any(word in of.verb or word in (":", "(", ")", ".") for word in said):
+            return "no"
+        marks = [place for place, word in enumerate(said) if word in of.list]
+        if not marks:
+            return "and" if first == last else "no"
+        tail = said[marks[-1] + 1 :]
+        if not of.breaks_list.isdisjoint(tail):
+            return "no"
+        if any(said[place] in of.closing for place in marks):
+            return "or"
+        if not of.own_statement.isdisjoint(tail):
+            return "no"
+        is_added = any(said[place] in of.adding for place in marks)
+        if not of.adjective.isdisjoint(tail):
+            return "no" if is_added else "adjective"
+        if is_added:
+            return "and"
+        return "bare" if len(gap) == 1 else "comma"
+
+    def judge(
+        self,
+        tokens: Tokens,
+        sentence: tuple[int, int],
+        entities: Sequence[Match[ConceptKind]],
+        cues: Sequence[Match[Cue]],
+        joined: Sequence[bool],
+    ) -> list[Judgment]:
+        """Judge the findings of one sentence.
+
+        Args:
+            tokens: The text.
+            sentence: Range of its tokens.
+            entities: The sentence's findings, in order, with the kinds of their concepts.
+            cues: The sentence's cues, in order.
+            joined: From `coordinate`.
+        """
+        best: list[tuple[int, Judgment] | None] = [None] * len(entities)
+        stops = [cue.first for cue in cues if cue.value.effect == "stop"]
+        is_shadowed = False
+        for place, cue in enumerate(cues):
+            if cue.value.effect in ("none", "stop"):
+                continue
+            is_shadowed = is_shadowed or cue.value.effect != "present"
+            reached: list[tuple[int, int]] = []
+            if cue.value.direction != "backward":
+                reached = self._forward(tokens, cue, entities, stops, joined, sentence)
+            is_answer = cue.value.direction == "both" or self._is_answer(tokens, cue, sentence)
+            if cue.value.direction == "backward" or (is_answer and not reached):
+                reached = self._backward(tokens, cue, entities, stops, joined)
+            elif cue.value.words in self._words.versus:
+                reached += self._backward(tokens, cue, entities, stops, joined)
+            effect, strength = self._effect(tokens.words, cues, place, stops)
+            if cue.value.negated and self._is_of_denied(tokens.words, cue, entities, best, stops):
+                effect, strength = cue.value.negated, ""
+            if effect is None:
+                continue
+            for number, distance in reached:
+                held = best[number]
+                is_nearer = held is None or distance < held[0]
+                if is_nearer or (held is not None and distance == held[0] and effect == "absent"):
+                    basis: Literal["cue", "list"] = "cue" if number == reached[0][0] else "list"
+                    best[number] = (distance, Judgment(effect, strength, basis))
+        silent = Judgment("present", "", "shadowed" if is_shadowed else "plain")
+        found = [held[1] if held else silent for held in best]
+        return [
+            self._settle(tokens, sentence, entities, number, judgment)
+            for number, judgment in enumerate(found)
+        ]
+
+    @staticmethod
+    def _is_of_denied(
+        words: Sequence[str],
+        cue: Match[Cue],
+        entities: Sequence[Match[ConceptKind]],
+        best: Sequence[tuple[int, Judgment] | None],
+        stops: Sequence[int],
+    ) -> bool:
+        """Whether a conclusion is drawn from a finding that is denied: "no X, Y, or Z to suggest"."""
+        before = [number for number, one in enumerate(entities) if one.last <= cue.first]
+        held = best[before[-1]] if before else None
+        if held is None or held[1].assertion != "absent":
+            return False
+        first = entities[before[-1]].last
+        gap = words[first : cue.first]
+        return len(gap) <= 6 and "," not in gap and not any(first <= stop < cue.first for stop in stops)
+
+    def _is_answer(self, tokens: Tokens, cue: Match[Cue], sentence: tuple[int, int]) -> bool:
+        """Whether a cue is all that follows a colon: "Ascites: no."."""
         return (
-            "historical"
-            if any(word in ("history", "hx", "h") for word in words[sentence[0] : entity.first])
-            else "present"
+            cue.first > sentence[0]
+            and tokens.words[cue.first - 1] == ":"
+            and all(word in (".", ";", ",") for word in tokens.words[cue.last : sentence[1]])
         )
-    if (
-        entity.value == "event"
-        and assertion in ("present", "uncertain")
-        and not _EVENT_CUES.isdisjoint(before)
-    ):
-        return "historical"
-    if is_question and assertion in ("present", "historical", "absent"):
-        return "hypothetical"
-    if assertion in ("present", "historical") and _is_dated(words, entity.last, sentence[1]):
-        return "historical"
-    if (
-        assertion == "uncertain"
-        and words[sentence[0]] in ("suspected", "suspect", "query", "?")
-        and _VERBS.isdisjoint(words[sentence[0] : sentence[1]])
-        and entity.first - sentence[0] <= 4
-    ):
-        # A sentence that is nothing but "Suspected X." is what was asked, not what was seen.
-        return "hypothetical"
-    return assertion
 
-
-def _is_dated(words: Sequence[str], first: int, last: int) -> bool:
-    """Whether a year follows: "in 2019"."""
-    for number in range(first, min(first + 4, last - 1)):
-        year = words[number + 1]
-        if (
-            words[number] in ("in", "since")
-            and len(year) == 4
-            and year[:2] in ("19", "20")
-            and year.isdigit()
+    def _effect(
+        self, words: Sequence[str], cues: Sequence[Match[Cue]], place: int, stops: Sequence[int]
+    ) -> tuple[Assertion | None, Strength]:
+        """Return what a cue says here, given the cues before it; None for nothing."""
+        cue = cues[place]
+        effect = cast("Assertion", cue.value.effect)
+        before = [one for one in cues[:place] if one.last <= cue.first]
+        if effect in ("historical", "present") and any(
+            one.value.effect == "absent" and 0 <= cue.first - one.last <= (effect == "present")
+            for one in before
         ):
-            return True
-        if words[number] in _VERBS or words[number] == ",":
-            return False
-    return False
+            # "Resolution of prior X", "no interval development of X".
+            return None, ""
+        if cue.value.negated:
+            denied = [one for one in before if one.value.effect not in ("none", "stop", "present")]
+            if denied and denied[-1].value.effect == "absent" and denied[-1].value.direction != "backward":
+                gap = words[denied[-1].last : cue.first]
+                is_broken = any(denied[-1].first <= stop < cue.first for stop in stops)
+                has_verb = cue.value.words.split()[0] != "to" and not self._words.verb.isdisjoint(gap)
+                if not is_broken and not has_verb and "," not in gap:
+                    return cue.value.negated, ""
+        return effect, cue.value.strength
 
+    def _settle(
+        self,
+        tokens: Tokens,
+        sentence: tuple[int, int],
+        entities: Sequence[Match[ConceptKind]],
+        number: int,
+        judgment: Judgment,
+    ) -> Judgment:
+        of, words, entity = self._words, tokens.words, entities[number]
+        assertion = judgment.assertion
+        before = words[max(sentence[0], entity.first - 3) : entity.first]
+        is_question = words[sentence[1] - 1] == "?"
+        if entity.value in ("procedure", "device") and assertion == "historical":
+            # What was done or put in stays to be seen, unless the history tells of it.
+            is_told = any(word in of.history for word in words[sentence[0] : entity.first])
+            return judgment if is_told else Judgment("present", "", judgment.basis)
+        if (
+            entity.value == "event"
+            and assertion in ("present", "uncertain")
+            and not of.event_cause.isdisjoint(before)
+        ):
+            return Judgment("historical", "", judgment.basis)
+        if is_question and assertion in ("present", "historical", "absent"):
+            return Judgment("hypothetical", "", judgment.basis)
+        if assertion in ("present", "historical") and self._is_dated(words, entity.last, sentence[1]):
+            return Judgment("historical", "", judgment.basis)
+        if (
+            assertion == "present"
+            and number
+            and entities[number - 1].value == "procedure"
+            and words[entities[number - 1].last] in of.purpose
+            and entity.first - entities[number - 1].last <= 3
+        ):
+            # What an operation was done for is no more.
+            return Judgment("historical", "", judgment.basis)
+        if (
+            assertion == "uncertain"
+            and words[sentence[0]] in of.asked
+            and words[sentence[0]] != "?"
+            and "," not in words[sentence[0] : sentence[1]]
+            and of.verb.isdisjoint(words[sentence[0] : sentence[1]])
+            and entity.first - sentence[0] <= 4
+        ):
+            # A sentence that is nothing but "Suspected X." is what was asked, not what was seen.
+            return Judgment("hypothetical", "", judgment.basis)
+        return judgment
 
-def _forward(
-    tokens: Tokens,
-    cue: Match[Cue],
-    entities: Sequence[Match[ConceptKind]],
-    stops: Sequence[int],
-    joined: Sequence[bool],
-    sentence: tuple[int, int],
-) -> list[tuple[int, int]]:
-    """Return the findings that a cue speaks of, and how far each is."""
-    end = min((stop for stop in stops if stop >= cue.last), default=sentence[1])
-    numbers = [number for number, one in enumerate(entities) if cue.last <= one.first < end]
-    if cue.value.effect == "hypothetical":
-        # What is asked or warned of stays so until the end of the sentence.
-        return [(number, len(_outside(tokens.words, cue.last, entities[number].first))) for number in numbers]
-    if not numbers or not _reaches(tokens.words, cue, entities[numbers[0]]):
-        return []
-    reached = [numbers[0]]
-    for number in numbers[1:]:
-        if not joined[number - 1]:
-            break
-        reached.append(number)
-    first = len(_outside(tokens.words, cue.last, entities[numbers[0]].first))
-    # The distance of a list is that of its first item: a cue inside a list does not take other items.
-    return [(number, first + (number != reached[0])) for number in reached]
-
-
-def _reaches(words: Sequence[str], cue: Match[Cue], entity: Match[ConceptKind]) -> bool:
-    gap = [words[number] for number in _outside(words, cue.last, entity.first)]
-    if len(gap) > _REACH or ":" in gap:
+    def _is_dated(self, words: Sequence[str], first: int, last: int) -> bool:
+        """Whether a year follows: "in 2019"."""
+        for number in range(first, min(first + 4, last - 1)):
+            year = words[number + 1]
+            if (
+                words[number] in self._words.since
+                and len(year) == 4
+                and year[:2] in ("19", "20")
+                and year.isdigit()
+            ):
+                return True
+            if words[number] in self._words.verb or words[number] == ",":
+                return False
         return False
-    if "," in gap:
-        # A comma in front of the first finding is a list of adjectives or places, or the end of the thought.
-        tail = gap[len(gap) - gap[::-1].index(",") :]
-        if cue.value.direction == "both" or not _OWN_STATEMENT.isdisjoint(tail) or gap[0] == ",":
+
+    def _forward(
+        self,
+        tokens: Tokens,
+        cue: Match[Cue],
+        entities: Sequence[Match[ConceptKind]],
+        stops: Sequence[int],
+        joined: Sequence[bool],
+        sentence: tuple[int, int],
+    ) -> list[tuple[int, int]]:
+        """Return the findings that a cue speaks of, and how far each is."""
+        end = min((stop for stop in stops if stop >= cue.last), default=sentence[1])
+        numbers = [number for number, one in enumerate(entities) if cue.last <= one.first < end]
+        if cue.value.effect == "hypothetical":
+            # What is asked or warned of stays so until the end of the sentence.
+            return [
+                (number, len(_outside(tokens.words, cue.last, entities[number].first))) for number in numbers
+            ]
+        if not numbers or not self._reaches(tokens.words, cue, entities[numbers[0]]):
+            return []
+        reached = [numbers[0]]
+        for number in numbers[1:]:
+            if not joined[number - 1]:
+                break
+            reached.append(number)
+        first = len(_outside(tokens.words, cue.last, entities[numbers[0]].first))
+        # The distance of a list is that of its first item: a cue inside a list does not take other items.
+        return [(number, first + (number != reached[0])) for number in reached]
+
+    def _reaches(self, words: Sequence[str], cue: Match[Cue], entity: Match[ConceptKind]) -> bool:
+        of = self._words
+        gap = [words[number] for number in _outside(words, cue.last, entity.first)]
+        if len(gap) > _REACH or ":" in gap:
             return False
-        if not {"or", "and", "nor"} & set(gap):
-            return cue.value.effect == "absent" and _VERBS.isdisjoint(gap)
-    return cue.value.effect in ("uncertain", "hypothetical") or _VERBS.isdisjoint(gap)
+        if "," in gap:
+            # A comma before the first finding is a list of adjectives or places, or ends the thought.
+            tail = gap[len(gap) - gap[::-1].index(",") :]
+            if cue.value.direction == "both" or not self._own.isdisjoint(tail) or gap[0] == ",":
+                return False
+            if (of.closing | of.adding).isdisjoint(gap):
+                return cue.value.effect == "absent" and of.verb.isdisjoint(gap)
+        return cue.value.effect in ("uncertain", "hypothetical") or of.verb.isdisjoint(gap)
 
-
-def _backward(
-    tokens: Tokens,
-    cue: Match[Cue],
-    entities: Sequence[Match[ConceptKind]],
-    stops: Sequence[int],
-    joined: Sequence[bool],
-) -> list[tuple[int, int]]:
-    begin = max((stop for stop in stops if stop < cue.first), default=-1)
-    numbers = [number for number, one in enumerate(entities) if begin < one.first and one.last <= cue.first]
-    if not numbers:
-        return []
-    nearest = numbers[-1]
-    distance = len(_outside(tokens.words, entities[nearest].last, cue.first))
-    if distance > _REACH_BACK:
-        return []
-    reached = [nearest]
-    for number in reversed(numbers[:-1]):
-        if not joined[number]:
-            break
-        reached.append(number)
-    return [(number, distance if number == nearest else distance + 1) for number in reached]
+    def _backward(
+        self,
+        tokens: Tokens,
+        cue: Match[Cue],
+        entities: Sequence[Match[ConceptKind]],
+        stops: Sequence[int],
+        joined: Sequence[bool],
+    ) -> list[tuple[int, int]]:
+        begin = max((stop for stop in stops if stop < cue.first), default=-1)
+        numbers = [
+            number for number, one in enumerate(entities) if begin < one.first and one.last <= cue.first
+        ]
+        if not numbers:
+            return []
+        nearest = numbers[-1]
+        distance = len(_outside(tokens.words, entities[nearest].last, cue.first))
+        if distance > _REACH_BACK:
+            return []
+        if (
+            cue.value.direction == "both"
+            and cue.value.words not in self._words.versus
+            and tokens.words[cue.first - 1] == ","
+            and tokens.words[cue.last : cue.last + 1] not in ([], ["."], [","], [";"])
+        ):
+            # "X, possibly Y": it speaks of Y, whatever that is.
+            return []
+        reached = [nearest]
+        for number in reversed(numbers[:-1]):
+            if not joined[number]:
+                break
+            reached.append(number)
+        return [(number, distance if number == nearest else distance + 1) for number in reached]

@@ -8,36 +8,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TypeVar
+from functools import cache, cached_property
+from typing import Literal, TypeAlias, TypeVar
 
 from shardflow.reports.assertion import (
     Assertion,
     Cue,
+    Judgment,
     Match,
     PhraseIndex,
-    assert_entities,
-    coordinate,
+    Scopes,
+    Strength,
     find_cues,
     keep_longest,
 )
-from shardflow.reports.lexicon import Concept, Lexicon, Side, Tokens, load_lexicon, tokenize, word_set
+from shardflow.reports.language import Change, Language, Side, load_language, shared_rows
+from shardflow.reports.lexicon import (
+    Concept,
+    ConceptKind,
+    Lexicon,
+    Tokens,
+    fold_words,
+    load_lexicon,
+    tokenize,
+    word_set,
+)
 
-_SIDES: dict[str, Side] = {
-    "left": "L", "lt": "L", "right": "R", "rt": "R", "bilateral": "B", "bilaterally": "B", "both": "B",
-    "bibasilar": "B", "bibasal": "B", "biapical": "B", "bihilar": "B", "bifrontal": "B", "biparietal": "B",
-    "leftward": "", "rightward": "",
-}  # fmt: skip
-# Here the side is part of the name of an organ in the midline.
-_NO_SIDE_BEFORE = word_set(
-    "heart ventricle ventricular atrium atrial main anterior sided handed colic gastric strain cardiac"
-)
-_SEVERITIES = word_set(
-    """
-    trace tiny minimal minimally mild mildly moderate moderately marked markedly severe severely large
-    massive extensive gross huge
-    """
-)
 _SIZE = re.compile(
     r"(?<![\w.,:/-])(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?"
     r"(?:\s?(?:x|\u00d7|by)\s?(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?)?"
@@ -58,13 +54,6 @@ _DISTANCE = re.compile(
     re.IGNORECASE,
 )
 _LEVEL = re.compile(r"(?:[ctl](?:[1-9]|1[0-2])|s[1-5])")
-_PREPOSITIONS = word_set(
-    """
-    in of at within along beneath about over under through throughout from on involving around near into
-    overlying inside between below above behind
-    """
-)
-_VERBS = word_set("is are was were has have shows demonstrates measures seen noted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,27 +69,66 @@ class Clause:
     """Anatomical names within the findings' own ("rib fracture")."""
     cues: Sequence[Match[Cue]]
     joined: Sequence[bool]
+    of: Language
+    changes: Sequence[Match[Change]] = ()
 
     def window(self, number: int) -> tuple[int, int, int]:
         """Return where a finding's own words may stand: tokens (begin, end of its list's last, end)."""
-        entity = self.entities[number]
+        words, of = self.tokens.words, self.of
         before = self.entities[number - 1].last if number else self.sentence[0]
         last = number
         while last < len(self.joined) and self.joined[last]:
+            # What stands behind an item of a list is its own: "nodule on the right and cyst on the left".
+            if number == last and any(
+                word in of.preposition
+                for word in words[self.entities[last].last : self.entities[last + 1].first]
+            ):
+                break
             last += 1
-        end = self.entities[last + 1].first if last + 1 < len(self.entities) else self.sentence[1]
-        begin = before
+        end = self.sentence[1]
+        if last + 1 < len(self.entities):
+            end = self.phrase(last + 1)
+        entity, begin = self.entities[number], before
         for cue in self.cues:
             # What a stop or an inference separates is said of something else.
-            if cue.value.effect in ("absent", "uncertain", "stop", "hypothetical") or cue.value.words in (
-                "consistent with",
-                "in keeping with",
+            if (
+                cue.value.effect in ("absent", "uncertain", "stop", "hypothetical")
+                or cue.value.words in self.of.inference
             ):
-                if cue.first >= self.entities[last].last and cue.value.direction != "backward":
+                if cue.first >= self.entities[last].last and (
+                    cue.value.effect == "stop"
+                    or (cue.value.direction == "forward" and words[cue.first - 1] != ":")
+                ):
                     end = min(end, cue.first)
                 if cue.last <= entity.first and cue.value.effect == "stop":
                     begin = max(begin, cue.last)
-        return begin, self.entities[last].last, end
+        return begin, self.entities[last].last, max(end, self.entities[last].last)
+
+    def phrase(self, number: int) -> int:
+        """Return the token that a finding's noun phrase begins at, adjectives and determiner included."""
+        words, of = self.tokens.words, self.of
+        begin = self.entities[number - 1].last if number else self.sentence[0]
+        near, has_side = self.entities[number].first, False
+        while near > begin:
+            word = words[near - 1]
+            if word in of.adding or word in of.closing:
+                # "Left and right effusions" is one phrase, "right cyst and left nodule" are two.
+                if not (has_side and near - 2 >= begin and words[near - 2] in of.sides):
+                    break
+            elif (
+                word in (",", ":", "(", ";", ".")
+                or word in of.preposition
+                or word in of.breaks_list
+                or word in of.verb
+                or word in of.place_verb
+            ):
+                break
+            elif word in of.determiner:
+                near -= 1
+                break
+            has_side = has_side or word in of.sides
+            near -= 1
+        return near
 
 
 def find_levels(tokens: Tokens) -> Iterator[Match[Concept]]:
@@ -154,32 +182,28 @@ def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
     with_preposition = [
         place
         for place in after
-        if any(word in _PREPOSITIONS for word in words[max(behind, place.first - 4) : place.first])
+        if any(word in clause.of.preposition for word in words[max(behind, place.first - 4) : place.first])
         or place.first == behind
     ]
     earlier = [place for place in clause.places if begin <= place.first and place.last <= entity.first]
     inside = [place for place in clause.inner if entity.first <= place.first and place.last <= entity.last]
-    close = [place for place in earlier if _is_attribute(words, place.last, entity.first)]
+    close = [place for place in earlier if _is_attribute(clause, place.last, entity.first)]
     return [*with_preposition[:1], *close[::-1], *inside, *after[:1], *(earlier[::-1] if number == 0 else ())]
 
 
-def _is_attribute(words: Sequence[str], first: int, last: int) -> bool:
-    gap = words[first:last]
-    return len(gap) <= 5 and not any(word == "," or word in _PREPOSITIONS or word in _VERBS for word in gap)
+def _is_attribute(clause: Clause, first: int, last: int) -> bool:
+    gap, of = clause.tokens.words[first:last], clause.of
+    return len(gap) <= 5 and not any(
+        word == "," or word in of.preposition or word in of.place_verb for word in gap
+    )
 
 
 def side_of(clause: Clause, number: int) -> Side:
     """Return the side a finding is said to be on."""
-    entity, words = clause.entities[number], clause.tokens.words
+    entity = clause.entities[number]
     begin, behind, end = clause.window(number)
     inside = [*_sides(clause, entity.first, entity.last)]
-    near = entity.first
-    while (
-        near > begin
-        and words[near - 1] not in (",", ":", "(")
-        and words[near - 1] not in _PREPOSITIONS | _VERBS
-    ):
-        near -= 1
+    near = clause.phrase(number)
     for sides in (
         [*inside, *_sides(clause, near, entity.first)],
         [*_sides(clause, behind, end)],
@@ -195,8 +219,8 @@ def side_of(clause: Clause, number: int) -> Side:
 def _sides(clause: Clause, first: int, last: int) -> Iterator[Side]:
     words = clause.tokens.words
     for number in range(first, last):
-        side = _SIDES.get(words[number], "")
-        if side and (number + 1 >= len(words) or words[number + 1] not in _NO_SIDE_BEFORE):
+        side = clause.of.sides.get(words[number], "")
+        if side and (number + 1 >= len(words) or words[number + 1] not in clause.of.no_side_before):
             yield side
     for place in clause.places:
         if first <= place.first and place.last <= last and place.value.side:
@@ -206,15 +230,43 @@ def _sides(clause: Clause, first: int, last: int) -> Iterator[Side]:
 def severity_of(clause: Clause, number: int) -> str:
     """Return the word for a finding's severity, or nothing."""
     entity, words = clause.entities[number], clause.tokens.words
-    begin, behind, end = clause.window(number)
-    for place in range(entity.first - 1, max(begin, entity.first - 7) - 1, -1):
-        if words[place] in (",", ":", "(") or words[place] in _VERBS:
-            break
-        if words[place] in _SEVERITIES:
+    _, behind, end = clause.window(number)
+    for place in range(entity.first - 1, clause.phrase(number) - 1, -1):
+        if words[place] in clause.of.severity:
             return words[place]
     for place in range(behind, end):
-        if words[place] in _SEVERITIES:
+        if words[place] in clause.of.severity:
             return words[place]
+    return ""
+
+
+_CHANGE_REACH = 6
+"""Words between a finding and its change."""
+
+
+def change_of(clause: Clause, number: int) -> Change:
+    """Return how a finding has changed: what is said right before it or its list, else behind it."""
+    words, of = clause.tokens.words, clause.of
+    _, behind, end = clause.window(number)
+    first = number
+    while first and clause.joined[first - 1]:
+        first -= 1
+    for start in dict.fromkeys((clause.entities[number].first, clause.entities[first].first)):
+        for change in reversed(clause.changes):
+            gap = words[change.last : start]
+            if change.last <= start and len(gap) <= _CHANGE_REACH:
+                if not any(word in (",", ":") or word in of.verb or word in of.adding for word in gap):
+                    is_inside = all(
+                        one.last <= change.first or start <= one.first for one in clause.entities
+                    ) and not any(change.last <= one.first and one.last <= start for one in clause.entities)
+                    if is_inside:
+                        return change.value
+                break
+    for change in clause.changes:
+        if behind <= change.first and change.last <= end:
+            gap = words[behind : change.first]
+            if len(gap) <= 2 * _CHANGE_REACH and "," not in gap[1:]:
+                return change.value
     return ""
 
 
@@ -294,6 +346,17 @@ class Place:
     """Of the lexicon; of a vertebral level its own words."""
 
 
+EntityKind: TypeAlias = Literal["device", "finding", "history", "procedure", "recommendation", "symptom"]
+"""``history``: what was and is not said to be there now, and what happened to a person.
+``recommendation``: what is looked for or planned."""
+_KINDS: dict[ConceptKind, EntityKind] = {
+    "device": "device",
+    "event": "history",
+    "procedure": "procedure",
+    "symptom": "symptom",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entity:
     """A finding that a report speaks of."""
@@ -309,24 +372,17 @@ class Entity:
     severity: str = ""
     source: str = "lexicon"
     """``lexicon``, or the name of the extractor that found it."""
-
-
-_NOT_ATTRIBUTIVE = word_set("is are was were be been to , . ; : ( with in of at and seen")
-_QUALIFIERS = word_set(
-    """
-    abnormal abnormally borderline bulky calcified enlarged enlarging necrotic pathologic pathological
-    pathologically prominent reactive shotty subcentimeter suspicious worrisome hypermetabolic
-    """
-)
-_NODES = frozenset(("lymph node",))
-# Places that projections are named by as well; what may stand behind them, and what ends such a name.
-_PROJECTIONS = word_set("apical axillary frontal")
-_OF_PROJECTIONS = word_set(
-    "/ abdominal and chest erect lateral lordotic or oblique pelvic portable supine upright"
-)
-_PICTURES = word_set(
-    "film films image images projection projections radiograph radiographs view views xray xrays"
-)
+    kind: EntityKind = "finding"
+    section: str = ""
+    """Kind of the section that it stands in; `ReportReader` fills it."""
+    change: Change = ""
+    """Against an earlier examination."""
+    certainty: Strength = ""
+    """How strongly an uncertain finding is meant."""
+    basis: str = ""
+    """What the assertion rests on, as of `shardflow.reports.assertion.Judgment`."""
+    probability: float | None = None
+    """That what it names is there, from 0 to 1, given these words; `ReportReader` fills what is None."""
 
 
 class EntityFinder:
@@ -338,26 +394,162 @@ class EntityFinder:
 
     def __init__(self, lexicon: Lexicon | None = None) -> None:
         self.lexicon = lexicon if lexicon is not None else load_lexicon()
+        self._of = load_language(self.lexicon.language)
+        self._scopes = Scopes(self._of)
 
     @cached_property
     def _index(self) -> PhraseIndex[Concept]:
         return PhraseIndex(self.lexicon.phrases)
 
+    @cached_property
+    def _changes(self) -> PhraseIndex[Change]:
+        return PhraseIndex({" ".join(fold_words(phrase)): one for phrase, one in self._of.changes.items()})
+
     def find(self, text: str) -> list[Entity]:
         """Return the findings of a text, in its order."""
         tokens = tokenize(text)
-        matches = [one for one in self._index.find(tokens) if not _is_view(tokens, one)]
+        cues = find_cues(tokens, self._of.name)
+        # Words of a phrase that only says how something has changed are no findings ("has enlarged").
+        silent = {
+            number
+            for cue in cues
+            if cue.value.effect == "none" and cue.last - cue.first > 1
+            for number in range(cue.first, cue.last)
+        }
+        matches = [
+            one
+            for one in self._index.find(tokens)
+            if not (one.first in silent and one.last - 1 in silent and one.value.kind != "anatomy")
+            and not self._is_view(tokens, one)
+        ]
         concepts = keep_longest([*matches, *find_levels(tokens)])
         names = sorted((one for one in matches if one.value.kind == "anatomy"), key=lambda one: one.first)
-        cues = find_cues(tokens)
+        changes = keep_longest(self._changes.find(tokens))
         entities: list[Entity] = []
-        at_concept = at_cue = at_name = 0
+        at_concept = at_cue = at_name = at_change = 0
         for first, last in tokens.sentences:
             here, at_concept = _within(concepts, at_concept, first, last)
             said, at_cue = _within(cues, at_cue, first, last)
             inner, at_name = _within(names, at_name, first, last)
-            entities += _judge(tokens, (first, last), here, said, inner)
+            changed, at_change = _within(changes, at_change, first, last)
+            entities += self._judge(tokens, (first, last), here, said, inner, changed)
         return entities
+
+    def _is_view(self, tokens: Tokens, match: Match[Concept]) -> bool:
+        """Whether a name of anatomy is that of a projection here: "on the frontal and lateral views"."""
+        if match.last - match.first > 1 or tokens.words[match.first] not in self._of.projection:
+            return False
+        behind = match.last
+        while behind < len(tokens) and tokens.words[behind] in self._of.of_projection:
+            behind += 1
+        return behind < len(tokens) and tokens.words[behind] in self._of.picture
+
+    def _judge(
+        self,
+        tokens: Tokens,
+        sentence: Span,
+        concepts: Sequence[Match[Concept]],
+        cues: Sequence[Match[Cue]],
+        names: Sequence[Match[Concept]],
+        changes: Sequence[Match[Change]],
+    ) -> Iterator[Entity]:
+        findings = self._findings(tokens, sentence[0], concepts)
+        if not findings:
+            return
+        taken = {number for one in findings for number in range(one.first, one.last)}
+        # The words of a finding's name are no cues.
+        said = keep_longest(cue for cue in cues if taken.isdisjoint(range(cue.first, cue.last)))
+        said = self._scopes.meant(tokens, said)
+        kinds = [Match(one.first, one.last, one.value.kind) for one in findings]
+        joined = self._scopes.coordinate(tokens, kinds, said)
+        judgments = self._scopes.judge(tokens, sentence, kinds, said, joined)
+        clause = Clause(
+            tokens=tokens,
+            sentence=sentence,
+            entities=findings,
+            places=[one for one in concepts if one.value.kind == "anatomy"],
+            inner=names,
+            cues=said,
+            joined=joined,
+            of=self._of,
+            changes=[one for one in changes if taken.isdisjoint(range(one.first, one.last))],
+        )
+        sizes = sizes_of(clause)
+        is_advice = not self._of.advice.isdisjoint(tokens.words[sentence[0] : sentence[1]])
+        for number, (one, judgment) in enumerate(zip(findings, judgments, strict=True)):
+            places = places_of(clause, number)
+            change = change_of(clause, number)
+            yield Entity(
+                span=_span(tokens, one),
+                concept=one.value.name,
+                assertion=judgment.assertion,
+                anatomy=Place(span=_span(tokens, places[0]), name=places[0].value.name) if places else None,
+                laterality=side_of(clause, number),
+                size_mm=sizes.get(number, ()),
+                severity=severity_of(clause, number),
+                kind=_kind(one.value.kind, judgment.assertion, is_advice=is_advice),
+                # What is denied has not changed, unless it is gone.
+                change=change if (judgment.assertion == "absent") == (change == "resolved") else "",
+                certainty=judgment.strength,
+                basis=judgment.basis,
+                probability=probability_of(judgment),
+            )
+
+    def _findings(
+        self, tokens: Tokens, begin: int, concepts: Sequence[Match[Concept]]
+    ) -> list[Match[Concept]]:
+        """Choose what is a finding among the concepts of a sentence."""
+        found: list[Match[Concept]] = []
+        for number, one in enumerate(concepts):
+            kind = one.value.kind
+            if kind == "normal":
+                continue
+            if kind == "anatomy":
+                if one.value.name in self._of.node:
+                    found += self._qualified(tokens, begin, one)
+            elif one.first > begin and tokens.words[one.first - 1] in self._of.not_normal:
+                continue
+            elif kind == "state":
+                found += self._state(tokens, one, concepts[number + 1 :])
+            else:
+                found.append(one)
+        if any(one.value.kind != "sign" for one in found):
+            # A sign next to what it is a sign of is evidence, not another finding.
+            found = [one for one in found if one.value.kind != "sign"]
+        return _merge(found)
+
+    def _qualified(self, tokens: Tokens, begin: int, node: Match[Concept]) -> list[Match[Concept]]:
+        """Make a finding of lymph nodes that are called abnormal, from the adjective on."""
+        of = self._of
+        for place in range(node.first - 1, max(begin, node.first - 8) - 1, -1):
+            word = tokens.words[place]
+            if word in of.node_qualifier:
+                return [Match(place, node.last, _ENLARGED_NODE)]
+            if word in of.not_attributive and word not in of.adding and word != ",":
+                break
+        return []
+
+    def _state(
+        self, tokens: Tokens, state: Match[Concept], following: Sequence[Match[Concept]]
+    ) -> list[Match[Concept]]:
+        """Judge an adjective: with the anatomy behind it, as a predicate, or not at all before a finding."""
+        of, words = self._of, tokens.words
+        concept = replace(state.value, name=state.value.parent or state.value.name, kind="finding")
+        if words[state.first - 1 : state.first] and words[state.first - 1] in of.negated_state | of.perfect:
+            return []
+        last = state.last
+        for one in following:
+            if one.first - last > 2 or any(word in of.not_attributive for word in words[last : one.first]):
+                break
+            if one.value.kind not in ("anatomy", "state"):
+                return []
+            if one.value.kind == "state":
+                break
+            last = one.last
+        return [Match(state.first, last, concept)]
+
+
+_ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnormality")
 
 
 def _within(matches: Sequence[Match[T]], at: int, first: int, last: int) -> tuple[list[Match[T]], int]:
@@ -370,77 +562,16 @@ def _within(matches: Sequence[Match[T]], at: int, first: int, last: int) -> tupl
     return found, at
 
 
-def _is_view(tokens: Tokens, match: Match[Concept]) -> bool:
-    """Whether a name of anatomy is that of a projection here: "on the frontal and lateral views"."""
-    if match.last - match.first > 1 or tokens.words[match.first] not in _PROJECTIONS:
-        return False
-    behind = match.last
-    while behind < len(tokens) and tokens.words[behind] in _OF_PROJECTIONS:
-        behind += 1
-    return behind < len(tokens) and tokens.words[behind] in _PICTURES
-
-
-def _judge(
-    tokens: Tokens,
-    sentence: Span,
-    concepts: Sequence[Match[Concept]],
-    cues: Sequence[Match[Cue]],
-    names: Sequence[Match[Concept]],
-) -> Iterator[Entity]:
-    findings = _findings(tokens, sentence[0], concepts)
-    if not findings:
-        return
-    taken = {number for one in findings for number in range(one.first, one.last)}
-    # The words of a finding's name are no cues.
-    said = keep_longest(cue for cue in cues if taken.isdisjoint(range(cue.first, cue.last)))
-    kinds = [Match(one.first, one.last, one.value.kind) for one in findings]
-    joined = coordinate(tokens, kinds, said)
-    assertions = assert_entities(tokens, sentence, kinds, said, joined)
-    clause = Clause(
-        tokens=tokens,
-        sentence=sentence,
-        entities=findings,
-        places=[one for one in concepts if one.value.kind == "anatomy"],
-        inner=names,
-        cues=said,
-        joined=joined,
-    )
-    sizes = sizes_of(clause)
-    for number, (one, assertion) in enumerate(zip(findings, assertions, strict=True)):
-        places = places_of(clause, number)
-        yield Entity(
-            span=_span(tokens, one),
-            concept=one.value.name,
-            assertion=assertion,
-            anatomy=Place(span=_span(tokens, places[0]), name=places[0].value.name) if places else None,
-            laterality=side_of(clause, number),
-            size_mm=sizes.get(number, ()),
-            severity=severity_of(clause, number),
-        )
-
-
 def _span(tokens: Tokens, match: Match[Concept]) -> Span:
     return tokens.starts[match.first], tokens.ends[match.last - 1]
 
 
-def _findings(tokens: Tokens, begin: int, concepts: Sequence[Match[Concept]]) -> list[Match[Concept]]:
-    """Choose what is a finding among the concepts of a sentence."""
-    found: list[Match[Concept]] = []
-    for number, one in enumerate(concepts):
-        kind = one.value.kind
-        if kind == "normal" or (kind != "anatomy" and tokens.words[one.first - 1 : one.first] == ["normal"]):
-            continue
-        if kind == "anatomy":
-            if one.value.name in _NODES:
-                found += _qualified(tokens, begin, one)
-        elif kind == "state":
-            found += _state(tokens, one, concepts[number + 1 :])
-        else:
-            found.append(one)
-    if any(one.value.kind != "sign" for one in found):
-        # A sign next to what it is a sign of is evidence, not another finding.
-        found = [one for one in found if one.value.kind != "sign"]
-    return _merge(found)
+def _kind(kind: ConceptKind, assertion: Assertion, *, is_advice: bool) -> EntityKind:
+    if assertion == "historical":
+        return "history"
+    if assertion == "hypothetical" and is_advice:
+        return "recommendation"
+    return _KINDS.get(kind, "finding")
 
 
 def _merge(found: list[Match[Concept]]) -> list[Match[Concept]]:
@@ -455,34 +586,26 @@ def _merge(found: list[Match[Concept]]) -> list[Match[Concept]]:
     return merged
 
 
-def _qualified(tokens: Tokens, begin: int, node: Match[Concept]) -> list[Match[Concept]]:
-    """Make a finding of lymph nodes that are called abnormal, from the adjective on."""
-    for place in range(node.first - 1, max(begin, node.first - 8) - 1, -1):
-        word = tokens.words[place]
-        if word in _QUALIFIERS:
-            return [Match(place, node.last, _ENLARGED_NODE)]
-        if word in _NOT_ATTRIBUTIVE and word not in ("and", ","):
-            break
-    return []
+@cache
+def _probabilities() -> dict[tuple[str, str, str], float]:
+    return {
+        (row["assertion"], row["certainty"], row["basis"]): float(row["probability"])
+        for row in shared_rows("probability.csv")
+    }
 
 
-_ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnormality")
+def probability_of(judgment: Judgment) -> float:
+    """Return how often what is judged so is there.
+
+    The shares in ``probability.csv`` are counted by ``benchmarks/reports`` on sentences written by hand; an
+    uncertain finding has the share that its hedge stands for. They are used for every language.
+    """
+    known = _probabilities()
+    key = (judgment.assertion, judgment.strength, judgment.basis)
+    return (
+        known.get(key)
+        or known[judgment.assertion, judgment.strength, _USUAL_BASIS.get(judgment.assertion, "")]
+    )
 
 
-def _state(
-    tokens: Tokens, state: Match[Concept], following: Sequence[Match[Concept]]
-) -> list[Match[Concept]]:
-    """Judge an adjective: with the anatomy behind it, as a predicate, or not at all before a finding."""
-    concept = replace(state.value, name=state.value.parent or state.value.name, kind="finding")
-    if tokens.words[state.first - 1 : state.first] == ["non"]:
-        return []
-    last = state.last
-    for one in following:
-        if one.first - last > 2 or any(word in _NOT_ATTRIBUTIVE for word in tokens.words[last : one.first]):
-            break
-        if one.value.kind not in ("anatomy", "state"):
-            return []
-        if one.value.kind == "state":
-            break
-        last = one.last
-    return [Match(state.first, last, concept)]
+_USUAL_BASIS = {"absent": "cue", "present": "plain"}

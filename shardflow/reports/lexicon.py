@@ -1,6 +1,6 @@
 """Lexicon of findings and anatomy with their synonyms and parents, and the tokens that it is searched in.
 
-Two tables beside this module hold it: ``findings.csv`` (name, kind, parent, synonyms, narrower) and
+Two tables of a language hold it: ``findings.csv`` (name, kind, parent, synonyms, narrower) and
 ``anatomy.csv`` (name, parent, side, synonyms). Synonyms are joined by ``|``; so are narrower concepts, each a
 name with its own synonyms behind ``=``, whose parent is the row. Plurals are generated. User tables are
 appended and win where they have the same words. Tokens keep their place in the text, which is never altered.
@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from shardflow.errors import ConfigError
+from shardflow.reports.language import ENGLISH, Side, table_rows
 
 
 def word_set(words: str) -> frozenset[str]:
@@ -40,6 +40,8 @@ _SPELLING = re.compile("|".join(_SPELLINGS))
 _ABBREVIATIONS = word_set(
     "approx ca cf dr e.g eg fig i.e ie im img incl mr mrs ms no nr prof resp se ser st vs"
 )
+_NUMBERED = word_set("no nr")
+"""Abbreviations only before a number."""
 _LONGEST_SENTENCE = 150
 """Tokens; a longer one is cut, so that the time stays in proportion to the text."""
 _SHORT_LINE = 55
@@ -117,9 +119,11 @@ def _is_end(text: str, words: list[str], starts: list[int], ends: list[int], num
         return True
     gap = text[ends[number] : starts[number + 1]]
     if word in ("?", "!", ";"):
-        # A question mark before a word asks for it: "?pneumonia".
-        return word != "?" or gap != ""
+        # A question mark before a word asks for it: "?pneumonia", "Cough. ? pneumonia".
+        return word != "?" or not (gap == "" or number == 0 or starts[number] > ends[number - 1])
     if word == "." and gap and (number == 0 or words[number - 1] not in _ABBREVIATIONS):
+        return True
+    if word == "." and gap and words[number - 1] in _NUMBERED and not words[number + 1].isdigit():
         return True
     return "\n" in gap and _is_line_end(text, words[number], starts[number + 1], ends[number], gap)
 
@@ -143,8 +147,6 @@ ConceptKind = Literal[
 """``event``: what happened to a person (trauma). ``normal``: words that are no finding though they hold
 the name of one. ``sign``: named only where the sentence names nothing more definite. ``state``: an adjective
 that makes a finding of anatomy (*enlarged*)."""
-
-Side = Literal["", "B", "L", "R"]
 
 _FINDING_COLUMNS = ("name", "kind", "parent", "synonyms")
 _ANATOMY_COLUMNS = ("name", "parent", "side", "synonyms")
@@ -170,6 +172,7 @@ class Lexicon:
     """By name; anatomy as ``anatomy:NAME``, because a finding may be called alike."""
     phrases: Mapping[str, Concept]
     """By words as `fold_words` gives them, joined by a blank."""
+    language: str = ENGLISH
 
     def ancestors(self, concept: Concept) -> list[str]:
         """Return the names of what a concept is a kind or part of, nearest first."""
@@ -205,19 +208,13 @@ def load_lexicon(findings: Sequence[Path] = (), anatomy: Sequence[Path] = ()) ->
     return Lexicon(concepts, phrases)
 
 
-def shipped_rows(name: str) -> list[dict[str, str]]:
-    """Read a table that lies in this package."""
-    with files("shardflow.reports").joinpath(name).open("r", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 @cache
 def _shipped() -> Lexicon:
     concepts: dict[str, Concept] = {}
     phrases: dict[str, Concept] = {}
     # Anatomy first: words in both tables (a vein that is a varix) are findings.
-    _add(concepts, phrases, _anatomy_concepts(shipped_rows("anatomy.csv")))
-    _add(concepts, phrases, _finding_concepts(shipped_rows("findings.csv")))
+    _add(concepts, phrases, _anatomy_concepts(table_rows("anatomy.csv")))
+    _add(concepts, phrases, _finding_concepts(table_rows("findings.csv")))
     return Lexicon(concepts, phrases)
 
 

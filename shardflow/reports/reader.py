@@ -6,6 +6,7 @@ The rules have a digest: with equal digests, equal reports are read equally.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -14,24 +15,24 @@ from importlib.resources import files
 from typing import Any, Final
 
 from shardflow.errors import ConfigError
-from shardflow.reports.assertion import Assertion
-from shardflow.reports.findings import Entity, EntityFinder, Place
+from shardflow.reports.assertion import Assertion, Judgment, Strength
+from shardflow.reports.findings import Entity, EntityFinder, Place, probability_of
+from shardflow.reports.language import ENGLISH, TABLES
 from shardflow.reports.lexicon import Lexicon, load_lexicon
 from shardflow.reports.mentions import Mention, find_mentions
 from shardflow.reports.sections import Section, SectionKind, split_sections
 
-RULES_VERSION: Final = 2
+RULES_VERSION: Final = 3
 """Raised whenever a rule in code reads some text otherwise than before; the tables speak for themselves."""
-
-_TABLES: Final = ("anatomy.csv", "cues.csv", "findings.csv", "headers.csv")
 
 
 @cache
 def rules_digest() -> str:
     """Return the SHA-256 of the shipped tables and the version of the rules."""
     hasher = hashlib.sha256(f"rules {RULES_VERSION}\n".encode("ascii"))
-    for name in _TABLES:
-        data = files("shardflow.reports").joinpath(name).read_bytes()
+    root = files("shardflow.reports")
+    for name in ("probability.csv", *(f"{ENGLISH}/{table}" for table in TABLES)):
+        data = root.joinpath(*name.split("/")).read_bytes()
         hasher.update(f"{name} {len(data)}\n".encode("ascii"))
         hasher.update(data)
     return hasher.hexdigest()
@@ -49,6 +50,7 @@ _BY_SECTION: dict[SectionKind, dict[Assertion, Assertion]] = {
     "indication": {"uncertain": "hypothetical"},
     "recommendation": {"present": "hypothetical", "uncertain": "hypothetical"},
 }
+_NO_SECTION: SectionKind = "other"
 _UNREAD: frozenset[SectionKind] = frozenset(("examination", "signature", "technique"))
 
 
@@ -93,9 +95,8 @@ class ReportReader:
         for section in sections:
             first, last = section.body
             if section.kind not in _UNREAD:
-                changes = _BY_SECTION.get(section.kind, {})
                 entities += [
-                    replace(_moved(one, first), assertion=changes.get(one.assertion, one.assertion))
+                    _in_section(_in_part(_moved(one, first), section, text), section.kind)
                     for one in self._finder.find(text[first:last])
                 ]
             if section.kind != "comparison":
@@ -105,7 +106,11 @@ class ReportReader:
                     for one in find_mentions(text[first:last])
                 ]
         for name, extractor in self._extractors:
-            entities += [_checked(replace(one, source=name), text) for one in extractor(text)]
+            for found in extractor(text):
+                one = _checked(replace(found, source=name), text)
+                place = one.span[0]
+                kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
+                entities.append(_in_section(one, kind))
         entities.sort(key=lambda one: one.span)
         return ReportContent(sections=tuple(sections), entities=tuple(entities), mentions=tuple(mentions))
 
@@ -139,6 +144,36 @@ def _moved(entity: Entity, by: int) -> Entity:
     if anatomy is not None:
         anatomy = Place(span=(anatomy.span[0] + by, anatomy.span[1] + by), name=anatomy.name)
     return replace(entity, span=(entity.span[0] + by, entity.span[1] + by), anatomy=anatomy)
+
+
+def _in_part(entity: Entity, section: Section, text: str) -> Entity:
+    """Give a finding without a place that of its sub-header ("Liver: 9 mm cyst.")."""
+    if entity.anatomy is not None or not section.part or entity.kind != "finding":
+        return entity
+    name = re.search(r"[^\W\d_].*[^\W_]", text[slice(*section.header)], re.DOTALL)
+    if name is None:
+        return entity
+    start = section.header[0]
+    span = (start + name.start(), start + name.end())
+    return replace(entity, anatomy=Place(span=span, name=section.part))
+
+
+def _in_section(entity: Entity, section: SectionKind) -> Entity:
+    """Return a finding as its section makes it."""
+    assertion = _BY_SECTION.get(section, {}).get(entity.assertion, entity.assertion)
+    kind, certainty, probability = entity.kind, entity.certainty, entity.probability
+    if assertion != entity.assertion:
+        certainty, probability = "", None
+    if section == "recommendation" and assertion == "hypothetical":
+        kind = "recommendation"
+    elif assertion == "historical":
+        kind = "history"
+    if probability is None:
+        strength: Strength = certainty or ("possible" if assertion == "uncertain" else "")
+        probability = probability_of(Judgment(assertion, strength))
+    return replace(
+        entity, section=section, assertion=assertion, kind=kind, certainty=certainty, probability=probability
+    )
 
 
 def _checked(entity: Entity, text: str) -> Entity:

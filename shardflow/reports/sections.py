@@ -16,7 +16,8 @@ from typing import Literal, cast
 
 from rapidfuzz.distance import DamerauLevenshtein
 
-from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon, shipped_rows
+from shardflow.reports.language import table_rows
+from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon
 
 SectionKind = Literal[
     "addendum",
@@ -203,7 +204,7 @@ def _read_header(
 @cache
 def _known() -> dict[tuple[str, ...], SectionKind]:
     known: dict[tuple[str, ...], SectionKind] = {}
-    for row in shipped_rows("headers.csv"):
+    for row in table_rows("headers.csv"):
         for header in row["headers"].split("|"):
             known[tuple(fold_words(header))] = cast("SectionKind", row["kind"])
     return known

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
 from shardflow.reports import Entity, EntityFinder, load_lexicon
-from shardflow.reports.lexicon import fold_words, shipped_rows, tokenize
+from shardflow.reports.language import table_rows
+from shardflow.reports.lexicon import fold_words, tokenize
 
 pytestmark = pytest.mark.fast
 
@@ -176,5 +177,5 @@ def test_the_shipped_tables_are_sound() -> None:
         assert not concept.parent or key in lexicon.concepts, name
         assert concept.name not in lexicon.ancestors(concept), name
     assert len(lexicon.concepts) > 1000
-    cues = [" ".join(fold_words(cue)) for row in shipped_rows("cues.csv") for cue in row["cues"].split("|")]
+    cues = [" ".join(fold_words(cue)) for row in table_rows("cues.csv") for cue in row["cues"].split("|")]
     assert sorted({cue for cue in cues if cues.count(cue) > 1}) == []

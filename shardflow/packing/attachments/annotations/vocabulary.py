@@ -12,7 +12,8 @@ from functools import cache
 from typing import Final, Literal
 
 from shardflow.packing.attachments.check_digits import is_verhoeff
-from shardflow.reports.lexicon import Lexicon, Side, fold_words, load_lexicon, word_set
+from shardflow.reports.language import Side
+from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon, word_set
 
 _MAX_LABEL: Final = 128
 """Characters of a label that are looked at."""
