@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import processor
-from benchmarks.reports.gold import GoldSentence, Part, digest, mentions, sentences, styled_sentences
+from benchmarks.reports.gold_sets import GoldSentence, Part, digest, mentions, sentences, styled_sentences
 from shardflow import __version__
 from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reports.gold import styled_sentences
+from benchmarks.reports.gold_sets import styled_sentences
 from benchmarks.reports.run import calibration, score_styles
 
 pytestmark = pytest.mark.fast
