@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import SimpleITK as sitk  # noqa: N813 - as everyone does
 from numpy.typing import NDArray
 
 import shardflow as sf
@@ -135,8 +136,13 @@ def test_axes_run_where_the_codes_say(dataset: Dataset) -> None:
 
 
 def test_regions_are_equal_everywhere(dataset: Dataset) -> None:
-    volume = sf.Volume(roi_size=ROI, missing="pad", margin=(1, 0, 2))
-    check_everywhere(lambda **settings: loader_of(dataset, volume, **settings))
+    fields = {
+        "ct": sf.Volume(roi_size=ROI, missing="pad", margin=(1, 0, 2)),
+        "mm": sf.Volume(
+            roi_size=ROI, missing="pad", spacing_mm=(1.5, 1, 1), orientation="RAS", interpolation="cubic"
+        ),
+    }
+    check_everywhere(lambda **settings: open_loader(dataset, SPEC, fields, **settings))
 
 
 def test_only_the_slices_of_a_region_are_read(dataset: Dataset) -> None:
@@ -227,3 +233,115 @@ def test_series_that_cannot_be_delivered_are_refused(tmp_path: Path) -> None:
             loader_of(made, sf.Volume(roi_size=ROI, spacing_mm=(1, 1, 1)))
     with loader_of(made, sf.Volume(roi_size=ROI)) as loader:  # its own grid needs no geometry
         assert np.isnan(next(iter(loader))["ct_affine"][0]).all()
+
+
+# ---- grids in millimeters ------------------------------------------------------------------------------
+
+
+def by_itk(
+    series: VolumeSeries, codes: str, spacing: Sequence[float], roi: Sequence[int]
+) -> NDArray[np.float32]:
+    """Resample, and cut or pad around the middle, as preprocessing with SimpleITK does; axes as ``codes``."""
+    image = sitk.GetImageFromArray(series.voxels.astype(np.float32))
+    columns = series.affine[:3, [2, 1, 0]]
+    steps = np.linalg.norm(columns, axis=0)
+    image.SetSpacing(steps.tolist())
+    image.SetDirection((columns / steps).ravel().tolist())
+    image.SetOrigin(series.affine[:3, 3].tolist())
+    image = sitk.DICOMOrient(image, codes)
+    old, size = np.array(image.GetSpacing()), np.array(image.GetSize())
+    new = np.maximum(np.rint(size * old / spacing), 1)
+    direction = np.array(image.GetDirection()).reshape(3, 3)
+    middle = np.array(image.GetOrigin()) + direction @ ((size - 1) / 2 * old)
+    first = (new - np.array(roi)) // 2 - (new - 1) / 2
+    origin = middle + direction @ (first * spacing)
+    cut = sitk.Resample(
+        image,
+        list(roi),
+        sitk.Transform(),
+        sitk.sitkLinear,
+        origin.tolist(),
+        list(spacing),
+        image.GetDirection(),
+        -1024.0,
+    )
+    return np.asarray(sitk.GetArrayFromImage(cut).transpose(2, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("codes", "spacing", "roi"),
+    [
+        # The parameters of CT-CLIP (0.75 x 0.75 x 1.5 mm, -1000 to 1000 HU) and Merlin (RAS, 1.5 x 1.5 x 3
+        # mm), on volumes of a tenth of the size.
+        ("LPS", (0.75, 0.75, 1.5), (48, 48, 24)),
+        ("RAS", (1.5, 1.5, 3.0), (22, 22, 16)),
+    ],
+)
+def test_published_preprocessing_equals_itk(
+    tmp_path: Path, codes: str, spacing: tuple[float, float, float], roi: tuple[int, int, int]
+) -> None:
+    @cache
+    def tenth(number: int) -> list[VolumeSeries]:
+        random = np.random.default_rng(number)
+        shape = (random.integers(6, 30), random.integers(20, 60), random.integers(20, 60))
+        noise = random.normal(0, 600, shape)
+        affine = affine_of(random.uniform(0.6, 3, 3), turn=0.2 * (number % 3), flip=number % 2 == 1)
+        return [VolumeSeries(voxels=np.clip(noise, -1024, 3071).astype(np.int16), affine=affine)]
+
+    made = make_volumes(tmp_path / "data", tenth, num_samples=6)
+    fields = {
+        "ct": sf.Volume(
+            roi_size=roi,
+            spacing_mm=spacing,
+            orientation=codes,
+            center="middle",
+            dtype="float32",
+            valid_mask=True,
+        ),
+        "shown": sf.Volume(
+            roi_size=roi, spacing_mm=spacing, orientation=codes, center="middle", windows=[(0, 2000), "lung"]
+        ),
+        "rounded": sf.Volume(roi_size=roi, spacing_mm=spacing, orientation=codes, center="middle"),
+    }
+    num_slots = 0
+    with open_loader(made, SPEC, fields) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                wanted = by_itk(tenth(number)[0], codes, spacing, roi)
+                is_inside = batch["ct_valid"][slot, 0] == 1
+                # On the border of the box ITK's rounding may differ from ours by a voxel.
+                assert (is_inside == (wanted != -1024)).mean() > 0.98
+                both = is_inside & (wanted != -1024)
+                assert np.abs(batch["ct"][slot, 0] - wanted)[both].max() < 1
+                assert (batch["ct"][slot, 0][~is_inside] == -1024).all()
+                assert np.abs(batch["rounded"][slot, 0] - batch["ct"][slot, 0]).max() <= 0.5
+                shown = np.clip((batch["ct"][slot, 0] + 1000) / 2000, 0, 1)
+                assert np.abs(batch["shown"][slot, 0] - shown).max() < 1e-5
+                lung = np.clip((batch["ct"][slot, 0] + 1350) / 1500, 0, 1)
+                assert np.abs(batch["shown"][slot, 1] - lung).max() < 1e-5
+                num_slots += 1
+    assert num_slots == 6
+
+
+def test_slices_at_irregular_distances_are_taken_where_they_are(tmp_path: Path) -> None:
+    """A volume whose value is its height is right at every height, though slices are missing."""
+    heights = [0.0, 2.0, 4.0, 10.0, 12.0, 13.0, 15.0]
+    voxels = np.broadcast_to(np.rint(np.array(heights) * 100)[:, None, None], (7, 5, 6)).astype(np.int16)
+    series = VolumeSeries(
+        voxels=voxels,
+        affine=affine_of((2.0, 1.0, 1.0)),
+        flags=["irregular_spacing", "missing_slices"],
+        extra={"slice_offsets_mm": heights},
+    )
+    made = make_volumes(tmp_path / "data", {0: [series]}.__getitem__, num_samples=1)
+    grids: list[dict[str, Any]] = [{}, {"spacing_mm": (0.5, 1.0, 1.0)}, {"orientation": "RAS"}]
+    for settings in grids:
+        volume = sf.Volume(roi_size=(3, 4, 3), irregular="resample", **settings)
+        with loader_of(made, volume) as loader:
+            for epoch in range(4):
+                loader.set_epoch(epoch)
+                batch = next(iter(loader))
+                places = np.stack(np.meshgrid(*map(np.arange, (3, 4, 3)), indexing="ij"), axis=-1)
+                at = places @ batch["ct_affine"][0, :3, :3].T + batch["ct_affine"][0, :3, 3]
+                height = np.clip((at[..., 2] - 4.0) * 100, 0, 1500)  # edges repeat the outermost slice
+                assert np.abs(batch["ct"][0, 0] - height).max() <= 0.5

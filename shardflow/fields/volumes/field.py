@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, TypeAlias
@@ -25,9 +24,8 @@ from shardflow.fields.field import (
     SlotRequest,
     Slots,
     check_choice,
-    check_count,
 )
-from shardflow.fields.layout import WINDOWS, PixelDtype
+from shardflow.fields.layout import PixelDtype
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import fill_value
@@ -35,19 +33,25 @@ from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
     Shape,
-    Vector,
     check_orientation,
     oriented,
     spaced,
     stretched,
 )
 from shardflow.fields.volumes.resampling import Interpolation, source_region
-from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable
+from shardflow.fields.volumes.settings import (
+    checked_margin,
+    checked_shape,
+    checked_spacing,
+    checked_windows,
+    margins,
+    window_ends,
+)
+from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
 
 Center: TypeAlias = Literal["random", "middle", "whole"]
-DEFAULT_VOLUMES: Final = "kind is missing or kind in ('volume', 'frames')"
+DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
-_MAX_SIDE: Final = 2**11
 _WORD_BITS: Final = 64
 _LIMITS: Final = Limits(max_series=1)
 _BESIDE: Final = ("mask", "affine", "range", "valid")
@@ -81,7 +85,7 @@ class Volume(Field):
 
     series: str | None = None
     """Expression over the series table, such as ``"modality == 'CT' and slice_spacing_mm <= 2"``. None
-    selects volumes and frames (`DEFAULT_VOLUMES`)."""
+    selects all volumes (`DEFAULT_VOLUMES`)."""
     roi_size: tuple[int, int, int]
     """Voxels (D, H, W) of the region, as delivered."""
     center: Center = "random"
@@ -104,7 +108,7 @@ class Volume(Field):
     antialias: bool = False
     """Whether to smooth before a coarser grid is sampled, by a Gaussian of (r - 1) / 2 voxels for a step of
     r. False takes single points, as ITK, MONAI and most published preprocessing do."""
-    windows: tuple[tuple[float, float] | str, ...] = ()
+    windows: Sequence[tuple[float, float] | str] = ()
     """Windows as channels: ``(center, width)`` in the unit of the series, or a name such as ``"lung"``. Each
     channel (C) is cut to its window and scaled to 0 to 1 (uint8: 0 to 255)."""
     margin: int | tuple[int, int, int] = 0
@@ -117,6 +121,10 @@ class Volume(Field):
     fill: float | None = None
     """Value outside of the volume. None is air (-1024) where every selected series of the population is in
     HU, otherwise 0."""
+    irregular: Literal["error", "resample"] = "error"
+    """Series with missing slices or slices at irregular distances, as packing flags them: an error before
+    step 0, or ``resample`` at their true places, linearly between the slices that there are, to the median
+    distance or ``spacing_mm``."""
     valid_mask: bool = False
     """Whether ``NAME_valid`` is delivered."""
 
@@ -126,11 +134,17 @@ class Volume(Field):
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         check_choice("interpolation", self.interpolation, ("linear", "nearest", "cubic"))
+        check_choice("irregular", self.irregular, ("error", "resample"))
+        if self.irregular == "resample" and self.interpolation == "cubic":
+            raise ConfigError(
+                "irregular='resample' is linear between slices; write interpolation='linear', or leave these "
+                "series out."
+            )
         self._check_grid()
-        object.__setattr__(self, "windows", _checked_windows(self.windows))
+        object.__setattr__(self, "windows", checked_windows(self.windows))
         if self.windows and self.dtype not in (None, "uint8", "float32"):
             raise ConfigError(
-                f"windows are delivered as float32 from 0 to 1, or with dtype='uint8' from 0 to 255, got "
+                "windows are delivered as float32 from 0 to 1, or with dtype='uint8' from 0 to 255, got "
                 f"dtype={self.dtype!r}; leave one of them out."
             )
         series: object = self.series
@@ -146,10 +160,10 @@ class Volume(Field):
     def _check_grid(self) -> None:
         if self.orientation is not None:
             check_orientation(self.orientation)
-        object.__setattr__(self, "margin", _checked_margin(self.margin))
+        object.__setattr__(self, "margin", checked_margin(self.margin))
         if self.spacing_mm is None:
             return
-        object.__setattr__(self, "spacing_mm", _checked_spacing(self.spacing_mm))
+        object.__setattr__(self, "spacing_mm", checked_spacing(self.spacing_mm))
         if self.center == "whole":
             raise ConfigError(
                 "center='whole' brings every volume to roi_size, so spacing_mm cannot be kept; leave "
@@ -170,75 +184,6 @@ class Volume(Field):
         name = entry["name"]
         beside = (f"{name}_{one}" for one in _BESIDE)
         return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
-
-
-def checked_shape(name: str, value: Any) -> Shape:
-    """Return a number of voxels along each axis.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        depth, rows, columns = value
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} is voxels (D, H, W), such as (96, 96, 96), got {value!r}.") from None
-    for side in (depth, rows, columns):
-        check_count(f"each side of {name}", side, _MAX_SIDE)
-    return depth, rows, columns
-
-
-def _checked_spacing(value: Any) -> Vector:
-    try:
-        found = [float(each) for each in value]
-    except (TypeError, ValueError):
-        found = []
-    if len(found) != 3 or not all(0 < each < math.inf for each in found):
-        raise ConfigError(
-            f"spacing_mm is three numbers of millimeters along D, H and W, such as (1.5, 1.0, 1.0), got "
-            f"{value!r}."
-        )
-    return found[0], found[1], found[2]
-
-
-def _checked_margin(value: Any) -> int | Shape:
-    sides = [value] * 3 if isinstance(value, int) else list(value) if isinstance(value, tuple | list) else []
-    if len(sides) != 3 or not all(type(side) is int and 0 <= side <= _MAX_SIDE for side in sides):
-        raise ConfigError(f"margin is a number of voxels, or one for each of D, H and W, got {value!r}.")
-    return value if isinstance(value, int) else (sides[0], sides[1], sides[2])
-
-
-def _margins(value: int | Shape) -> Shape:
-    return (value, value, value) if isinstance(value, int) else value
-
-
-def _checked_windows(windows: Any) -> tuple[tuple[float, float] | str, ...]:
-    if isinstance(windows, str):
-        raise ConfigError(f"windows is a list of windows, write windows=[{windows!r}].")
-    found: list[tuple[float, float] | str] = []
-    for window in windows:
-        if isinstance(window, str):
-            check_choice("each named window", window, tuple(WINDOWS))
-            found.append(window)
-            continue
-        try:
-            center, width = (float(each) for each in window)
-        except (TypeError, ValueError):
-            center, width = 0.0, 0.0
-        if not (math.isfinite(center) and 0 < width < math.inf):
-            raise ConfigError(
-                f"each window is (center, width), such as (40, 400), or a name such as 'lung', got "
-                f"{window!r}."
-            )
-        found.append((center, width))
-    return tuple(found)
-
-
-def _ends(window: tuple[float, float] | str) -> tuple[float, float]:
-    """Return the values that a window shows as its least and its greatest."""
-    if isinstance(window, str):
-        return WINDOWS[window]
-    center, width = window
-    return center - width / 2, center + width / 2
 
 
 class BoundVolume(BoundField):
@@ -271,14 +216,14 @@ class BoundVolume(BoundField):
         self._num_samples = context.num_samples
         self._num_missing = context.count_missing(self.has_content)
         if self._num_missing and spec.missing == "error":
+            where = "" if spec.series is None else f" (series={spec.series!r})"
             raise ConfigError(
                 f"{self._num_missing:,} of {self._num_samples:,} samples have no series for the field "
-                f"{name!r}"
-                f"{'' if spec.series is None else f' (series={spec.series!r})'}; write missing='pad' to pad "
-                "and mask them, or missing='drop' to leave these samples out."
+                f"{name!r}{where}; write missing='pad' to pad and mask them, or missing='drop' to leave "
+                "them out."
             )
         stored = np.result_type(*(np.dtype(each) for each in self.selected.values("dtype") or ["uint8"]))
-        windows = [_ends(window) for window in spec.windows]
+        windows = [window_ends(window) for window in spec.windows]
         plain = np.dtype(np.float32) if windows else stored
         self.dtype = plain if spec.dtype is None else np.dtype(spec.dtype)
         self.delivery = Delivery(
@@ -290,7 +235,7 @@ class BoundVolume(BoundField):
             antialias=spec.antialias,
             counters=context.counters,
         )
-        self.margin = _margins(spec.margin)
+        self.margin = margins(spec.margin)
         depth, rows, columns = (
             size + 2 * more for size, more in zip(spec.roi_size, self.margin, strict=True)
         )
@@ -308,36 +253,32 @@ class BoundVolume(BoundField):
     def _check_series(self) -> None:
         if max(self.selected.values("channels"), default=1) > 1:
             raise ConfigError(
-                f'The field {self.name!r} selects color images, which are no volumes; add "and channels == '
-                f'1" '
-                "to its series."
+                f"The field {self.name!r} selects color images, which are no volumes; add 'and "
+                "channels == 1' to its series."
             )
-        for flag, what in (
-            ("irregular_spacing", "slices at irregular distances"),
-            ("missing_slices", "missing slices"),
-        ):
+        flags = {
+            "irregular_spacing": "slices at irregular distances",
+            "missing_slices": "missing slices",
+        }
+        for flag, what in flags.items() if self.spec.irregular == "error" else ():
             num_series = self.selected.num_flagged(flag)
             if num_series:
                 raise ConfigError(
                     f"{num_series:,} series of the field {self.name!r} have {what}, so no affine maps them "
-                    f"to "
-                    f'millimeters; add "and not flags.{flag}" to its series.'
+                    f"to millimeters; add 'and not flags.{flag}' to its series, or irregular='resample'."
                 )
         num_unknown = self.selected.num_without_affine()
         if num_unknown and (self.spec.orientation is not None or self.spec.spacing_mm is not None):
             raise ConfigError(
                 f"{num_unknown:,} series of the field {self.name!r} have no known place in millimeters, "
-                f"which "
-                'orientation and spacing_mm need; add "and slice_spacing_mm > 0" to its series, or leave '
-                "them "
-                "out."
+                "which orientation and spacing_mm need; add 'and slice_spacing_mm > 0' to its series, "
+                "or leave them out."
             )
         named = [window for window in self.spec.windows if isinstance(window, str)]
         if named and self.selected.values("unit") != ["HU"]:
             raise ConfigError(
                 f"The window {named[0]!r} of the field {self.name!r} is in HU, and some of its series are "
-                f"not; "
-                "add \"and unit == 'HU'\" to its series, or write windows as (center, width)."
+                "not; add \"and unit == 'HU'\" to its series, or write windows as (center, width)."
             )
 
     @property
@@ -406,23 +347,24 @@ class BoundVolume(BoundField):
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the numbers of the slices of the region, and of the study's description."""
-        return self._fields(shard, request, self.crop(request))
+        return self._fields(shard, request, self.crop(shard, request))
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
-        crop = self.crop(request)
+        crop = self.crop(shard, request)
         if crop is None:
             self.blank(arrays, request.slot)
             return NoContent()
         fields = self._fields(shard, request, crop)
         return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields)
 
-    def crop(self, request: SlotRequest) -> Crop | None:
+    def crop(self, shard: Shard, request: SlotRequest) -> Crop | None:
         """Return what to deliver of a sample; None where it has no series."""
         stored = self._stored(request)
         if stored is None:
             return None
-        grid = self._grid(stored)
+        knots = slice_knots(shard, request.row_in_shard, stored) if stored.is_irregular else None
+        grid = self._grid(stored, knots)
         grid = grid.cropped(self._start(grid, request.draw), self.shape)
         mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
         return Crop(stored, grid, source_region(grid, stored.shape, mode, self.delivery.sigmas(grid)))
@@ -432,12 +374,14 @@ class BoundVolume(BoundField):
             return self._tables[request.component].volume(request.study_row, one.series)
         return None
 
-    def _grid(self, stored: StoredVolume) -> Grid:
+    def _grid(self, stored: StoredVolume, knots: tuple[float, ...] | None) -> Grid:
         """Return the grid of the whole volume, as regions are cut from it."""
         spec, grid = self.spec, Grid(stored.shape)
+        if knots is not None:
+            grid = Grid((round(knots[-1]) + 1, *stored.shape[1:]), knots=knots)
         if stored.affine is not None:
             if spec.orientation is not None:
-                grid = oriented(stored.shape, stored.affine, spec.orientation)
+                grid = oriented(grid, stored.affine, spec.orientation)
             if spec.spacing_mm is not None:
                 grid = spaced(grid, stored.affine, spec.spacing_mm)
         return stretched(grid, spec.roi_size) if spec.center == "whole" else grid

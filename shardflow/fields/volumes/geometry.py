@@ -93,11 +93,15 @@ class Grid:
         shape: Number of points along each axis of the grid.
         steps: ``steps[a][k]``: how far a step along axis k leads along stored axis a, in stored voxels.
         origin: Stored coordinates of point (0, 0, 0).
+        knots: Where each stored slice lies, in steps of the affine, if slices are missing or irregular:
+        stored
+            coordinates then count these steps, and `places` counts slices. None where both are the same.
     """
 
     shape: Shape
     steps: Matrix = _IDENTITY
     origin: Vector = (0.0, 0.0, 0.0)
+    knots: tuple[float, ...] | None = None
 
     def cropped(self, start: Shape, shape: Shape) -> Grid:
         """Return the part that begins at a point, which may be outside."""
@@ -148,6 +152,7 @@ class Grid:
         values = (value for row in self.steps for value in row)
         return (
             self.axes is not None
+            and self.knots is None
             and all(value in (-1.0, 0.0, 1.0) for value in values)
             and all(value.is_integer() for value in self.origin)
         )
@@ -165,9 +170,24 @@ class Grid:
         found = []
         for a in _AXES:
             ends = [steps[a][k] * (self.shape[k] - 1) for k in _AXES]
-            low = origin[a] + sum(min(end, 0) for end in ends)
-            found.append((low, origin[a] + sum(max(end, 0) for end in ends)))
+            both = np.array([sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)], np.int64)
+            low, high = self.places(origin[a] + both, a).tolist()
+            found.append((low, high))
         return tuple(found)
+
+    def places(self, coordinates: NDArray[Any], a: int) -> NDArray[Any]:
+        """Return where `fixed` coordinates along a stored axis lie among its voxels."""
+        if self.knots is None or a:
+            return coordinates
+        knots = np.array([round(knot * ONE) for knot in self.knots], np.int64)
+        if len(knots) == 1:
+            return np.asarray(coordinates - knots[0])
+        before = np.clip(np.searchsorted(knots, coordinates, "right") - 1, 0, len(knots) - 2)
+        offset, gap = coordinates - knots[before], knots[before + 1] - knots[before]
+        between = (before << FRACTION_BITS) + np.rint(offset / gap * ONE).astype(np.int64)
+        # Beyond the outermost slices a step is one slice.
+        last = ((len(knots) - 1) << FRACTION_BITS) + coordinates - knots[-1]
+        return np.where(offset < 0, offset, np.where(coordinates > knots[-1], last, between))
 
 
 def check_orientation(codes: object) -> None:
@@ -207,16 +227,16 @@ def _world_axes(affine: Affine) -> Shape:
     return best[0], best[1], best[2]
 
 
-def oriented(shape: Shape, affine: Affine, codes: str) -> Grid:
+def oriented(grid: Grid, affine: Affine, codes: str) -> Grid:
     """Return the stored voxels with axes that run in given directions: axes are swapped and reversed.
 
     Args:
-        shape: Of the stored volume.
-        affine: Its affine.
+        grid: All stored voxels.
+        affine: Of the stored volume.
         codes: Such as ``RAS``: the first axis of the array runs to the right, the second to the front, the
             third up. An oblique axis counts as the direction that it is closest to.
     """
-    world = _world_axes(affine)
+    shape, world = grid.shape, _world_axes(affine)
     steps, origin, lengths = [[0.0] * 3 for _ in _AXES], [0.0] * 3, [0] * 3
     for k, code in enumerate(codes):
         axis, sign = _CODES[code]
@@ -225,7 +245,8 @@ def oriented(shape: Shape, affine: Affine, codes: str) -> Grid:
         steps[stored][k] = -1.0 if is_reversed else 1.0
         lengths[k] = shape[stored]
         origin[stored] = shape[stored] - 1.0 if is_reversed else 0.0
-    return Grid((lengths[0], lengths[1], lengths[2]), _matrix(map(tuple, steps)), _vector(origin))
+    turned = (lengths[0], lengths[1], lengths[2])
+    return replace(grid, shape=turned, steps=_matrix(map(tuple, steps)), origin=_vector(origin))
 
 
 def spaced(grid: Grid, affine: Affine, spacing_mm: Vector) -> Grid:
@@ -249,7 +270,8 @@ def spaced(grid: Grid, affine: Affine, spacing_mm: Vector) -> Grid:
         counts = [max(1, round(grid.shape[k] / ratios[k])) for k in _AXES]
         first = _vector((grid.shape[k] - 1) / 2 - (counts[k] - 1) / 2 * ratios[k] for k in _AXES)
         steps = _matrix(tuple(grid.steps[a][k] * ratios[k] for k in _AXES) for a in _AXES)
-        return Grid((counts[0], counts[1], counts[2]), steps, grid.stored(first))
+        counted = (counts[0], counts[1], counts[2])
+        return replace(grid, shape=counted, steps=steps, origin=grid.stored(first))
     return _upright(grid, affine, own, units, spacing_mm)
 
 
@@ -258,7 +280,7 @@ def stretched(grid: Grid, shape: Shape) -> Grid:
     ratios = [length / size for length, size in zip(grid.shape, shape, strict=True)]
     first = _vector((ratio - 1) / 2 for ratio in ratios)
     steps = _matrix(tuple(grid.steps[a][k] * ratios[k] for k in _AXES) for a in _AXES)
-    return Grid(shape, steps, grid.stored(first))
+    return replace(grid, shape=shape, steps=steps, origin=grid.stored(first))
 
 
 def _upright(grid: Grid, affine: Affine, own: Affine, units: list[Vector], spacing_mm: Vector) -> Grid:
@@ -286,7 +308,8 @@ def _upright(grid: Grid, affine: Affine, own: Affine, units: list[Vector], spaci
         origin = _vector(origin[i] + directions[k][i] * middle for i in _AXES)
     moved = _vector(origin[i] - affine.origin[i] for i in _AXES)
     steps = _matrix(tuple(_dot(inverse[axis], columns[k]) for k in _AXES) for axis in _AXES)
-    return Grid((counts[0], counts[1], counts[2]), steps, _vector(_dot(row, moved) for row in inverse))
+    first = _vector(_dot(row, moved) for row in inverse)
+    return replace(grid, shape=(counts[0], counts[1], counts[2]), steps=steps, origin=first)
 
 
 def _vector(values: Any) -> Vector:

@@ -134,7 +134,7 @@ def inside(grid: Grid, stored: Shape, out: NDArray[np.uint8]) -> None:
 
 def _coordinates(grid: Grid, k: int, a: int) -> Int64Array:
     steps, origin = grid.fixed()
-    return origin[a] + steps[a][k] * np.arange(grid.shape[k], dtype=np.int64)
+    return grid.places(origin[a] + steps[a][k] * np.arange(grid.shape[k], dtype=np.int64), a)
 
 
 def _inner_spans(grid: Grid, stored: Shape) -> tuple[slice, slice, slice]:
@@ -225,7 +225,7 @@ def _planes(grid: Grid) -> Any:
     columns = np.arange(grid.shape[2], dtype=np.int64)[None]
     in_plane = [steps[a][1] * rows + steps[a][2] * columns for a in _AXES]
     for plane in range(grid.shape[0]):
-        yield [origin[a] + steps[a][0] * plane + in_plane[a] for a in _AXES]
+        yield [grid.places(origin[a] + steps[a][0] * plane + in_plane[a], a) for a in _AXES]
 
 
 def _is_inside(places: list[Int64Array], stored: Shape) -> NDArray[np.bool_]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
 from shardflow.fields.volumes.geometry import ONE, Affine, Grid, Shape
 from shardflow.fields.volumes.resampling import Region
+from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.series import SeriesTable
+from shardflow.storage import ByteRange
+from shardflow.storage.cache.store import read_afresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,10 @@ class StoredVolume:
     dtype: np.dtype[Any]
     affine: Affine | None
     """None where the geometry is unknown."""
+    spacing_mm: float
+    """Distance of slices along their normal; the median of those of an irregular series."""
+    is_irregular: bool
+    """Whether slices are missing, or at irregular distances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +58,58 @@ class VolumeTable:
         self._first = table.array("first_series")
         self._sides = [table.array(name) for name in ("num_slices", "rows", "columns")]
         self._dtype, self._dtypes = table.array("dtype"), table.vocabulary("dtype")
-        self._affine = table.array("affine_lps")
+        self._affine, self._spacing = table.array("affine_lps"), table.array("slice_spacing_mm")
+        self._flags, irregular = table.array("flags"), ("irregular_spacing", "missing_slices")
+        self._irregular = sum(1 << place for place, flag in enumerate(table.flags) if flag in irregular)
 
     def volume(self, study: int, series: int) -> StoredVolume:
         """Return a series of a study."""
         row = int(self._first[study]) + series
         slices, rows, columns = (int(side[row]) for side in self._sides)
         dtype = np.dtype(self._dtypes[int(self._dtype[row])])
-        return StoredVolume(series, (slices, rows, columns), dtype, Affine.of_series(self._affine[row]))
+        return StoredVolume(
+            series,
+            (slices, rows, columns),
+            dtype,
+            Affine.of_series(self._affine[row]),
+            float(self._spacing[row]),
+            bool(int(self._flags[row]) & self._irregular),
+        )
+
+
+def slice_knots(shard: Shard, row: int, stored: StoredVolume) -> tuple[float, ...]:
+    """Return where the slices of an irregular series lie, in steps of its affine, see `Grid.knots`.
+
+    They are in the description of the study alone, which is read for it.
+
+    Args:
+        shard: Holds the sample.
+        row: Of the sample in the shard.
+        stored: The series.
+
+    Raises:
+        BadSample: The description is damaged, or does not state them.
+    """
+    number = shard.study(row)
+    if number is None:
+        raise shard.bad(BadSampleReason.FIELD_MISSING, STUDY_FIELD)
+    span = ByteRange(int(shard.index.field_offsets[number]), shard.num_bytes(number))
+    payload = np.empty(span.num_bytes, np.uint8)
+    for read in (shard.store.read_ranges, partial(read_afresh, shard.store)):
+        read(shard.path, [span], [payload.data])
+        if google_crc32c.value(payload) == int(shard.index.field_crc32c[number]):
+            break
+    else:
+        raise shard.bad(BadSampleReason.CHECKSUM_MISMATCH, number)
+    try:
+        offsets = json.loads(payload.tobytes())["series"][stored.series]["slice_offsets_mm"]
+        knots = tuple(float(offset) / stored.spacing_mm for offset in offsets)
+    except (ValueError, TypeError, LookupError, ZeroDivisionError, RecursionError) as error:
+        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, type(error).__name__) from None
+    is_ascending = all(before < after for before, after in pairwise(knots))
+    if len(knots) != stored.shape[0] or knots[0] != 0 or not is_ascending or not math.isfinite(knots[-1]):
+        raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, "slice_offsets_mm")
+    return knots
 
 
 def is_covered(crop: Crop) -> bool:

@@ -1,0 +1,98 @@
+"""Settings of volumes: each is checked when a field is written, and a wrong one is one sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from shardflow.errors import ConfigError
+from shardflow.fields.field import check_choice, check_count
+from shardflow.fields.layout import WINDOWS
+from shardflow.fields.volumes.geometry import Shape, Vector
+
+_MAX_SIDE: Final = 2**11
+
+
+def checked_shape(name: str, value: Any) -> Shape:
+    """Return a number of voxels along each axis.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        depth, rows, columns = value
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is voxels (D, H, W), such as (96, 96, 96), got {value!r}.") from None
+    for side in (depth, rows, columns):
+        check_count(f"each side of {name}", side, _MAX_SIDE)
+    return depth, rows, columns
+
+
+def checked_spacing(value: Any) -> Vector:
+    """Return three distances in millimeters.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    try:
+        found = [float(each) for each in value]
+    except (TypeError, ValueError):
+        found = []
+    if len(found) != 3 or not all(0 < each < math.inf for each in found):
+        raise ConfigError(
+            "spacing_mm is three numbers of millimeters along D, H and W, such as (1.5, 1.0, 1.0), got "
+            f"{value!r}."
+        )
+    return found[0], found[1], found[2]
+
+
+def checked_margin(value: Any) -> int | Shape:
+    """Return a number of voxels for all axes, or one for each.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    sides = [value] * 3 if isinstance(value, int) else list(value) if isinstance(value, tuple | list) else []
+    if len(sides) != 3 or not all(type(side) is int and 0 <= side <= _MAX_SIDE for side in sides):
+        raise ConfigError(f"margin is a number of voxels, or one for each of D, H and W, got {value!r}.")
+    return value if isinstance(value, int) else (sides[0], sides[1], sides[2])
+
+
+def margins(value: int | Shape) -> Shape:
+    """Return the margin along each axis."""
+    return (value, value, value) if isinstance(value, int) else value
+
+
+def checked_windows(windows: Any) -> tuple[tuple[float, float] | str, ...]:
+    """Return windows as centers and widths, or names.
+
+    Raises:
+        ConfigError: One is neither.
+    """
+    if isinstance(windows, str):
+        raise ConfigError(f"windows is a list of windows, write windows=[{windows!r}].")
+    found: list[tuple[float, float] | str] = []
+    for window in windows:
+        if isinstance(window, str):
+            check_choice("each named window", window, tuple(WINDOWS))
+            found.append(window)
+            continue
+        try:
+            center, width = (float(each) for each in window)
+        except (TypeError, ValueError):
+            center, width = 0.0, 0.0
+        if not (math.isfinite(center) and 0 < width < math.inf):
+            raise ConfigError(
+                "each window is (center, width), such as (40, 400), or a name such as 'lung', got "
+                f"{window!r}."
+            )
+        found.append((center, width))
+    return tuple(found)
+
+
+def window_ends(window: tuple[float, float] | str) -> tuple[float, float]:
+    """Return the values that a window shows as its least and its greatest."""
+    if isinstance(window, str):
+        return WINDOWS[window]
+    center, width = window
+    return center - width / 2, center + width / 2
