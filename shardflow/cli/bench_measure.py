@@ -21,9 +21,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, ConfigError
+from shardflow.errors import ChecksumError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import DrawKey, Field, SlotRequest
+from shardflow.fields.field import BoundField, DrawKey, Field, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import FieldSet
@@ -133,11 +133,6 @@ class _Bench:
         self._options = options
         selection = select(dataset, options.split, unit=options.unit, where=options.where, keys=options.keys)
         self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
-        if self._fields.of_previous:
-            raise ConfigError(
-                "bench measures what is read of samples themselves; leave out the fields with "
-                'study = "previous".'
-            )
         has_texts_alone = not any(isinstance(one, PixelField) for one in self._fields.specs.values())
         self.spec = BatchSpec(
             micro_batch_size=_TEXTS_PER_MICRO_BATCH if has_texts_alone else 1,
@@ -191,13 +186,18 @@ class _Bench:
         for step in range(plan.num_steps):
             rows = plan.micro_batch(step, 0).rows
             places: list[tuple[Shard, NDArray[np.int64]]] = []
-            for row in rows[rows >= 0].tolist():
+            rows = rows[rows >= 0]
+            for row in rows.tolist():
                 shard = reader.open_shard(self._number("shard", row), thread)
-                places.append((shard, self._needed(shard, row)))
+                places.append((shard, self._needed(shard, row, self._fields.own)))
+            earlier = rows[:0] if self._fields.previous is None else self._fields.previous.rows(rows)
+            for row in earlier[earlier >= 0].tolist():
+                shard = reader.open_shard(self._number("shard", row), thread)
+                places.append((shard, self._needed(shard, row, self._fields.of_previous)))
             num_bytes += sum(int(shard.index.field_num_bytes[fields].sum()) for shard, fields in places)
             if self.num_samples and (num_bytes > self._options.max_bytes or self.num_samples >= _MOST_TEXTS):
                 return
-            self.num_samples += len(places)
+            self.num_samples += len(rows)
             self._num_micro_batches += 1
             for shard, fields in places:
                 for field in fields.tolist():
@@ -215,8 +215,8 @@ class _Bench:
         """Return a column of the samples table for a row."""
         return int(self._selection.column(name, np.array([row]))[0])
 
-    def _needed(self, shard: Shard, row: int) -> NDArray[np.int64]:
-        """Return the numbers of the stored fields that a sample needs."""
+    def _needed(self, shard: Shard, row: int, fields: Sequence[BoundField]) -> NDArray[np.int64]:
+        """Return the numbers of the stored fields that some fields need of a sample."""
         at = np.array([row])
         request = SlotRequest(
             slot=0,
@@ -227,7 +227,7 @@ class _Bench:
             study_row=int(self._selection.study_rows(at)[0]),
             table_row=row,
         )
-        needed = (number for field in self._fields.bound for number in field.needed(shard, request))
+        needed = (number for field in fields for number in field.needed(shard, request))
         try:
             return np.array(sorted({*needed}), np.int64)
         except BadSample:

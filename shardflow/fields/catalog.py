@@ -11,7 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from shardflow.format.units import UnitTable
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
 Int64Array = NDArray[np.int64]
+Weights: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], Int64Array]
 _ROLE: Final = "role"
 _NO_LIMIT: Final = 1 << 62
 
@@ -251,6 +252,16 @@ class SelectedSeries:
         """Return the selected images of the population of a dataset that there are places for."""
         return self._rows[component].images(self._populations[component], limits)
 
+    def num_delivered(self, component: int, limits: Limits, weights: Weights | None) -> Int64Array:
+        """Return how many selected images of each row there are places for, ``(num_rows,)``.
+
+        Args:
+            component: Of a blend.
+            limits: What there are places for.
+            weights: Returns the places of an image of each series, given its rows and columns; None for one.
+        """
+        return self._rows[component].num_delivered(limits, weights)
+
     def roles(self, limits: Limits | None = None) -> tuple[Counter[str], Counter[str]]:
         """Return how many selected images of the population are delivered and left out, by role.
 
@@ -413,7 +424,13 @@ class TableSelection:
         first, last = (self._first_image[series + beyond].astype(np.int64) for beyond in (0, 1))
         return (first + images)[last > first]
 
-    def first_series(self, studies: NDArray[Any]) -> Int64Array:
+    def weighed(self, weights: Weights | None) -> Int64Array:
+        """Return the places that an image of each series takes, ``(num_series,)``."""
+        if weights is None:
+            return np.ones(self.table.num_series, np.int64)
+        return weights(self._columns[2], self._columns[3])
+
+    def first_series(self, studies: NDArray[Any] | slice) -> Int64Array:
         """Return the row of the first series of some studies."""
         return np.asarray(self._first_series[studies], np.int64)
 
@@ -444,6 +461,12 @@ class _StudyRows:
     def num_images(self) -> Int64Array:
         """Number of selected images of each row, ``(num_rows,)``."""
         return self.part.images_of_samples
+
+    def num_delivered(self, limits: Limits, weights: Weights | None) -> Int64Array:
+        """Return how many selected images of each row there are places for, see `SelectedSeries`."""
+        counts = self.part.images(limits).counts * self.part.weighed(weights)
+        totals = np.concatenate(([0], np.cumsum(counts)))
+        return np.diff(totals[self.part.first_series(slice(None))])
 
     def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which series belong to rows of a population, ``(num_series,)``."""
@@ -491,11 +514,19 @@ class _SeriesRows(_StudyRows):
         used[self._series(rows[self._count(rows) > 0])] = True
         return used
 
+    def num_delivered(self, limits: Limits, weights: Weights | None) -> Int64Array:
+        rows = np.arange(self._num_rows)
+        return self._limited(rows, limits) * self.part.weighed(weights)[self._series(rows)]
+
+    def _limited(self, rows: Int64Array, limits: Limits) -> Int64Array:
+        """Return how many images of some rows there are places for."""
+        most = min(_NO_LIMIT if one is None else one for one in (limits.max_images, limits.max_of_series))
+        return np.minimum(self._count(rows), most)
+
     def images(self, population: NDArray[np.bool_], limits: Limits) -> ImageSet:
         rows = np.flatnonzero(population)
-        most = min(_NO_LIMIT if one is None else one for one in (limits.max_images, limits.max_of_series))
         counts = np.zeros(self.part.table.num_series, np.int64)
-        np.add.at(counts, self._series(rows), np.minimum(self._count(rows), most))
+        np.add.at(counts, self._series(rows), self._limited(rows, limits))
         return ImageSet(counts, self._chosen(rows, counts))
 
     def _chosen(self, rows: Int64Array, counts: Int64Array) -> NDArray[np.bool_]:  # noqa: ARG002

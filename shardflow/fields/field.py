@@ -345,6 +345,19 @@ class BoundField(ABC):
         """
         return None
 
+    def num_delivered(self, place: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Return how many pictures or tiles of each row of a dataset are delivered, ``(num_rows,)``.
+
+        Token budgets charge for them; None for a field of other content.
+
+        Args:
+            place: Of the dataset in the selection.
+
+        Raises:
+            ConfigError: No table knows.
+        """
+        return None
+
     @abstractmethod
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch; sizes follow from tables alone."""

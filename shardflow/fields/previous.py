@@ -196,6 +196,17 @@ class BoundPrevious(BoundField):
             for table, has in zip(self._previous.tables, known, strict=True)
         ]
 
+    def num_delivered(self, place: int) -> Int64Array | None:
+        """Return how many pictures or tiles of the earlier study of each row are delivered."""
+        found = self.of.num_delivered(place)
+        return None if found is None else self.gathered(place, found)
+
+    def gathered(self, place: int, of_studies: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers of the earlier study of each row of a dataset, 0 for none."""
+        earlier = self._previous.tables[place]
+        found: NDArray[Any] = of_studies[np.maximum(earlier, 0)] * (earlier >= 0)
+        return found
+
     @property
     def coverage(self) -> Coverage:
         """Samples with content, and the images of distinct earlier studies."""

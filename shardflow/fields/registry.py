@@ -39,9 +39,11 @@ from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.pictures import Image, Slices
 from shardflow.fields.types.pixels import PixelField
 from shardflow.fields.types.text import BoundText, Text
+from shardflow.fields.types.tokens import BoundTokens
 from shardflow.format import Dataset
 from shardflow.format.foreign.places import image_facts, num_samples_with
 from shardflow.format.keys import canonical_json, sha256_hex
+from shardflow.sampling.budget import DELIVERED_PICTURES, MAX_PICTURES, PREVIOUS_PREFIX
 from shardflow.telemetry import StageCounters
 
 _BESIDE_ROLES: Final = frozenset({"localizer", "secondary"})
@@ -341,6 +343,40 @@ class FieldSet:
             parts += [f"left out {_listed(coverage.left_out)}"] if coverage.left_out else []
             lines.append(f"field {field.name!r}: {'; '.join(parts)}")
         return lines
+
+    def costs(self, place: int, texts: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+        """Return what a token budget charges for, by row of a dataset's own table, ``(num_rows,)`` each.
+
+        Args:
+            place: Of the dataset in the selection.
+            texts: Bytes or tokens of the report of each row.
+
+        Returns:
+            ``text`` and ``previous_text``, as far as a field delivers it, and `DELIVERED_PICTURES`.
+
+        Raises:
+            ConfigError: No table knows how much a field delivers.
+        """
+        num_rows = self._context.samples.datasets[place].samples.num_samples
+        nothing = np.broadcast_to(np.zeros(1, np.uint8), (num_rows,))
+        found: dict[str, NDArray[Any]] = {"text": nothing, f"{PREVIOUS_PREFIX}text": nothing}
+        pictures = np.zeros(num_rows, np.int64)
+        for one in self.bound:
+            if (count := one.num_delivered(place)) is not None:
+                pictures += count
+            of = one.of if isinstance(one, BoundPrevious) else one
+            if texts is not None and (
+                isinstance(of, BoundTokens) or (isinstance(of, BoundText) and of.is_report)
+            ):
+                if isinstance(one, BoundPrevious):
+                    found[f"{PREVIOUS_PREFIX}text"] = one.gathered(place, texts)
+                else:
+                    found["text"] = texts
+        pictures = np.minimum(pictures, MAX_PICTURES)
+        return {
+            **found,
+            DELIVERED_PICTURES: pictures.astype(np.min_scalar_type(int(pictures.max(initial=0)))),
+        }
 
     def reach(self, populations: Sequence[NDArray[np.bool_]]) -> Reach | None:
         """Count the stored images of samples, and those that at least one field delivers.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, FieldContext, Slots
@@ -15,11 +17,13 @@ from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.fields.units import UnitDataset
-from shardflow.loading.selection import Selection
+from shardflow.loading.selection import Selection, text_lengths
+from shardflow.sampling import BatchSpec
 from shardflow.sampling.layout import rows_digest, select_rows
 from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
+_BLOCK_ROWS: Final = 1 << 20
 _NUM_EXAMPLES: Final = 64
 """Samples among which that of a synthetic one is chosen."""
 
@@ -71,6 +75,48 @@ def bind_fields(
     _LOGGER.info("left out %d samples that lack a field with missing='drop'", num_dropped)
     left = replace(selection, population=rows, subset=rows_digest(rows))
     return left, FieldSet(fields, FieldContext(left, kept, counters))
+
+
+def charge_for_delivered(
+    selection: Selection, fields: FieldSet, spec: BatchSpec
+) -> tuple[Selection, BatchSpec]:
+    """Let a token budget charge for what fields deliver, where it says so or they read earlier studies.
+
+    Args:
+        selection: The samples.
+        fields: What they hold.
+        spec: How steps are formed.
+
+    Returns:
+        The samples with what is delivered of each, and the batch spec, whose cost rule counts it.
+
+    Raises:
+        ConfigError: No table knows how much a field delivers.
+    """
+    if spec.budget is None or not (spec.budget.cost.counts_delivered or fields.of_previous):
+        return selection, spec
+    rule = spec.budget.cost
+    if not rule.counts_delivered:
+        rule = rule.of_delivered()
+    counts_text = bool(rule.text_tokens_per_1000_bytes)
+    delivered = tuple(
+        fields.costs(place, np.asarray(text_lengths(dataset, rule)) if counts_text else None)
+        for place, dataset in enumerate(selection.datasets)
+    )
+    rule = replace(rule, delivered=_digest_of(delivered))
+    spec = replace(spec, budget=replace(spec.budget, cost=rule))
+    return replace(selection, delivered=delivered), spec
+
+
+def _digest_of(delivered: Sequence[Mapping[str, NDArray[Any]]]) -> str:
+    """Return the SHA-256 of columns, block by block."""
+    digest = hashlib.sha256()
+    for columns in delivered:
+        for name, column in sorted(columns.items()):
+            digest.update(f"{name} {len(column)} ".encode())
+            for start in range(0, len(column), _BLOCK_ROWS):
+                digest.update(np.ascontiguousarray(column[start : start + _BLOCK_ROWS], "<u4").data)
+    return digest.hexdigest()
 
 
 def bind_transform(

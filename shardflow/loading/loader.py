@@ -17,13 +17,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import StateError
 from shardflow.fields.field import Field
 from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.binding import bind_fields, bind_transform
+from shardflow.loading.binding import bind_fields, bind_transform, charge_for_delivered
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
@@ -255,12 +255,7 @@ class Loader:
         selection = select(dataset, split, unit=unit, where=where, keys=keys)
         counters = StageCounters()
         selection, self._fields = bind_fields(selection, fields, counters)
-        if batch.budget is not None and self._fields.of_previous:
-            names = ", ".join(repr(one.name) for one in self._fields.of_previous)
-            raise ConfigError(
-                f"A token budget does not count earlier studies yet, which {names} delivers; write "
-                "BatchSpec.simple(...) without a budget, or leave the field out."
-            )
+        selection, batch = charge_for_delivered(selection, self._fields, batch)
         for line in self._fields.summary():
             _LOGGER.info("%s", line)
         for line in self._fields.warnings():

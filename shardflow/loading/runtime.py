@@ -236,7 +236,7 @@ class LoaderRuntime:
             self.retire_processes()
         if self.processes is None:
             arguments = {
-                "dataset": self.selection,
+                "dataset": replace(self.selection, delivered=()),  # large, and counted again there
                 "batch": self._state.spec,
                 "seed": self._state.seed,
                 "world": self.world,

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,15 +238,26 @@ def split_names(dataset: Dataset, split: str) -> list[str]:
     return sorted(names, key=lambda name: known[name].start)
 
 
-def rows_layout(dataset: Dataset, rows: Rows | ListedRows, spec: BatchSpec) -> SampleLayout:
+def rows_layout(
+    dataset: Dataset,
+    rows: Rows | ListedRows,
+    spec: BatchSpec,
+    delivered: Mapping[str, NDArray[Any]] | None = None,
+) -> SampleLayout:
     """Return the places of some samples, with the facts that a batch spec needs.
+
+    Args:
+        dataset: The dataset.
+        rows: Rows of its own table.
+        spec: How steps are formed.
+        delivered: What fields deliver of each row, see `Selection.delivered`.
 
     Raises:
         ConfigError: The cost rule names a tokenizer whose token counts are not stored with the dataset.
         PlanError: The samples table is not ordered by shard and offset.
     """
     column = dataset.samples.column
-    facts = {} if spec.budget is None else _facts(dataset, spec.budget.cost)
+    facts = {} if spec.budget is None else _facts(dataset, spec.budget.cost, delivered)
     shard, num_bytes = column("shard"), column("num_bytes")
     if not isinstance(rows, range):
         return chosen_layout(
@@ -290,12 +301,33 @@ class RowNumbers:
         return np.asarray(key, np.int64)
 
 
-def _facts(dataset: Dataset, rule: CostRule) -> dict[str, Any]:
+def text_lengths(dataset: Dataset, rule: CostRule) -> Any:
+    """Return the column of text tokens or bytes that a cost rule charges for, by row of the dataset.
+
+    Raises:
+        ConfigError: The tokens of its tokenizer are not stored with the dataset.
+    """
+    if not rule.tokenizer:
+        return dataset.samples.column("text_bytes")
+    counts = open_counts(dataset, rule.tokenizer)
+    return by_rows(dataset, counts) if isinstance(dataset, UnitDataset) else counts
+
+
+def _facts(
+    dataset: Dataset, rule: CostRule, delivered: Mapping[str, NDArray[Any]] | None = None
+) -> dict[str, Any]:
+    if rule.counts_delivered:
+        if delivered is None:
+            raise ConfigError(
+                "A cost rule with counts_delivered needs the fields of a loader; pass its batch spec to a "
+                "Loader, or leave it out."
+            )
+        texts = COUNT_COLUMN if rule.tokenizer else "text_bytes"
+        return {name: delivered[name.replace(texts, "text")] for name in rule.used_facts()}
     facts: dict[str, Any] = {}
     for name in rule.used_facts():
         if name == COUNT_COLUMN:
-            counts = open_counts(dataset, rule.tokenizer)
-            facts[name] = by_rows(dataset, counts) if isinstance(dataset, UnitDataset) else counts
+            facts[name] = text_lengths(dataset, rule)
         elif name == "row":
             facts[name] = RowNumbers(dataset.samples.num_samples)
         else:
@@ -323,6 +355,9 @@ class Selection:
     """How often each is drawn, where it is not once an epoch; of a blend, its file says it."""
     tables: tuple[str, ...] = ()
     """Names of the attached tables that the rows were chosen by, which a resume opens again."""
+    delivered: tuple[Mapping[str, NDArray[Any]], ...] = ()
+    """What fields deliver of each row of each dataset, where a token budget charges for that: see
+    `FieldSet.costs`."""
 
     @property
     def repeats(self) -> bool:
@@ -369,14 +404,17 @@ class Selection:
             PlanError: A samples table is not ordered by shard and offset.
         """
         if not isinstance(self.population, Mixture):
-            return rows_layout(self.datasets[0], self.population, spec)
+            return rows_layout(self.datasets[0], self.population, spec, *self.delivered)
         parts = []
-        for dataset, component in zip(self.datasets, self.population.components, strict=True):
+        every = self.delivered or [None] * len(self.datasets)
+        for dataset, component, delivered in zip(
+            self.datasets, self.population.components, every, strict=True
+        ):
             if component.classes is None:
-                parts.append(rows_layout(dataset, component.rows, spec))
+                parts.append(rows_layout(dataset, component.rows, spec, delivered))
             else:
                 listed = component.classes.listed()
-                parts += [rows_layout(dataset, listed[code], spec) for code in component.strata]
+                parts += [rows_layout(dataset, listed[code], spec, delivered) for code in component.strata]
         return blend_layout(self.population, parts)
 
     def plan(self, spec: BatchSpec, *, seed: int, epoch: int, auto_lanes: bool = False) -> EpochPlan:

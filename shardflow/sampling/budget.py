@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -38,8 +38,14 @@ _RULE_BOUNDS = {
 _LONGEST = 2**31 - 1
 _MOST_IMAGE_TOKENS = 2**34
 # Left out of the JSON if unused, so that rules from before they existed keep their identity.
-_OPTIONAL = ("tokenizer", "buckets", "tiles")
+_OPTIONAL = ("tokenizer", "buckets", "tiles", "counts_delivered", "delivered")
 _ESTIMATED_RATE = 250
+PREVIOUS_PREFIX: Final = "previous_"
+"""Begins the facts of the earlier study of a sample, where `CostRule.counts_delivered` needs them."""
+DELIVERED_PICTURES: Final = "num_pictures"
+"""Fact of `CostRule.counts_delivered`: pictures and tiles that the fields deliver of a sample."""
+MAX_PICTURES: Final = 2**17
+"""Largest number of them, which keeps a length below 2**36; more count as that many."""
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _WORD = 2**32
 SumArray = npt.NDArray[np.uint32]
@@ -83,12 +89,22 @@ class CostRule:
     buckets: tuple[ImageBucket, ...] = ()
     """Image sizes, of which each sample gets one by a keyed choice in each epoch, in place of ``max_slices``
     and ``image_tokens_per_slice``; empty, and then left out of the JSON, if all samples get the same."""
+    counts_delivered: bool = False
+    """Whether to charge for what the fields of a loader deliver, from tables: ``image_tokens_per_slice`` for
+    each picture or tile, and the text of reports, also of an earlier study (``study="previous"``), each cut
+    at ``max_text_tokens``. Then ``max_slices``, ``tiles`` and ``buckets`` are left out. False, and then left
+    out of the JSON, charges for what is stored."""
+    delivered: str = ""
+    """SHA-256 of what is delivered of each sample, which the loader fills in: it decides the steps. Empty
+    before, and then left out of the JSON."""
     tiles: TileRule | None = None
     """Cuts each slice into tiles that cost ``image_tokens_per_slice`` each; None, and then left out of the
     JSON, if a slice is one image."""
 
     def __post_init__(self) -> None:
         self._check_images()
+        if self.delivered != "" and not (self.counts_delivered and _DIGEST.fullmatch(str(self.delivered))):
+            raise ConfigError("delivered is filled in by a loader; leave it out (cost rule).")
         if self.tokenizer != "" and not _DIGEST.fullmatch(str(self.tokenizer)):
             raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got other text (cost rule).")
         if self.tokenizer:  # the rate is unused, so a rule has one identity
@@ -96,6 +112,11 @@ class CostRule:
         check_ints(self, _RULE_BOUNDS, where="cost rule", error=ConfigError)
 
     def _check_images(self) -> None:
+        if self.counts_delivered and (self.max_slices or self.buckets or self.tiles):
+            raise ConfigError(
+                "counts_delivered must come without max_slices, tiles and buckets, got one of them (cost "
+                "rule); the fields of the loader say what is delivered."
+            )
         if len(self.buckets) > MAX_BUCKETS:
             raise ConfigError(f"buckets must be at most {MAX_BUCKETS}, got {len(self.buckets)} (cost rule).")
         if self.buckets and (self.max_slices or self.image_tokens_per_slice or self.tiles):
@@ -132,8 +153,9 @@ class CostRule:
             return np.full(shape, self.tokens_per_sample, np.int64)
         word = np.uint32 if self._fits_32_bits(columns) else np.int64
         parts: list[npt.NDArray[Any]] = []
-        source = self._text_fact()
-        if source in columns:
+        for source in self._text_facts():
+            if source not in columns:
+                continue
             text: npt.NDArray[Any] = columns[source].astype(word)
             if not self.tokenizer:
                 text *= word(self.text_tokens_per_1000_bytes)
@@ -142,6 +164,8 @@ class CostRule:
             if self.max_text_tokens:
                 np.minimum(text, word(self.max_text_tokens), out=text)
             parts.append(text)
+        if DELIVERED_PICTURES in columns:
+            parts.append(columns[DELIVERED_PICTURES].astype(word) * word(self.image_tokens_per_slice))
         if "num_slices" in columns:
             parts.append(self._image_tokens(columns, draw, word))
         found = parts[0]
@@ -153,12 +177,13 @@ class CostRule:
     def _fits_32_bits(self, columns: Mapping[str, npt.NDArray[Any]]) -> bool:
         """Return whether every intermediate value of a length fits 32 bits."""
         text, images = 0, self._most_image_tokens
-        column = columns.get(self._text_fact())
-        if column is not None:
+        if DELIVERED_PICTURES in columns:
+            images = int(columns[DELIVERED_PICTURES].max(initial=0)) * self.image_tokens_per_slice
+        for column in (columns[name] for name in self._text_facts() if name in columns):
             if column.dtype.kind != "u":
                 return False
             rate = 1000 if self.tokenizer else self.text_tokens_per_1000_bytes
-            text = int(column.max(initial=0)) * rate + 999
+            text += int(column.max(initial=0)) * rate + 999
         return max(text, text // 1000 + images + self.tokens_per_sample) < _WORD
 
     def _image_tokens(
@@ -197,13 +222,30 @@ class CostRule:
         """Return the columns that :meth:`lengths` needs; at least one, for the shape."""
         return self._named_facts() or ("text_bytes",)
 
-    def _text_fact(self) -> str:
-        return "text_tokens" if self.tokenizer else "text_bytes"
+    def of_delivered(self) -> CostRule:
+        """Return the rule that charges as much for a text, a slice and a tile, for those that are delivered.
+
+        Raises:
+            ConfigError: It has ``buckets``, by which a size is drawn for each sample.
+        """
+        if self.buckets:
+            raise ConfigError(
+                "A token budget cannot charge for sizes that are drawn and for earlier studies at once; "
+                "leave out sizes= of the field, or the fields with study='previous'."
+            )
+        tokens = self.image_tokens_per_slice if self.max_slices else 0
+        return replace(self, max_slices=0, tiles=None, image_tokens_per_slice=tokens, counts_delivered=True)
+
+    def _text_facts(self) -> tuple[str, ...]:
+        own = "text_tokens" if self.tokenizer else "text_bytes"
+        return (own, PREVIOUS_PREFIX + own) if self.counts_delivered else (own,)
 
     def _named_facts(self) -> tuple[str, ...]:
-        names = []
+        names: list[str] = []
         if self.text_tokens_per_1000_bytes:
-            names.append(self._text_fact())
+            names += self._text_facts()
+        if self.counts_delivered and self.image_tokens_per_slice:
+            names.append(DELIVERED_PICTURES)
         if self._most_image_tokens:
             names.append("num_slices")
             names += ["row"] if self.buckets else []

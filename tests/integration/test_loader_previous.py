@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardflow as sf
+from shardflow.cli.bench_measure import BenchOptions, measure
 from shardflow.cli.plan import fields_report
 from shardflow.errors import ConfigError, SampleError
 from shardflow.fields.decode import ThreadState
@@ -22,7 +23,7 @@ from shardflow.format.facts import attach_facts
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.loading import Loader, Selection, open_blend
 from shardflow.loading.selection import select
-from shardflow.sampling import BatchSpec, TokenBudget
+from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from shardflow.storage import ByteRange, Cache, CacheConfig, CachedStore
 from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import case_series, make_case, pixels_of
@@ -297,9 +298,7 @@ def test_a_cache_keeps_what_is_needed_for_earlier_studies(dataset: Dataset, tmp_
     assert set(np.flatnonzero(np.isfinite(steps)).tolist()) == {number, _earlier(number)}
 
 
-def test_a_blend_keeps_to_the_component_and_a_token_budget_is_refused(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_a_blend_keeps_to_the_component(dataset: Dataset, tmp_path: Path) -> None:
     file = tmp_path / "blend.toml"
     file.write_text(
         "".join(f'[[component]]\ndataset = "{dataset.store.url}"\nsplit = "{split}"\n' for split in SPLITS)
@@ -315,12 +314,92 @@ def test_a_blend_keeps_to_the_component_and_a_token_budget_is_refused(
                 assert (study and number_of(study["sample_key"])) == earlier
                 num_priors += earlier is not None
     assert num_priors
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_token_budget_charges_for_what_is_delivered_of_both_studies(
+    dataset: Dataset, tmp_path: Path, *, is_said: bool
+) -> None:
+    rule = (
+        CostRule(image_tokens_per_slice=10, counts_delivered=True)
+        if is_said
+        else CostRule(image_tokens_per_slice=10, max_slices=99)
+    )
+    rule = replace(rule, text_tokens_per_1000_bytes=100, max_text_tokens=3, tokens_per_sample=1)
     spec = BatchSpec(
-        budget=TokenBudget(max_tokens=70, max_samples=4),
+        budget=TokenBudget(max_tokens=90, max_samples=4, cost=rule),
         micro_batches_per_step=4,
         tail="mask",
         lanes=4,
         window_bytes=9000,
     )
-    with pytest.raises(ConfigError, match="A token budget does not count earlier studies yet"):
-        open_loader(dataset, spec, FIELDS)
+    fields = {
+        "views": sf.Image(num_images=2, series="modality in ('CR', 'DX')", missing="pad"),
+        "prior_tiles": sf.Image(num_images="all", size=(10, 8), tiles=4, study="previous", missing="pad"),
+        "prior_ct": sf.Slices(
+            series="kind == 'volume'", num_slices=3, sampling="random", study="previous", missing="pad"
+        ),
+        "prior_report": sf.Text(study="previous", missing="pad"),
+        "prior_study": sf.Json(member=STUDY_FIELD, study="previous", missing="pad"),
+    }
+    fullest = 0
+    with open_loader(dataset, spec, fields) as loader:
+        for batch in loader:
+            lengths = [
+                1
+                + 10
+                * int(sum(batch[f"{name}_mask"][slot].sum() for name in ("views", "prior_tiles", "prior_ct")))
+                + min(3, -(-len(batch["prior_report"][slot].encode()) // 10))
+                for slot, _ in slots_of(batch)
+            ]
+            assert len(lengths) < 2 or max(lengths) * len(lengths) <= 90
+            fullest = max(fullest, len(lengths))
+    assert fullest > 1
+    check_everywhere(partial(open_loader, dataset, spec, fields))
+    # What is delivered decides the steps, so it is part of the plan's identity; how large it is, is not.
+    sized = {**fields, "views": replace(fields["views"], size=(9, 9))}  # type: ignore[call-arg]
+    fewer = {**fields, "views": replace(fields["views"], num_images=1)}  # type: ignore[call-arg]
+    plans = [open_loader(dataset, spec, one).plan_id for one in (fields, sized, fewer)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_bench_handles_what_is_read_of_earlier_studies(dataset: Dataset) -> None:
+    options = BenchOptions(
+        split="train",
+        num_threads=1,
+        num_repeats=1,
+        max_bytes=1 << 30,
+        fields={name: FIELDS[name] for name in ("frontal", "prior")},
+    )
+    measured = measure(dataset, options)
+    pictures = [one for number in SPLITS["train"] for one in (_frontal(number), _frontal(_earlier(number)))]
+    assert measured.num_samples == len(SPLITS["train"])
+    assert measured.num_slices == sum(one is not None for one in pictures)
+    assert measured.decoded_bytes == sum(
+        _stored(one).nbytes
+        for number in SPLITS["train"]
+        for one in (number, _earlier(number))
+        if _frontal(one) is not None
+    )
+
+
+def _stored(number: int | None) -> Any:
+    assert number is not None
+    return pixels_of(number, 1 if number % 4 == 0 else 0)[0]
+
+
+def test_what_a_token_budget_cannot_charge_for_is_refused(dataset: Dataset) -> None:
+    sized = sf.Slices(sizes=((3, 8, 8, 1), (1, 16, 8, 1)), missing="pad")
+    rule = CostRule(buckets=sized.buckets([4, 16]))
+    spec = BatchSpec(
+        budget=TokenBudget(max_tokens=90, max_samples=4, cost=rule), micro_batches_per_step=4, lanes=4
+    )
+    with pytest.raises(ConfigError, match="leave out sizes= of the field"):
+        open_loader(dataset, spec, {"ct": sized, "prior": FIELDS["prior"]})
+    delivered = CostRule(counts_delivered=True, image_tokens_per_slice=3)
+    with pytest.raises(ConfigError, match="drawn sizes of the field 'ct'"):
+        open_loader(dataset, replace(spec, budget=replace(spec.budget, cost=delivered)), {"ct": sized})
+    with pytest.raises(ConfigError, match="must come without max_slices"):
+        CostRule(counts_delivered=True, max_slices=3)
+    assert CostRule.from_json(delivered.to_json()) == delivered
+    assert "counts_delivered" not in rule.to_json()

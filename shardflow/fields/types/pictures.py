@@ -313,6 +313,14 @@ class BoundSlices(BoundPixels):
         num_slices = max((size[0] for size in self.spec.sizes), default=self.spec.num_slices)
         return Limits(max_series=1, max_of_series=None if is_drawn else num_slices)
 
+    def _limits_of_sample(self) -> Limits:
+        if self.spec.sizes:
+            raise ConfigError(
+                f"A token budget charges for the drawn sizes of the field {self.name!r} by "
+                "CostRule(buckets=field.buckets(tokens_per_slice)); leave out counts_delivered."
+            )
+        return Limits(max_series=1, max_of_series=self.spec.num_slices)
+
     def choose(self, component: int, row: int, draw: DrawKey) -> list[Picture]:
         """Return the chosen slices of the first series by acquisition, in geometric order."""
         most, size = self.spec.num_slices, None
@@ -459,6 +467,14 @@ class BoundImageMember(BoundMember):
                 f"No table knows what the images of {member!r} are like, so the field {self.name!r} needs "
                 f"{', '.join(missing)}{'; or index the tars again' if is_foreign else ''}."
             )
+
+    def num_delivered(self, place: int) -> NDArray[np.int64]:
+        """Return 1 for each row that may have an image, ``(num_rows,)``."""
+        has_content = self.has_content
+        dataset = self._datasets[place]
+        if has_content is None:
+            return np.ones(dataset.samples.num_samples, np.int64)
+        return has_content[place].astype(np.int64)
 
     # ---- BoundField ------------------------------------------------------------------------------
 

@@ -319,9 +319,18 @@ class BoundPixels(BoundField):
         """Return the stored images of a dataset that the field delivers."""
         return self.selected.images(place, self._limits())
 
+    def num_delivered(self, place: int) -> NDArray[np.int64]:
+        """Return how many pictures or tiles of each row are delivered, ``(num_rows,)``."""
+        weights = None if self.tile_rule is None else self.tile_rule.num_places
+        return self.selected.num_delivered(place, self._limits_of_sample(), weights)
+
     @abstractmethod
     def _limits(self) -> Limits:
-        """Return what there are places for."""
+        """Return what there are places for, over all epochs."""
+
+    def _limits_of_sample(self) -> Limits:
+        """Return what there are places for in a micro-batch."""
+        return self._limits()
 
     @abstractmethod
     def choose(self, component: int, row: int, draw: DrawKey) -> list[Picture]:
