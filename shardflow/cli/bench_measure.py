@@ -28,7 +28,7 @@ from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.types.members import is_image_field
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.binding import bind_fields, bind_transform

@@ -37,7 +37,7 @@ from shardflow.fields.previous import BoundPrevious, PreviousStudies
 from shardflow.fields.reader import Samples
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.pictures import Image, Slices
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import BoundText, Text
 from shardflow.fields.types.tokens import BoundTokens
 from shardflow.format import Dataset

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import TableSelection
-from shardflow.fields.types.pixels import DEFAULT_SERIES
+from shardflow.fields.types.pixel_field import DEFAULT_SERIES
 from shardflow.fields.where import SeriesWhere, attached_tables
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset

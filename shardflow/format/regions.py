@@ -53,6 +53,8 @@ class Region:
     """Whether masks hold the covered part of each pixel times 255, and not 0 and 1."""
     places: Mapping[int, RegionPlace]
     """By the index of the slice."""
+    reader: int | None = None
+    """Who drew it, of several readers; None where that is not known."""
 
     def mask_level(self, threshold: float) -> int:
         """Return the smallest value of a mask's pixel that belongs to the region.
@@ -128,6 +130,7 @@ def _region(entry: Mapping[str, Any]) -> Region:
         for place, outlines in zip(entry["slices"], polygons, strict=True)
     }
     is_fractional = "fractional" in entry.get("flags", ())
+    reader = entry.get("reader")
     return Region(
         int(entry["roi"]),
         int(entry["series"]),
@@ -135,6 +138,7 @@ def _region(entry: Mapping[str, Any]) -> Region:
         str(entry.get("source")),
         is_fractional,
         places,
+        None if reader is None else int(reader),
     )
 
 

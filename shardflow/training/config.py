@@ -18,7 +18,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.field import Field, check_names
 from shardflow.fields.registry import FieldTables
 from shardflow.fields.types.pictures import Slices
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring import SINKS, parse_address

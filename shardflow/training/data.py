@@ -16,7 +16,7 @@ import torch
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field
 from shardflow.fields.types.pictures import Slices
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.manifest import versions

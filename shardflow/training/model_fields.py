@@ -10,7 +10,7 @@ from shardflow.fields.field import Field
 from shardflow.fields.registry import type_name
 from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pictures import Slices
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
 from shardflow.monitoring.tuner_numbers import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,14 @@ def regions_of(number: int) -> list[dict[str, Any]]:
     return found
 
 
-def make_annotated(number: int, **_: Any) -> MadeSample:
-    """Generate study ``number`` with its regions."""
+def make_annotated(number: int, *, has_readers: bool = False, **_: Any) -> MadeSample:
+    """Generate study ``number`` with its regions, by several readers if wanted."""
     extra: dict[str, bytes] = {}
     if is_annotated(number):
-        rois = [one["entry"] for one in regions_of(number)]
+        rois = [
+            {**one["entry"], **({"reader": reader_of(one)} if has_readers else {})}
+            for one in regions_of(number)
+        ]
         extra["annotations.json"] = json.dumps({"format_version": 1, "rois": rois, "dangling": []}).encode()
         for one in regions_of(number):
             for index, mask in one["masks"].items():
@@ -272,6 +275,45 @@ def test_labels_that_no_region_has_are_a_warning_with_those_that_there_are(
     warnings = [record.getMessage() for record in caplog.records if "the label" in record.getMessage()]
     assert len(warnings) == is_warned
     assert all(f"the label {label!r}" in line and "'nodule'" in line for line in warnings)
+
+
+def test_the_majority_of_readers_decides(tmp_path: Path) -> None:
+    dataset = make_annotated_dataset(tmp_path / "a", make=partial(make_annotated, has_readers=True))
+    fields = {
+        "volume": FIELDS["volume"],
+        "most": sf.Mask(like="volume", merge="majority"),
+        "nodules": sf.Mask(like="volume", merge="majority", labels=["nodule", "4711"]),
+        "any": sf.Mask(like="volume"),
+    }
+    kinds: set[tuple[bool, bool]] = set()
+    with _loader(dataset, fields) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                if number % 4 != 1 or not is_annotated(number):
+                    assert not np.any(batch["most"][slot])
+                    continue
+                readers = {reader_of(one) for one in regions_of(number) if one["entry"]["series"] == 1}
+                for index, found in enumerate(batch["most"][slot]):
+                    for name, label in (("most", None), ("nodules", "nodule")):
+                        votes = np.zeros(found.shape[1:], np.int64)
+                        for reader in readers:
+                            marked = np.zeros(found.shape[1:], bool)
+                            for one in regions_of(number):
+                                is_wanted = has_label(one, label) or (label and has_label(one, "4711"))
+                                if one["entry"]["series"] == 1 and reader_of(one) == reader and is_wanted:
+                                    marked |= covered(one, index, votes.shape, 0.5)
+                            votes += marked
+                        wanted = 2 * votes > len(readers)
+                        assert np.array_equal(batch[name][slot][index, 0], wanted)
+                        kinds |= {*zip((votes > 0).ravel().tolist(), wanted.ravel().tolist(), strict=True)}
+                assert (batch["any"][slot] >= batch["most"][slot]).all()
+    assert len(kinds) == 3  # marked by most, by some, by nobody
+
+
+def reader_of(one: Mapping[str, Any]) -> int | None:
+    """Return who drew a region, of three readers and one who is not known."""
+    roi: int = one["entry"]["roi"]
+    return None if roi % 4 == 3 else roi % 4
 
 
 def test_masks_of_stored_sizes_are_the_stored_pixels(dataset: Dataset) -> None:
@@ -565,7 +607,7 @@ def test_a_slip_in_like_is_one_sentence_before_step_0(dataset: Dataset, fields: 
         (sf.Mask, {"labels": [3]}, "at least one name"),
         (sf.Mask, {"labels": ["a", "a"]}, "twice"),
         (sf.Mask, {"merge": "stack"}, "write labels="),
-        (sf.Mask, {"merge": "majority"}, "merge is one of"),
+        (sf.Mask, {"merge": "intersection"}, "merge is one of"),
         (sf.Mask, {"threshold": 0}, "threshold is"),
         (sf.Mask, {"threshold": True}, "threshold is"),
         (sf.Boxes, {"max_boxes": 0}, "max_boxes is"),

@@ -32,12 +32,11 @@ from shardflow.fields.layout import Picture, PictureLayout, content_boxes
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, gather, is_image_field
+from shardflow.fields.types.pixel_field import MAX_SIDE, PixelField
 from shardflow.fields.types.pixels import (
-    MAX_SIDE,
     ORIGINAL,
     BoundPixels,
     LossWarning,
-    PixelField,
     SlotPixels,
     check_fill,
     packed_variants,

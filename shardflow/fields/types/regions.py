@@ -46,6 +46,8 @@ _STUDIES_BEFORE_WARNING: Final = 4
 _MAX_LISTED: Final = 12
 
 _MAX_BOXES: Final = 2**16
+_MAX_READERS: Final = 8
+_NUM_BITS: Final = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +113,16 @@ class Mask(RegionField):
 
     type_name: ClassVar[str] = "mask"
 
-    merge: Literal["union", "stack"] = "union"
-    """``union``: one plane (L = 1) of all regions; ``stack``: a plane for each of ``labels``, in their order,
-    that may overlap."""
+    merge: Literal["union", "majority", "stack"] = "union"
+    """``union``: one plane (L = 1) of all regions; ``majority``: one plane of what more than half of the
+    readers marked, of those who have a region of any label in the series (as in LIDC-IDRI; regions of unknown
+    readers are one reader's); ``stack``: a plane for each of ``labels``, in their order, that may overlap."""
     threshold: float = 0.5
     """Part of a pixel, above 0 and up to 1, that a fractional mask must cover."""
 
     def _check(self) -> None:
         super()._check()
-        check_choice("merge", self.merge, ("union", "stack"))
+        check_choice("merge", self.merge, ("union", "majority", "stack"))
         if self.merge == "stack" and self.labels is None:
             raise ConfigError("merge='stack' makes a plane for each label; write labels=['NAME', ...].")
         threshold: object = self.threshold
@@ -276,7 +279,7 @@ class BoundRegions(BoundField):
         """Read the annotations of a study, and count the labels that none of its regions has.
 
         Returns:
-            The regions to deliver.
+            All regions, also of other labels.
 
         Raises:
             BadSample: They cannot be read.
@@ -287,7 +290,6 @@ class BoundRegions(BoundField):
             raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, error.message) from None
         if self.spec.labels is not None:
             self._labels.note(self.name, self.spec.labels, regions)
-            regions = [region for region in regions if self.labels_of(region)]
             found = {place for region in regions for place in self.labels_of(region)}
             self.counters.add("absent_labels", num_items=len(self.spec.labels) - len(found))
         return regions
@@ -431,7 +433,7 @@ class BoundMask(BoundRegions):
 class _SlotMasks:
     """Masks of one slot. Fields are read in the order of their names, so the annotations come first."""
 
-    __slots__ = ("_arrays", "_field", "_regions", "_shard", "_shown", "_slot", "fields")
+    __slots__ = ("_arrays", "_field", "_readers", "_regions", "_shard", "_shown", "_slot", "fields")
 
     def __init__(
         self,
@@ -448,6 +450,8 @@ class _SlotMasks:
         for one in shown if fields else ():
             self._shown.setdefault((one.picture.series, one.picture.index), []).append(one)
         self._regions: dict[tuple[int, int], Region] = {}
+        self._readers: dict[int, list[int | None]] = {}
+        """Readers of each series, of whom a bit of a pixel is each's until the slot is closed."""
 
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         """Draw the stored mask of a region, or read the annotations and draw what has no mask."""
@@ -455,12 +459,31 @@ class _SlotMasks:
         if place:
             self._put_mask(number, payload, thread)
             return
-        found = self._field.read(self._shard, number, payload)
+        every = self._field.read(self._shard, number, payload)
+        if self._field.spec.merge == "majority":
+            self._number_readers(every)
+        found = [region for region in every if self._field.labels_of(region)]
         self._regions = {(region.series, region.number): region for region in found}
         self._fill(found)
 
     def close(self) -> None:
-        """Do nothing: the slot is complete."""
+        """Keep what most readers marked, where that is asked for."""
+        for (series, _), every in self._shown.items():
+            if series in self._readers:
+                least = len(self._readers[series]) // 2 + 1
+                for shown in every:
+                    planes = self._field.layout.place(self._arrays, self._slot, shown.place)
+                    np.copyto(planes, _NUM_BITS[planes] >= least)
+
+    def _number_readers(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            readers = self._readers.setdefault(region.series, [])
+            if region.reader not in readers:
+                readers.append(region.reader)
+        most = max(map(len, self._readers.values()), default=0)
+        if most > _MAX_READERS:
+            detail = f"{most} readers of a series, and {_MAX_READERS} are allowed"
+            raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[0], detail)
 
     def _put_mask(self, number: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         series, roi, index = self._shard.mask_place(number)
@@ -494,11 +517,13 @@ class _SlotMasks:
                     self._draw(region, index, filled, 1)
 
     def _draw(self, region: Region, index: int, pixels: NDArray[np.uint8], level: int) -> None:
+        readers = self._readers.get(region.series)
+        bit = np.uint8(1 if readers is None else 1 << readers.index(region.reader))
         for shown in self._shown[region.series, index]:
             planes = self._field.layout.place(self._arrays, self._slot, shown.place)
             top, left, rows, columns = shown.window.box
             with self._field.counters.timed("regions", rows * columns):
-                is_inside = shown.pick(pixels) >= level
+                is_inside = (shown.pick(pixels) >= level) * bit
                 for plane in self._field.planes_of(region):
                     part = planes[plane, top : top + rows, left : left + columns]
                     np.bitwise_or(part, is_inside, out=part)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardflow.fields.field import Field
 from shardflow.fields.registry import type_name
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader, Selection
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail

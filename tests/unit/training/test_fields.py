@@ -14,7 +14,7 @@ import torch
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.fields.types.pictures import Image, Slices
-from shardflow.fields.types.pixels import PixelField
+from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityRules
