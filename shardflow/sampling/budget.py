@@ -165,7 +165,9 @@ class CostRule:
                 np.minimum(text, word(self.max_text_tokens), out=text)
             parts.append(text)
         if DELIVERED_PICTURES in columns:
-            parts.append(columns[DELIVERED_PICTURES].astype(word) * word(self.image_tokens_per_slice))
+            pictures: npt.NDArray[Any] = columns[DELIVERED_PICTURES].astype(word)
+            pictures *= word(self.image_tokens_per_slice)
+            parts.append(pictures)
         if "num_slices" in columns:
             parts.append(self._image_tokens(columns, draw, word))
         found = parts[0]

@@ -391,14 +391,13 @@ def _stored(number: int | None) -> Any:
 def test_what_a_token_budget_cannot_charge_for_is_refused(dataset: Dataset) -> None:
     sized = sf.Slices(sizes=((3, 8, 8, 1), (1, 16, 8, 1)), missing="pad")
     rule = CostRule(buckets=sized.buckets([4, 16]))
-    spec = BatchSpec(
-        budget=TokenBudget(max_tokens=90, max_samples=4, cost=rule), micro_batches_per_step=4, lanes=4
-    )
+    budget = TokenBudget(max_tokens=90, max_samples=4, cost=rule)
+    spec = BatchSpec(budget=budget, micro_batches_per_step=4, lanes=4)
     with pytest.raises(ConfigError, match="leave out sizes= of the field"):
         open_loader(dataset, spec, {"ct": sized, "prior": FIELDS["prior"]})
     delivered = CostRule(counts_delivered=True, image_tokens_per_slice=3)
     with pytest.raises(ConfigError, match="drawn sizes of the field 'ct'"):
-        open_loader(dataset, replace(spec, budget=replace(spec.budget, cost=delivered)), {"ct": sized})
+        open_loader(dataset, replace(spec, budget=replace(budget, cost=delivered)), {"ct": sized})
     with pytest.raises(ConfigError, match="must come without max_slices"):
         CostRule(counts_delivered=True, max_slices=3)
     assert CostRule.from_json(delivered.to_json()) == delivered
