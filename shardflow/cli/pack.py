@@ -169,6 +169,7 @@ def _describe(summary: PackSummary) -> Iterator[str]:
         case _:
             slices, shards = counted(summary.num_slices, "slice"), counted(summary.num_shards, "shard")
             yield f"{slices} in {shards}, samples: {_splits(summary.splits)}."
+            yield from summary.notes
     yield f"dataset_id {summary.dataset_id}"
 
 

@@ -24,6 +24,7 @@ from shardflow.packing.settings import (
     BadInstancePolicy,
     DeidConfig,
     ReportsConfig,
+    TableFile,
     VariantsConfig,
 )
 from shardflow.packing.sources.layouts.base import LayoutConfig
@@ -214,6 +215,8 @@ class PackConfig:
     alignment: AlignmentRules = field(default_factory=AlignmentRules)
     attachments: AttachmentsConfig = field(default_factory=AttachmentsConfig)
     records: RecordsConfig = field(default_factory=RecordsConfig)
+    tables: tuple[TableFile, ...] = ()
+    """Tables that are attached by this job and by each that appends; see docs/tables.md."""
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
@@ -221,6 +224,9 @@ class PackConfig:
         check_splits(self.splits, "splits")
         if not self.keep_local and not self.upload_to:
             raise ConfigError("keep_local = false needs upload_to; name an address.")
+        names = [table.name for table in self.tables]
+        if len(set(names)) < len(names):
+            raise ConfigError("[[tables]] must each have a name of their own, got one twice; rename one.")
         self.deid.rules()
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from shardflow.errors import ConfigError
 from shardflow.format.manifest import Manifest, load, versions
 from shardflow.format.reasons import Outcome, outcome_of
+from shardflow.format.tables import AttachedTables
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
@@ -59,7 +60,8 @@ from shardflow.packing.sources.layouts.base import PlacedLayout
 from shardflow.packing.sources.layouts.opening import open_layout
 from shardflow.packing.studies.report_content import reading_basis
 from shardflow.packing.summary import PackSummary, Status, forecast
-from shardflow.packing.tables.joining import attach_labels
+from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
+from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
@@ -262,6 +264,7 @@ class Execution:
         if run.uploader is not None:
             # The page reads shards, which must not be removed meanwhile.
             run.uploader.wait()
+        attached: list[str] = []
         manifest = publish(
             run.workspace,
             run.config.content(),
@@ -273,18 +276,36 @@ class Execution:
             num_threads=run.config.execution.resolved_num_processes,
             base=self.base,
             uploader=run.uploader,
-            attach=self._attach_labels,
+            attach=lambda dataset: attached.extend(self._attach(dataset)),
         )
         run.finish_upload()
         run.workspace.remove_work()
         run.progress.phase("done", 0)
-        return run.summary("packed", manifest, self.engine, ingested)
+        notes = self._carried(manifest, len(settled.samples), attached)
+        return replace(run.summary("packed", manifest, self.engine, ingested), notes=notes)
 
-    def _attach_labels(self, dataset: Dataset) -> None:
-        """Attach the tables of labels that the layout finds beside the images."""
-        layout, workspace = self.run.layout, self.run.workspace
+    def _attach(self, dataset: Dataset) -> list[str]:
+        """Attach the tables that the layout finds beside the images, and those of the settings."""
+        layout, workspace, config = self.run.layout, self.run.workspace, self.run.config
+        found = []
         if isinstance(layout, PlacedLayout):
-            attach_labels(dataset, layout.labels(), self.key, workspace.output, workspace.private)
+            found += attach_labels(dataset, layout.labels(), self.key, workspace.output, workspace.private)
+        private = PrivateFolder(path=workspace.private, key_file=config.key_file)
+        found += attach_table_files(dataset, config.tables, private, workspace.output)
+        return [table.name for table in found]
+
+    def _carried(self, manifest: Manifest, num_new: int, attached: Collection[str]) -> tuple[str, ...]:
+        """Say which tables have no values of the new samples yet, and how they get them."""
+        store = LocalStore(self.run.workspace.output)
+        carried = sorted({*AttachedTables.newest(store, manifest.dataset_id)} - {*attached})
+        if self.base is None or not num_new or not carried:
+            return ()
+        command = f"shardflow attach DATASET FILE --name {carried[0]} --on KEY --private-dir DIR"
+        note = (
+            f"{num_new:,} new samples have no values in {', '.join(carried)}; attach files that name them: "
+            f"{command} (folds: shardflow folds). Each job attaches those of [[tables]] in its settings."
+        )
+        return (note,)
 
     def _end_task(self, study_pass: StudyPass) -> PackSummary:
         """End an array task: its shards are packed, and nothing is published."""
@@ -383,6 +404,7 @@ def pack(
     if array_task is not None and is_merge:
         raise ConfigError("--task and --merge cannot be combined; leave one of them out.")
     check_reports(config.inputs.reports, is_required=config.policy.require_report)
+    check_table_files(config.tables)
     load_attachment_kinds()  # what cannot be imported is an error here, not in every packing process
     layout = open_layout(config.inputs, list(config.splits))
     discovered = [] if mode == "retry" else _discover(config.inputs, layout)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
+from shardflow.format.tables import check_table_name
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode
@@ -18,6 +19,17 @@ from shardflow.packing.deid.text_patterns import DateOrder
 BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
 UncertainIdentity: TypeAlias = Literal["join", "warn", "stop"]
 TimeResolution: TypeAlias = Literal["second", "minute", "hour", "day"]
+
+KeyKind: TypeAlias = Literal[
+    "study_instance_uid",
+    "accession_number",
+    "patient_id",
+    "series_instance_uid",
+    "sop_instance_uid",
+    "sample_key",
+    "path",
+]
+"""What the rows of a table of labels are found by."""
 
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
 _GIB = 1 << 30
@@ -50,6 +62,32 @@ class AttachmentsConfig:
         if self == AttachmentsConfig():
             return None
         return {**asdict(self), "leave_out": sorted(self.leave_out)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableFile:
+    """A table of labels or other columns that is attached to every version that is packed."""
+
+    file: Path
+    """CSV, JSON lines (both also .gz) or Parquet, read again by each job."""
+    name: str
+    """Of the table; its columns are ``NAME.COLUMN``."""
+    on: KeyKind
+    """What its rows are found by."""
+    unit: Literal["study", "series", "image"] | None = None
+    """What a row describes; by default what the key names."""
+    key_column: str | None = None
+    """Column of the keys; by default the one named like ``on``."""
+    columns: tuple[str, ...] | None = None
+    """Columns to take; by default all that look like none of identifiers, dates or free text."""
+    types: dict[str, Literal["bool", "int", "float", "category", "string", "floats"]] = field(
+        default_factory=dict
+    )
+    """Kinds of columns that are not to be found from their values."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_table_name(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

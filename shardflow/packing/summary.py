@@ -53,6 +53,8 @@ class PackSummary:
     num_slices: int = 0
     num_bytes: int = 0
     """Size of all files of the dataset."""
+    notes: tuple[str, ...] = ()
+    """What remains to be done, a sentence each: tables that lack the values of new samples."""
     seconds: float = 0.0
     """Wall time of this run."""
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)

@@ -324,6 +324,59 @@ def test_versions_carry_tables_over(
     assert verify(str(tmp_path / "copy")).damages
 
 
+def test_an_append_attaches_tables_of_the_settings_and_names_the_others(
+    job: PackCase, packed: tuple[PackCase, list[MadeStudy]], caplog: pytest.LogCaptureFixture
+) -> None:
+    studies = [*packed[1], make_one(job, _NUMBER)]
+    file = write_csv(
+        job.folder / "grades.csv", ["AccessionNumber", "grade"], [(f"ACC{n}", n) for n in range(9)]
+    )
+    other = write_csv(
+        job.folder / "a.csv", ["study_instance_uid", "value"], [(studies[0].study_instance_uid, 7)]
+    )
+    attach(job, other, "study_instance_uid")
+    entry = f'\n[[tables]]\nfile = "{file.name}"\nname = "grades"\non = "accession_number"\n'
+    settings = job.config_path.read_text(encoding="utf-8")
+    job.config_path.write_text(settings + entry, encoding="utf-8")
+    summary = job.pack(mode="append")
+    assert summary.status == "packed"
+    (note,) = summary.notes
+    assert note.startswith("1 new samples have no values in labels; ")
+    assert "shardflow attach DATASET FILE --name labels --on KEY --private-dir DIR" in note
+    dataset = Dataset.open(job.output)
+    found = open_columns(dataset).column("grades.grade")
+    rows = [dataset.studies.find(job.sample_key(study.study_instance_uid)) for study in studies]
+    assert found.values[rows].tolist() == list(range(_NUMBER + 1))
+    assert found.is_missing is None
+    assert by_study(job, studies, "value") == [7, *[None] * _NUMBER]
+    assert job.pack(mode="append").notes == ()  # nothing is new
+    # A file that does not fit any more is a warning: the studies are packed, and the table lacks them.
+    write_csv(file, ["AccessionNumber", "grade"], [("ACC0", 1), ("ACC0", 2)])
+    make_one(job, _NUMBER + 1)
+    assert "in grades, labels;" in job.pack(mode="append").notes[0]
+    assert "table grades of the settings is not attached: 1 rows of grades.csv repeat a key" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ('file = "none.csv"\nname = "a"\non = "path"', r"no file 'none\.csv' to attach"),
+        ('file = "a.csv"\nname = "A b"\non = "path"', "name of a table is 1 to 64"),
+        ('file = "a.csv"\nname = "a"\non = "path"', "no column of path"),
+        ('file = "a.csv"\nname = "a"\non = "patient"', "must be one of"),
+        ('file = "a.csv"\nname = "a"\non = "sample_key"\nunit = "image"', "got --unit image"),
+    ],
+)
+def test_a_table_of_the_settings_that_cannot_be_read_stops_before_packing(
+    entry: str, sentence: str, job: PackCase
+) -> None:
+    write_csv(job.folder / "a.csv", ["sample_key", "value"], [("a", 1)])
+    settings = job.config_path.read_text(encoding="utf-8")
+    job.config_path.write_text(f"{settings}\n[[tables]]\n{entry}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=sentence):
+        job.pack(mode="append")
+
+
 def test_a_new_study_of_a_known_person_gets_its_fold(
     job: PackCase, packed: tuple[PackCase, list[MadeStudy]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
+from shardflow.format.columns import carry_tables
+from shardflow.format.dataset import Dataset
 from shardflow.format.keys import shard_name
 from shardflow.format.ledger import LineOutcomes, stream_outcomes
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
@@ -215,6 +217,8 @@ class Execution:
         )
         store = LocalStore(output)
         remove_strangers(output, [*(load(store, each) for each in versions(store)), manifest])
+        if base is not None:
+            carry_tables(store, Dataset(store, base), Dataset(store, manifest))
         self.progress.phase("manifest", 0)
         commit(store, manifest)
         return manifest

@@ -21,6 +21,7 @@ from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
 from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
 from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.settings import TableFile
 from shardflow.packing.sources.layouts.base import LabelTable
 from shardflow.packing.tables.keys import (
     KeyIndex,
@@ -128,6 +129,53 @@ def attach_table(
     join = _Join(reader, file, settings, index)
     store = LocalStore(dataset.store.url if to is None else to)
     return _write(dataset, join, store, None if private is None else private.path)
+
+
+def check_table_files(tables: Sequence[TableFile]) -> None:
+    """Refuse tables of a job that cannot be joined, as far as their first rows tell.
+
+    Raises:
+        ConfigError: A file is missing or of no known kind, or lacks its key or a column.
+    """
+    for table in tables:
+        settings = _settings(table)
+        batch = next(iter(open_table(table.file)(table.file)), None)
+        if batch is not None:
+            check_columns(batch, table.file, settings)
+
+
+def attach_table_files(
+    dataset: Dataset, tables: Sequence[TableFile], private: PrivateFolder, output: Path
+) -> list[AttachedTable]:
+    """Attach the tables that the settings of a job name; one that does not fit is left out with a warning.
+
+    Args:
+        dataset: The version; it need not be published yet.
+        tables: From the settings.
+        private: Private folder of the dataset.
+        output: Its folder.
+
+    Raises:
+        StorageError: A table cannot be written.
+    """
+    done = []
+    for table in tables:
+        try:
+            done.append(attach_table(dataset, table.file, _settings(table), private=private, to=output))
+        except ConfigError as error:
+            _LOGGER.warning("table %s of the settings is not attached: %s", table.name, error.message)
+    return done
+
+
+def _settings(table: TableFile) -> TableSettings:
+    return TableSettings(
+        name=table.name,
+        on=table.on,
+        unit=table.unit,
+        key_column=table.key_column,
+        columns=table.columns,
+        types=table.types,
+    )
 
 
 def attach_labels(
@@ -295,24 +343,8 @@ class _Join:
             )
 
     def _check_columns(self, batch: Batch) -> None:
-        if self._key is not None:
-            return
-        on, wanted = self.settings.on, self.settings.key_column
-        names = {name: column_name(name) for name in batch}
-        found = [name for name, short in names.items() if name == wanted or short == (wanted or on)]
-        if len(found) != 1:
-            flag = f"named {wanted!r}" if wanted else f"of {on}; name it with --key-column"
-            raise ConfigError(
-                f"{self._file.name} has {'several columns' if found else 'no column'} {flag}. It has "
-                f"{', '.join(names)}."
-            )
-        self._key = found[0]
-        for name in self.settings.columns or ():
-            if name not in names and name not in names.values():
-                raise ConfigError(f"{self._file.name} has no column {name!r}; it has {', '.join(names)}.")
-        for name in self.settings.types:
-            if name not in names and name not in names.values():
-                raise ConfigError(f"--type names no column of {self._file.name}: {name!r}.")
+        if self._key is None:
+            self._key = check_columns(batch, self._file, self.settings)
 
     def _is_wanted(self, name: str) -> bool:
         chosen = self.settings.columns
@@ -466,6 +498,30 @@ class _Join:
             return []
         keys = dataset.studies.gather("sample_key", np.flatnonzero(~self.has_row()))
         return [{"sample_key": key.decode(), "problem": "no row"} for key in keys[:_MAX_LISTED].tolist()]
+
+
+def check_columns(batch: Batch, file: Path, settings: TableSettings) -> str:
+    """Return the column of the keys in the first rows of a file.
+
+    Raises:
+        ConfigError: It is missing, or a column that the settings name.
+    """
+    on, wanted = settings.on, settings.key_column
+    names = {name: column_name(name) for name in batch}
+    found = [name for name, short in names.items() if name == wanted or short == (wanted or on)]
+    if len(found) != 1:
+        flag = f"named {wanted!r}" if wanted else f"of {on}; name it with --key-column"
+        raise ConfigError(
+            f"{file.name} has {'several columns' if found else 'no column'} {flag}. It has "
+            f"{', '.join(names)}."
+        )
+    for name in settings.columns or ():
+        if name not in names and name not in names.values():
+            raise ConfigError(f"{file.name} has no column {name!r}; it has {', '.join(names)}.")
+    for name in settings.types:
+        if name not in names and name not in names.values():
+            raise ConfigError(f"--type names no column of {file.name}: {name!r}.")
+    return found[0]
 
 
 def _num_rows(batch: Batch) -> int:

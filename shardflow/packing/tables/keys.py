@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +28,9 @@ from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tables import TableUnit
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.header_rows import digest64
+from shardflow.packing.settings import KeyKind
 from shardflow.packing.workspace import Workspace
 
-KeyKind: TypeAlias = Literal[
-    "study_instance_uid",
-    "accession_number",
-    "patient_id",
-    "series_instance_uid",
-    "sop_instance_uid",
-    "sample_key",
-    "path",
-]
 KEY_KINDS: Final = get_args(KeyKind)
 _UNITS: Final[dict[str, tuple[TableUnit, ...]]] = {
     "series_instance_uid": ("series", "study"),

@@ -412,7 +412,7 @@ def write_version(
     if former:
         carry_tables(store, Dataset(store, load(store, former[-1])), Dataset(store, manifest))
     if attach is not None:
-        attach(Dataset(store, manifest))
+        attach(Dataset(store if uploader is None else uploader.store(manifest), manifest))
     remove_strangers(output, [*(load(store, number) for number in versions(store)), manifest])
     progress.phase("manifest", 0)
     commit(store, manifest)
