@@ -22,8 +22,9 @@ from shardflow.format.copying import copy_dataset
 from shardflow.format.series import open_series
 from shardflow.format.verification import verify
 from shardflow.loading.lock import encode_lock
+from shardflow.packing.settings import KeyKind
 from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
-from shardflow.packing.tables.keys import KeyKind, PrivateFolder
+from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore
 from tests.dicom_factory import MadeStudy, make_study

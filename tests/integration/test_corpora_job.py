@@ -15,7 +15,9 @@ from pyarrow import parquet
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format import Dataset
+from shardflow.format.columns import open_columns
 from shardflow.format.manifest import Manifest, load
+from shardflow.format.tables import StoredColumn, write_table
 from shardflow.format.verification import verify
 from shardflow.packing.corpora.inputs import read_list
 from shardflow.storage import LocalStore
@@ -150,6 +152,28 @@ def test_a_field_with_a_key_names_the_sample_and_must_be_unique(case: CorpusCase
     summary = case.pack("fields.key=id", "policy.max_quarantined_share=1.0", mode="append")
     assert summary.reasons == {"DUPLICATE_KEY": 2}
     assert sum(summary.splits.values()) == 21
+    assert verify(str(case.output)).is_whole
+
+
+def test_append_carries_attached_tables_over(case: CorpusCase) -> None:
+    case.write("a.jsonl", make_lines(20, 1))
+    case.pack()
+    first = Dataset.open(case.output)
+    number = np.arange(20)
+    column = StoredColumn(name="n", kind="int", values=number, is_missing=number < 0)
+    write_table(first.store, first.dataset_id, "labels", "study", [column])
+    case.write("b.jsonl", make_lines(10, 2))
+    assert case.pack(mode="append").manifest_version == 2
+    second = Dataset.open(case.output)
+    found = open_columns(second).column("labels.n")
+    assert found.is_missing is not None
+    keys = second.studies.column("sample_key").tolist()
+    values = {
+        key: value
+        for key, value, gone in zip(keys, found.values.tolist(), found.is_missing.tolist(), strict=True)
+        if not gone
+    }
+    assert values == dict(zip(first.studies.column("sample_key").tolist(), range(20), strict=True))
     assert verify(str(case.output)).is_whole
 
 

@@ -21,11 +21,10 @@ from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
 from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
 from shardflow.packing.deid.pseudonyms import SecretKey
-from shardflow.packing.settings import TableFile
+from shardflow.packing.settings import KeyKind, TableFile
 from shardflow.packing.sources.layouts.base import LabelTable
 from shardflow.packing.tables.keys import (
     KeyIndex,
-    KeyKind,
     PrivateFolder,
     default_unit,
     open_keys,
