@@ -75,6 +75,9 @@ COMMANDS: Final = {
         "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
+    "stats": Command(
+        "shardflow.cli.stats", "intensities, spacings and shapes of a split, to choose a normalization from"
+    ),
     "folds": Command(
         "shardflow.cli.folds", "deal studies into folds of cross-validation, no person in two of them"
     ),

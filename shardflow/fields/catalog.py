@@ -240,6 +240,20 @@ class SelectedSeries:
         affines = (rows.values("affine_lps", population) for rows, population in pairs)
         return sum(int(np.isnan(each).any(axis=(1, 2)).sum()) for each in affines)
 
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of numbers for the selected series of the population, ``(num_series,)``."""
+        pairs = zip(self._rows, self._populations, strict=True)
+        return np.concatenate([rows.values(name, population) for rows, population in pairs])
+
+    def count_names(self, name: str) -> Counter[str]:
+        """Count the strings of a column over the selected series of the population; empty where missing."""
+        found: Counter[str] = Counter()
+        for rows, population in zip(self._rows, self._populations, strict=True):
+            names = rows.part.table.vocabulary(name)
+            counts = np.bincount(rows.values(name, population), minlength=len(names)).tolist()
+            found.update({known: count for known, count in zip(names, counts, strict=True) if count})
+        return found
+
     def shapes(self) -> Int64Array:
         """Return the distinct rows and columns of the selected images of the population, ``(n, 2)``."""
         pairs = zip(self._rows, self._typical, strict=True)
