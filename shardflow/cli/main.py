@@ -75,6 +75,9 @@ COMMANDS: Final = {
         "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
+    "review": Command(
+        "shardflow.cli.review", "write rows of a table for a person, and read corrections back into it"
+    ),
     "stats": Command(
         "shardflow.cli.stats", "intensities, spacings and shapes of a split, to choose a normalization from"
     ),
