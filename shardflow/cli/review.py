@@ -97,9 +97,9 @@ def _write(arguments: argparse.Namespace) -> None:
         limit=arguments.limit,
         seed=arguments.seed,
     )
+    written = f"{counted(done.num_rows, 'row')} of table {done.table} in {arguments.output}"
     lines = [
-        f"{counted(done.num_rows, 'row')} of table {done.table} in {arguments.output}; to correct: "
-        f"{', '.join(done.columns)}",
+        f"{written}; to correct: {', '.join(done.columns)}",
         f"read it back with: shardflow review {arguments.dataset} --read {arguments.output}",
     ]
     write_result(arguments, asdict(done), lines)
