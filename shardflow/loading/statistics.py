@@ -29,8 +29,8 @@ from shardflow.telemetry import StageCounters
 
 PERCENTILES: Final = (0.5, 5.0, 25.0, 50.0, 75.0, 95.0, 99.5)
 """In percent; the outer ones are those that nnU-Net clips at."""
-_CHANNEL_AXES: Final[Mapping[str, int]] = {"image": 0, "slices": 0, "volume": 0}
-"""Axis of the channels in one picture (C, H, W), or one region (C, D, H, W), by the type of the field."""
+_PICTURES: Final = frozenset({"image", "slices", "volume"})
+"""Types of fields whose pictures are (C, H, W), or (C, D, H, W)."""
 _REGIONS: Final = "mask"
 _LOW_BITS: Final = 12
 _BLOCK: Final = 1 << 20
@@ -188,7 +188,7 @@ def field_statistics(
     if any(not 0 <= one <= 100 for one in percentiles):
         raise ConfigError("Percentiles are from 0 to 100, in percent, such as 0.5 and 99.5; got others.")
     chosen = {name: one.for_evaluation() for name, one in fields.items()}
-    pictures = [name for name, one in chosen.items() if one.type_name in _CHANNEL_AXES]
+    pictures = [name for name, one in chosen.items() if one.type_name in _PICTURES]
     masks = {str(getattr(one, "like", "")): name for name, one in chosen.items() if one.type_name == _REGIONS}
     tiled = [name for name in pictures if getattr(chosen[name], "tiles", None) is not None]
     if tiled:
