@@ -7,6 +7,7 @@ as soon as it is read, while it is in the processor's cache.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ _LOCAL_READ_BYTES = 1 << 20
 # Two fields are separated by a tar header and padding. Other stores get each field as a range of its own,
 # since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
-_MAX_SHARDS = 512
+_MAX_SHARDS = 4096
 Resolution: TypeAlias = Literal["full", "small"]
 """Versions of stored slices."""
 
@@ -224,6 +225,7 @@ class FieldReader:
         self._samples = samples
         self._counters = counters
         self._shards: dict[int, Shard] = {}
+        self._lock = threading.Lock()
 
     def open_shard(self, number: int, thread: ThreadState) -> Shard:
         """Open a shard by its position in the manifest; in a blend, counted over all manifests.
@@ -235,9 +237,7 @@ class FieldReader:
         component, position = self._samples.shard(number)
         dataset = self._samples.datasets[component]
         entry = dataset.manifest.shards[position]
-        place = f"shard {entry.name}, tier {_tier(dataset.store)}"
-        if self._samples.is_blend:
-            place = f"component {component + 1}, {place}"
+        place = self._place(component, entry.name)
         thread.enter("index", place)
         start = time.perf_counter()
         try:
@@ -248,11 +248,23 @@ class FieldReader:
         if shard is None or shard.index is not index:
             names = _read_names(index.field_names, index.text_field)
             shard = Shard(number, entry.name, entry.path, index, names, dataset.store, place)
-            if len(self._shards) >= _MAX_SHARDS:
-                self._shards.clear()
-            self._shards[number] = shard
+            with self._lock:
+                while len(self._shards) >= _MAX_SHARDS:
+                    self._shards.pop(next(iter(self._shards)))
+                self._shards[number] = shard
         self._counters.add("index", time.perf_counter() - start, 0, 1)
         return shard
+
+    def place(self, number: int) -> tuple[ByteStore, str, str]:
+        """Return store and path of a shard, numbered as in `open_shard`, and its place for messages."""
+        component, position = self._samples.shard(number)
+        dataset = self._samples.datasets[component]
+        entry = dataset.manifest.shards[position]
+        return dataset.store, entry.path, self._place(component, entry.name)
+
+    def _place(self, component: int, name: str) -> str:
+        place = f"shard {name}, tier {_tier(self._samples.datasets[component].store)}"
+        return f"component {component + 1}, {place}" if self._samples.is_blend else place
 
     def read(
         self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState

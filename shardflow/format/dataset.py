@@ -8,6 +8,7 @@ cache the digests, the checksummed pieces and the rows that need them.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format import manifest as manifests
+from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import sha256_hex
@@ -28,7 +30,7 @@ from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
-from shardflow.storage import ByteRange, ByteStore, open_store
+from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
@@ -36,6 +38,11 @@ from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 # Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
 # rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
 _MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
+MIN_COLLECTED_SHARDS: Final = 64
+"""Number of shards from which a loader collects their indexes."""
+# More is fetched as it is needed: nobody waits minutes for a first batch.
+_MAX_REMOTE_INDEX_NUM_BYTES = 1 << 30
+logger = logging.getLogger(__name__)
 
 
 class DatasetBlocks:
@@ -130,6 +137,7 @@ class Dataset:
         manifest_version: Number of the version.
         studies: The samples table.
         samples: What is drawn from: the same table; of an `EntityDataset` another one, with its columns.
+        index: The indexes of all shards, once they are collected, else None.
 
     Raises:
         FormatError: The samples table is not the one that the manifest names.
@@ -162,6 +170,9 @@ class Dataset:
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._index_num_bytes = 0
         self._lock = threading.Lock()
+        self.index: DatasetIndex | None = None
+        self._is_collected = False
+        self._collecting = threading.Lock()
         self._read_sample: SampleReader | None = None
         self._tables = tables
 
@@ -338,7 +349,7 @@ class Dataset:
         Args:
             row: Row in the samples table.
         """
-        index = self.shard_index(int(self.studies.gather("shard", row)))
+        index = self._open_index(int(self.studies.gather("shard", row)))
         if index.original_keys is None:
             return self.studies.sample_key(row)
         key: bytes = index.original_keys[int(self.studies.gather("row_in_shard", row))]
@@ -356,7 +367,7 @@ class Dataset:
             if index is not None:
                 self._indexes.move_to_end(shard)
                 return index
-        index = self._open_index(shard)
+        index = self._collected_index(shard) or self._open_index(shard)
         with self._lock:
             if shard not in self._indexes:
                 self._index_num_bytes += self.manifest.shards[shard].index.num_bytes
@@ -365,6 +376,38 @@ class Dataset:
                 evicted, _ = self._indexes.popitem(last=False)
                 self._index_num_bytes -= self.manifest.shards[evicted].index.num_bytes
         return index
+
+    def collect_indexes(self) -> None:
+        """Open the indexes of all shards at once, if there are many; for a reader of many samples.
+
+        They are collected in a file that the processes of this machine share (`DatasetIndex`). Where that is
+        impossible, each index is opened when it is first needed.
+        """
+        with self._collecting:
+            if self.index is not None or self._is_collected:
+                return
+            self._is_collected = True
+            num_bytes = sum(entry.index.num_bytes for entry in self.manifest.shards)
+            is_remote = not isinstance(self.store, LocalStore)
+            if len(self.manifest.shards) < MIN_COLLECTED_SHARDS or (
+                is_remote and num_bytes > _MAX_REMOTE_INDEX_NUM_BYTES
+            ):
+                return
+            try:
+                self.index = DatasetIndex.of(self.manifest, self._open_index)
+            except ShardflowError as error:
+                logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
+
+    def _collected_index(self, shard: int) -> ShardIndex | None:
+        if self.index is None:
+            return None
+        try:
+            return self.index.shard(shard)
+        except FormatError as error:  # the file of this node is damaged, not the dataset
+            logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
+            self.index.delete()
+            self.index = None
+            return None
 
     def sample_fields(self, row: int) -> tuple[str, list[FieldLocation]]:
         """Return the path of a sample's shard, and its fields in the order of the tar.
@@ -436,7 +479,7 @@ class Dataset:
                 f"{entry.index.path} must have the manifest's size and sha256, got others; "
                 "run `shardflow verify`."
             )
-        index = ShardIndex(Table(memoryview(data), name=entry.index.path))
+        index = ShardIndex.decode(Table(memoryview(data), name=entry.index.path))
         found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
         if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
             raise FormatError(

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ from shardflow.format.tar import BLOCK_NUM_BYTES, member_num_bytes
 
 KIND = "shard-index"
 FORMAT_VERSION = 1
+_COLUMNS = (
+    "sample_key",
+    "sample_first_field",
+    "field_name",
+    "field_offset",
+    "field_num_bytes",
+    "field_crc32c",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,31 @@ class FieldLocation:
     crc32c: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextPlaces:
+    """Places of the texts of some samples in their shards."""
+
+    keys: NDArray[np.bytes_]
+    """``(n,)`` sample keys."""
+    offsets: NDArray[np.int64]
+    """``(n,)`` bytes."""
+    num_bytes: NDArray[np.int64]
+    """``(n,)``; 0 for a sample without a text."""
+    crc32c: NDArray[np.uint32]
+    """``(n,)``."""
+
+    @classmethod
+    def none(cls, num_samples: int) -> TextPlaces:
+        """Return places of samples that have no key and no text."""
+        nothing = np.zeros(num_samples, np.int64)
+        return cls(np.zeros(num_samples, "S64"), nothing, nothing.copy(), np.zeros(num_samples, np.uint32))
+
+    def put(self, samples: slice, places: TextPlaces) -> None:
+        """Set the places of some of the samples."""
+        self.keys[samples], self.offsets[samples] = places.keys, places.offsets
+        self.num_bytes[samples], self.crc32c[samples] = places.num_bytes, places.crc32c
+
+
 class ShardIndex:
     """An index, open for reading. Safe for many threads.
 
@@ -42,7 +76,7 @@ class ShardIndex:
         shard_num_bytes: Size of the tar.
         num_samples: Number of samples.
         num_fields: Number of fields of all samples.
-        field_names: The distinct field names, sorted; `field_name_ids` points into it.
+        field_names: The distinct field names; `field_name_ids` points into it.
         sample_keys: ``(num_samples,)`` bytes.
         first_field: ``(num_samples + 1,)`` uint32: the fields of sample ``i`` are ``first_field[i]`` up to
             ``first_field[i + 1]``.
@@ -54,40 +88,62 @@ class ShardIndex:
         text_field: The field whose size the samples table has as ``text_bytes``.
         original_keys: ``(num_samples,)`` bytes, the keys in a foreign tar; None for any other.
 
-    Raises:
-        FormatError: The table is no shard index of format 1.
-        ChecksumError: The table is damaged.
+    Args:
+        shard: Name of the shard.
+        shard_num_bytes: Size of the tar.
+        field_names: The names that the column ``field_name`` points into.
+        columns: The columns of docs/format.md, section 6.
+        foreign_text_field: Text field of a tar that others wrote; None for any other.
     """
 
-    def __init__(self, table: Table) -> None:
-        table.expect_kind(KIND, FORMAT_VERSION)
-        self.shard: str = table.meta.get("shard", "")
-        self.shard_num_bytes: int = table.meta.get("shard_num_bytes", -1)
-        names = table.meta.get("field_names")
-        if not (
-            isinstance(self.shard, str) and isinstance(self.shard_num_bytes, int) and isinstance(names, list)
-        ):
-            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.")
-        # The same few names recur in every index of a dataset: keep one string of each per process.
-        self.field_names = tuple(sys.intern(str(name)) for name in names)
-        self.sample_keys: NDArray[np.bytes_] = table.column("sample_key")
-        self.first_field: NDArray[np.uint32] = table.column("sample_first_field")
-        self.field_name_ids: NDArray[np.uint32] = table.column("field_name")
-        self.field_offsets: NDArray[np.uint64] = table.column("field_offset")
-        self.field_num_bytes: NDArray[np.uint64] = table.column("field_num_bytes")
-        self.field_crc32c: NDArray[np.uint32] = table.column("field_crc32c")
-        self.is_foreign = table.meta.get("foreign") is True
-        text_field = table.meta.get("text_field") if self.is_foreign else None
-        self.text_field = text_field if isinstance(text_field, str) else REPORT_FIELD
-        self.original_keys: NDArray[np.bytes_] | None = (
-            table.column("original_key") if self.is_foreign else None
-        )
+    def __init__(
+        self,
+        shard: str,
+        shard_num_bytes: int,
+        field_names: tuple[str, ...],
+        columns: Mapping[str, NDArray[Any]],
+        foreign_text_field: str | None = None,
+    ) -> None:
+        self.shard, self.shard_num_bytes, self.field_names = shard, shard_num_bytes, field_names
+        self.sample_keys: NDArray[np.bytes_] = columns["sample_key"]
+        self.first_field: NDArray[np.uint32] = columns["sample_first_field"]
+        self.field_name_ids: NDArray[np.uint32] = columns["field_name"]
+        self.field_offsets: NDArray[np.uint64] = columns["field_offset"]
+        self.field_num_bytes: NDArray[np.uint64] = columns["field_num_bytes"]
+        self.field_crc32c: NDArray[np.uint32] = columns["field_crc32c"]
+        self.original_keys: NDArray[np.bytes_] | None = columns.get("original_key")
+        self.is_foreign = foreign_text_field is not None
+        self.text_field = foreign_text_field or REPORT_FIELD
         self.num_samples = len(self.sample_keys)
         self.num_fields = len(self.field_offsets)
-        if not self._is_consistent():
+
+    @classmethod
+    def decode(cls, table: Table) -> ShardIndex:
+        """Return the index that a table holds.
+
+        Raises:
+            FormatError: The table is no shard index of format 1.
+            ChecksumError: The table is damaged.
+        """
+        table.expect_kind(KIND, FORMAT_VERSION)
+        shard, num_bytes = table.meta.get("shard", ""), table.meta.get("shard_num_bytes", -1)
+        names = table.meta.get("field_names")
+        if not (isinstance(shard, str) and isinstance(num_bytes, int) and isinstance(names, list)):
+            raise FormatError(f"{table.name} must name its shard and fields, got other meta data.")
+        is_foreign = table.meta.get("foreign") is True
+        text_field = table.meta.get("text_field") if is_foreign else None
+        if is_foreign and not isinstance(text_field, str):
+            text_field = REPORT_FIELD
+        columns = {
+            name: table.column(name) for name in (*_COLUMNS, *(("original_key",) if is_foreign else ()))
+        }
+        # The same few names recur in every index of a dataset: keep one string of each per process.
+        found = cls(shard, num_bytes, tuple(sys.intern(str(name)) for name in names), columns, text_field)
+        if not found._is_consistent():
             raise FormatError(
                 f"{table.name} must agree with itself, got columns that do not; verify the dataset."
             )
+        return found
 
     @staticmethod
     def encode(
@@ -197,6 +253,25 @@ class ShardIndex:
                 return found
         raise FormatError(
             f"sample {self.sample_key(row)} must have a field {name!a}, got none ({self.shard}, row {row})."
+        )
+
+    @cached_property
+    def text_fields(self) -> NDArray[np.int64]:
+        """Numbers of the texts of all samples, ``(num_samples,)``; -1 for none."""
+        numbers = np.full(self.num_samples, -1, np.int64)
+        if self.text_field in self.field_names:
+            found = np.flatnonzero(self.field_name_ids == self.field_names.index(self.text_field))
+            numbers[np.searchsorted(self.first_field, found, side="right") - 1] = found
+        return numbers
+
+    def texts(self, rows: NDArray[np.int64]) -> TextPlaces:
+        """Return the places of the texts of some samples, by their rows in the shard."""
+        fields = self.text_fields[rows]
+        return TextPlaces(
+            self.sample_keys[rows],
+            self.field_offsets[fields].astype(np.int64),
+            np.where(fields >= 0, self.field_num_bytes[fields], 0).astype(np.int64),
+            self.field_crc32c[fields],
         )
 
     def _span(self, row: int) -> slice:

@@ -267,7 +267,7 @@ def write_samples(
                 yield np.zeros(shard.num_samples, "u1") if given is None else given[name][start:stop]
             else:
                 index = shard.index.path
-                yield derived_column(ShardIndex(Table(store.map(index), name=index)), name)
+                yield derived_column(ShardIndex.decode(Table(store.map(index), name=index)), name)
             start = stop
 
     dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}

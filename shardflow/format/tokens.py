@@ -4,13 +4,15 @@ A sidecar, added later without touching a shard: ``tokens/<tokenizer>/<dataset_i
 one row per row of the samples table, one table of ids per shard, and ``manifest.json``, which names the
 dataset, the tokenizer and every file, and is written last. The layout is in docs/format.md, section 13.
 
-`TokenIds` reads the ids of many rows at once without an object per token. Tables are mapped when one of
-their rows is first needed, and the number of open ones is bounded: each map holds a file descriptor, and a
-corpus may have more shards than a process may have files.
+`TokenIds` reads the ids of many rows at once without an object per token. Each map of a table holds a file
+descriptor, and opening one costs more than reading a text. So the tables of a local dataset of many shards
+are joined to one, in a node file that all processes map. Of a remote one each table is mapped when one of its
+rows is first needed, and the number of open ones is bounded.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -21,11 +23,13 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, NotFoundError
-from shardflow.format.dataset import Dataset
+from shardflow.errors import ConfigError, FormatError, NotFoundError, ShardflowError
+from shardflow.format.dataset import MIN_COLLECTED_SHARDS, Dataset
 from shardflow.format.keys import DIGEST_PATTERN, Json
 from shardflow.format.sidecars import SidecarManifest
-from shardflow.format.table import Table, encode_table
+from shardflow.format.table import StreamedColumn, Table, encode_table, stream_table
+from shardflow.storage import LocalStore
+from shardflow.storage.node_files import node_file
 
 COUNT_COLUMN: Final = "text_tokens"
 COUNTS_NAME: Final = "counts.tbl"
@@ -34,6 +38,7 @@ _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
 _MAX_OPEN_TABLES: Final = 128
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +317,8 @@ class TokenIds:
         self._first_rows = np.cumsum([0, *(file.num_rows for file in manifest.files)])
         self._open_files: OrderedDict[int, _IdsFile] = OrderedDict()
         self._lock = threading.Lock()
+        if len(manifest.files) >= MIN_COLLECTED_SHARDS and isinstance(dataset.store, LocalStore):
+            self._join(manifest)
 
     def __reduce__(self) -> tuple[type[TokenIds], tuple[Dataset, str]]:
         """Cross a process boundary without maps."""
@@ -391,6 +398,53 @@ class TokenIds:
                 starts.tolist(), stops.tolist(), to.tolist(), ends.tolist(), strict=True
             ):
                 out[first:end] = ids[start:stop]
+
+    def _join(self, manifest: TokensManifest) -> None:
+        """Replace the tables by a node file that holds all of them; keep them where there can be none."""
+        name = f"tokens-{manifest.digest}.tbl"
+        try:
+            path = node_file(name, lambda _: self._joined())
+            table = Table(LocalStore(path.parent).map(name), name=name)
+            owner = self._dataset.text_id
+            ids_table(
+                table,
+                first_row=0,
+                num_rows=manifest.num_samples,
+                tokenizer=self._tokenizer,
+                dataset_id=owner,
+            )
+        except ShardflowError as error:
+            logger.warning("Stored tokens are read from a table a shard, which is slower: %s", error)
+            return
+        self._first_rows = np.array([0, manifest.num_samples])
+        self._open_files[0] = _IdsFile(table)
+
+    def _joined(self) -> Iterator[bytes]:
+        """Yield one table of the ids of all shards."""
+        num_tokens = [self._open(number).num_rows("token_ids") for number in range(len(self._files))]
+        num_rows = int(self._first_rows[-1])
+        dtype = self._open(0).column("token_ids").dtype if self._files else np.dtype("<u2")
+
+        def first_tokens() -> Iterator[NDArray[Any]]:
+            yield np.zeros(1, "<u8")
+            before = 0
+            for number, count in enumerate(num_tokens):
+                yield self._open(number).column("first_token")[1:] + np.uint64(before)
+                before += count
+
+        columns = [
+            StreamedColumn(
+                name="first_token", dtype=np.dtype("<u8"), shape=(num_rows + 1,), pieces=first_tokens()
+            ),
+            StreamedColumn(
+                name="token_ids",
+                dtype=dtype,
+                shape=(sum(num_tokens),),
+                pieces=(self._open(number).column("token_ids") for number in range(len(self._files))),
+            ),
+        ]
+        meta = {**_meta(_IDS_KIND, self._tokenizer, self._dataset.text_id), "first_row": 0}
+        yield from stream_table(columns, meta)
 
     def _file(self, number: int) -> _IdsFile:
         with self._lock:

@@ -341,7 +341,7 @@ def _open_index(store: ByteStore, shard: _Shard) -> ShardIndex:
     path, entry = shard.index.path, shard.entry
     table = open_table(store, shard.index)
     with checking(path):
-        index = ShardIndex(table)
+        index = ShardIndex.decode(table)
     found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
     if entry and found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
         problem = f"the index of {index.shard}, not the one of {entry.name} in the manifest"

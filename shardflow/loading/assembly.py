@@ -276,23 +276,22 @@ class MicroBatchTask:
             elif not fields.reads_shards:
                 self._transform_samples(self._transforming, slots, thread)
             return
-        own = np.split(slots, np.flatnonzero(np.diff(self._shard[slots])) + 1) if fields.reads_own else []
-        for here in own:
-            shard, left = int(self._shard[here[0]]), here
-            if source.texts is not None and fields.report is not None:
-                left = source.texts.fill(
-                    shard,
-                    here,
-                    rows_in_shard=self._row_in_shard[here],
-                    keys=self._study_keys.of(here),
-                    text_bytes=fields.report.spaces(self._slots)[here],
-                    arrays=self._inputs,
-                    thread=thread,
-                )
-            if len(left):
-                requests = [self._request(slot) for slot in left.tolist()]
-                for slot, bad in source.assembler.fill(shard, requests, self._inputs, thread).items():
-                    self._mask(slot, bad)
+        own = slots if fields.reads_own else slots[:0]
+        if source.texts is not None and fields.report is not None and len(own):
+            own = source.texts.fill(
+                own,
+                shards=self._shard[own],
+                rows_in_shard=self._row_in_shard[own],
+                keys=self._study_keys.of(own),
+                text_bytes=fields.report.spaces(self._slots)[own],
+                arrays=self._inputs,
+                thread=thread,
+            )
+        for here in np.split(own, np.flatnonzero(np.diff(self._shard[own])) + 1) if len(own) else []:
+            requests = [self._request(slot) for slot in here.tolist()]
+            shard = int(self._shard[here[0]])
+            for slot, bad in source.assembler.fill(shard, requests, self._inputs, thread).items():
+                self._mask(slot, bad)
         if self._previous is not None:
             self._read_previous(self._previous, slots, thread)
         if self._transforming is not None:

@@ -201,6 +201,9 @@ class LoaderRuntime:
         """Open a stream whose micro-batches threads of this process make."""
         with self._changing:
             config = self.config
+            if self.fields.reads_shards:
+                for dataset in self.selection.datasets:
+                    dataset.collect_indexes()
             reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
             source = BatchSource(
                 selection=self.selection,
@@ -226,7 +229,7 @@ class LoaderRuntime:
     def _texts(self, reader: FieldReader) -> TextAssembler | None:
         """Return the fast path of a loader that reads nothing but reports from shards."""
         report = self.fields.report
-        return None if report is None else TextAssembler(reader, self.counters, report.name)
+        return None if report is None else TextAssembler(reader, self.selection, self.counters, report.name)
 
     def process_stream(
         self, epoch: int, numbers: range, known_masks: Sequence[Mapping[str, Any]]

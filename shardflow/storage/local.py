@@ -14,13 +14,15 @@ without closing one that is in use. A child process starts with an empty cache.
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import re
+import resource
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,6 +36,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # A tar header and padding, at most 1,023 bytes, separate two fields of a shard: reading them into a scratch
 # buffer is cheaper than another system call, and far cheaper on a parallel file system.
 _MAX_GAP_BYTES = 4096
+_MAX_OPEN_FILES = 4096
 # The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
 _MAX_BUFFERS = 1022
 
@@ -165,18 +168,85 @@ class _Descriptor:
         self.is_evicted = False
 
 
+class _OpenFiles:
+    """Cached descriptors of all local stores of a process; the least recently used ones are closed.
+
+    A dataset has more shards than a process may have open files, and a blend has a thousand stores.
+
+    Args:
+        max_files: Bound; more are open only while more threads read at once.
+    """
+
+    def __init__(self, max_files: int) -> None:
+        self.max_files = max_files
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all descriptors, in a process that was forked; those of the parent stay the parent's."""
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self._files: OrderedDict[tuple[int, str], _Descriptor] = OrderedDict()
+
+    def take(self, owner: int, path: str, open_file: Callable[[], int]) -> _Descriptor:
+        """Return an open file of a store, for one reader more."""
+        if self.pid != os.getpid():
+            # After a fork the parent's lock may be held by a thread that does not exist here.
+            self.reset()
+        key = owner, path
+        with self.lock:
+            descriptor = self._files.get(key)
+            if descriptor is None:
+                descriptor = self._files[key] = _Descriptor(open_file())
+            self._files.move_to_end(key)
+            descriptor.num_users += 1
+            while len(self._files) > self.max_files:
+                self._evict(self._files.popitem(last=False)[1])
+        return descriptor
+
+    def give_back(self, descriptor: _Descriptor) -> None:
+        """Count a reader less."""
+        with self.lock:
+            descriptor.num_users -= 1
+            if descriptor.is_evicted and not descriptor.num_users:
+                os.close(descriptor.fileno)
+
+    def close(self, owner: int) -> None:
+        """Close the files of a store."""
+        if self.pid != os.getpid():
+            self.reset()
+        with self.lock:
+            for key in [key for key in self._files if key[0] == owner]:
+                self._evict(self._files.pop(key))
+
+    @staticmethod
+    def _evict(descriptor: _Descriptor) -> None:
+        descriptor.is_evicted = True
+        if not descriptor.num_users:
+            os.close(descriptor.fileno)
+
+
+def _max_open_files() -> int:
+    """Return an eighth of the files that this process may open: the rest is for others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if soft < 0 else max(32, min(_MAX_OPEN_FILES, soft // 8))
+
+
+_OPEN_FILES = _OpenFiles(_max_open_files())
+_OWNERS = itertools.count()
+
+
 class LocalStore:
     """Byte store in a local folder. Thread-safe and fork-safe.
 
     Args:
         root: The folder; need not exist before the first read.
-        max_open_files: Bound on cached descriptors; more are open only while more threads read at once.
     """
 
-    def __init__(self, root: Path | str, *, max_open_files: int = 128) -> None:
+    def __init__(self, root: Path | str) -> None:
         self.root = Path(root).absolute()
-        self._max_open_files = max_open_files
-        self._reset()
+        self._prefix = f"{self.root}/"
+        # A number of its own: another store of the same folder may find other files there.
+        self._owner = next(_OWNERS)
 
     @property
     def url(self) -> str:
@@ -189,7 +259,7 @@ class LocalStore:
 
     def __del__(self) -> None:
         """Close the descriptors: they are plain numbers that nothing else closes."""
-        if hasattr(self, "_descriptors"):
+        if hasattr(self, "_owner") and _OPEN_FILES is not None:  # at the end of the interpreter it may be
             self.close()
 
     def __repr__(self) -> str:
@@ -284,29 +354,11 @@ class LocalStore:
 
     def close(self) -> None:
         """Close the cached descriptors; the store stays usable."""
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                self._evict(descriptor)
-            self._descriptors.clear()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+        _OPEN_FILES.close(self._owner)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        if self._pid != os.getpid():
-            # After a fork the parent's lock may be held by a thread that does not exist here.
-            self._reset()
-        with self._lock:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                descriptor = self._descriptors[path] = _Descriptor(self._open(path))
-            self._descriptors.move_to_end(path)
-            descriptor.num_users += 1
-            while len(self._descriptors) > self._max_open_files:
-                self._evict(self._descriptors.popitem(last=False)[1])
+        descriptor = _OPEN_FILES.take(self._owner, path, lambda: self._open(path))
         try:
             yield descriptor.fileno
         except OSError as error:
@@ -316,26 +368,17 @@ class LocalStore:
                 f"{path} cannot be read: {type(error).__name__} {error.errno}; check the file system."
             ) from error
         finally:
-            with self._lock:
-                descriptor.num_users -= 1
-                if descriptor.is_evicted and not descriptor.num_users:
-                    os.close(descriptor.fileno)
+            _OPEN_FILES.give_back(descriptor)
 
     def _open(self, path: str) -> int:
         try:
-            return os.open(self.root / check_object_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._prefix + check_object_path(path), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"{path} does not exist in the store; is the dataset complete?") from None
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be opened: {type(error).__name__} {error.errno}; check its permissions."
             ) from error
-
-    @staticmethod
-    def _evict(descriptor: _Descriptor) -> None:
-        descriptor.is_evicted = True
-        if not descriptor.num_users:
-            os.close(descriptor.fileno)
 
 
 def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:

@@ -1,27 +1,29 @@
 """Texts: the report of a sample or another text member, and the fast path for micro-batches of reports alone.
 
 The size of a report is a column of the samples table. A text of a kilobyte is read in two microseconds, while
-creating a request, a range and a view for it takes ten. So the fast path finds and compares all reports of a
-shard in arrays, reads them straight into their places, and checks them there. It leaves any unusual sample to
-the general path, which reads it again and names the problem.
+creating a request, a range and a view for it takes ten. So the fast path finds and compares the reports of a
+micro-batch in arrays, reads them straight into their places, and checks them there. It leaves any unusual
+sample to the general path, which reads it again and names the problem.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, ShortReadError
+from shardflow.errors import ConfigError, FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import Arrays, BoundField, Field, FieldContext, SlotContent, SlotRequest, Slots
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.reader import FieldReader, Samples, Shard
 from shardflow.fields.types.members import (
     MAX_BYTES,
     BoundBytes,
@@ -30,6 +32,7 @@ from shardflow.fields.types.members import (
     mask_of,
     member_bytes,
 )
+from shardflow.format.index import TextPlaces
 from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
@@ -37,7 +40,6 @@ from shardflow.telemetry import StageCounters
 _EXAMPLE_TEXT: Final = (
     b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
 )
-_MAX_TABLES = 512
 _CONTINUATION = 0xC0, 0x80  # mask and value of a UTF-8 continuation byte
 
 
@@ -200,21 +202,22 @@ class TextAssembler:
 
     Args:
         reader: Opens shards.
+        samples: The samples and their datasets.
         counters: Gets the stages ``read`` and ``check``.
         field: Name of the field whose arrays are filled.
     """
 
-    def __init__(self, reader: FieldReader, counters: StageCounters, field: str) -> None:
+    def __init__(self, reader: FieldReader, samples: Samples, counters: StageCounters, field: str) -> None:
         self._reader = reader
+        self._samples = samples
         self._counters = counters
         self._data, self._starts = f"{field}.data", f"{field}.start"
-        self._tables: dict[int, tuple[Shard, NDArray[np.int64]]] = {}
 
     def fill(
         self,
-        shard_number: int,
         slots: NDArray[np.int64],
         *,
+        shards: NDArray[np.int64],
         rows_in_shard: NDArray[np.int64],
         keys: NDArray[Any],
         text_bytes: NDArray[np.int64],
@@ -224,9 +227,10 @@ class TextAssembler:
         """Fill the slots whose texts are valid.
 
         Args:
-            shard_number: Position of the shard in the manifest; in a blend, counted over all manifests.
-            slots: ``(n,)``, slots whose samples are in the shard.
-            rows_in_shard: ``(n,)``, rows of their samples in it.
+            slots: ``(n,)``, slots in the order of their shards.
+            shards: ``(n,)``, positions of their shards in the manifest; in a blend, counted over all
+                manifests.
+            rows_in_shard: ``(n,)``, rows of their samples in them.
             keys: ``(n,)``, their sample keys as byte strings.
             text_bytes: ``(n,)``, sizes of the texts according to the samples table.
             arrays: Of the micro-batch.
@@ -236,63 +240,80 @@ class TextAssembler:
             The slots that are left to the general path.
 
         Raises:
-            StorageError: The store cannot read the shard.
+            StorageError: The store cannot read a shard.
         """
-        try:
-            shard = self._reader.open_shard(shard_number, thread)
-        except BadSample:
-            return slots
-        index = shard.index
-        if rows_in_shard.max(initial=0) >= index.num_samples:
-            return slots
-        fields = self._report_fields(shard_number, shard)[rows_in_shard]
-        sizes = np.where(fields >= 0, index.field_num_bytes[fields].astype(np.int64), 0)
-        if (sizes != text_bytes).any() or (index.sample_keys[rows_in_shard] != keys).any():
-            return slots
-        has_text = sizes > 0
-        if not has_text.all():
-            slots, fields, sizes = slots[has_text], fields[has_text], sizes[has_text]
-        starts = arrays[self._starts][slots]
-        text = arrays[self._data]
-        ends = (starts + sizes).tolist()
-        pieces = [text[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-        num_bytes = int(sizes.sum())
-        thread.enter("read", shard.place)
-        try:
-            with self._counters.timed("read", num_bytes, len(pieces)):
-                _read(shard, index.field_offsets[fields].tolist(), pieces)
-        except ShortReadError:
-            return slots
-        thread.enter("check", shard.place)
+        texts = self._places(shards, rows_in_shard, thread)
+        is_known = (texts.num_bytes == text_bytes) & (texts.keys == keys)
+        is_read = is_known & (text_bytes > 0)
+        starts, data = arrays[self._starts][slots], arrays[self._data]
+        at = np.flatnonzero(is_read)
+        pieces = [
+            data[start:stop]
+            for start, stop in zip(starts[at].tolist(), (starts + text_bytes)[at].tolist(), strict=True)
+        ]
+        num_bytes = int(text_bytes[at].sum())
+        with self._counters.timed("read", num_bytes, len(pieces)):
+            is_complete = self._read(shards[at], texts.offsets[at], pieces, thread)
+        thread.enter("check", "")
         start_s = time.perf_counter()
         checksum = google_crc32c.value
-        is_right = np.array([checksum(piece) for piece in pieces]) == index.field_crc32c[fields]
-        is_right &= _are_utf8(text, starts, pieces)
+        is_right = is_complete & (
+            np.array([checksum(piece) for piece in pieces], np.int64) == texts.crc32c[at]
+        )
+        is_right &= _are_utf8(data, starts[at], pieces)
         self._counters.add("check", time.perf_counter() - start_s, num_bytes, len(pieces))
-        left: NDArray[np.int64] = slots[~is_right]
+        is_left = ~is_known
+        is_left[at[~is_right]] = True
+        left: NDArray[np.int64] = slots[is_left]
         return left
 
-    def _report_fields(self, number: int, shard: Shard) -> NDArray[np.int64]:
-        """Return the text field of each sample of a shard, ``(num_samples,)``; -1 for none."""
-        known = self._tables.get(number)
-        if known is not None and known[0] is shard:
-            return known[1]
-        index = shard.index
-        fields = np.flatnonzero(index.field_name_ids == shard.names.report)
-        table = np.full(index.num_samples, -1, np.int64)
-        table[np.searchsorted(index.first_field, fields, side="right") - 1] = fields
-        if len(self._tables) >= _MAX_TABLES:
-            self._tables.clear()
-        self._tables[number] = shard, table
-        return table
+    def _places(self, shards: NDArray[np.int64], rows: NDArray[np.int64], thread: ThreadState) -> TextPlaces:
+        """Find the texts of samples; where an index is damaged or has no such row, none has its key."""
+        datasets = self._samples.datasets
+        if not self._samples.is_blend and datasets[0].index is not None:
+            thread.enter("index", "all shards")
+            with suppress(FormatError, IndexError):
+                return datasets[0].index.texts(shards, rows)
+        found = TextPlaces.none(len(shards))
+        for here in _runs(shards):
+            try:
+                shard = self._reader.open_shard(int(shards[here.start]), thread)
+            except BadSample:
+                continue
+            if rows[here].max() < shard.index.num_samples:
+                found.put(here, shard.index.texts(rows[here]))
+        return found
+
+    def _read(
+        self,
+        shards: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        pieces: list[NDArray[np.uint8]],
+        thread: ThreadState,
+    ) -> NDArray[np.bool_]:
+        """Read texts into their places, those of a shard together; tell which shards are whole, ``(n,)``."""
+        is_whole = np.ones(len(pieces), bool)
+        for here in _runs(shards):
+            store, path, place = self._reader.place(int(shards[here.start]))
+            thread.enter("read", place)
+            try:
+                if isinstance(store, LocalStore):
+                    store.read_pieces(path, offsets[here].tolist(), pieces[here])
+                else:
+                    ranges = [
+                        ByteRange(offset, len(piece))
+                        for offset, piece in zip(offsets[here].tolist(), pieces[here], strict=True)
+                    ]
+                    store.read_ranges(path, ranges, [piece.data for piece in pieces[here]])
+            except ShortReadError:
+                is_whole[here] = False
+        return is_whole
 
 
-def _read(shard: Shard, offsets: list[int], pieces: list[NDArray[np.uint8]]) -> None:
-    if isinstance(shard.store, LocalStore):
-        shard.store.read_pieces(shard.path, offsets, pieces)
-        return
-    ranges = [ByteRange(offset, len(piece)) for offset, piece in zip(offsets, pieces, strict=True)]
-    shard.store.read_ranges(shard.path, ranges, [piece.data for piece in pieces])
+def _runs(shards: NDArray[np.int64]) -> Iterator[slice]:
+    """Yield the slices of samples that are in one shard each."""
+    bounds = np.flatnonzero(np.diff(shards, prepend=-1, append=-1)).tolist()
+    return (slice(start, stop) for start, stop in pairwise(bounds))
 
 
 def _are_utf8(

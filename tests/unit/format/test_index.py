@@ -19,7 +19,7 @@ END = 3072 + 512 + 1024
 
 
 def _open(data: bytes) -> ShardIndex:
-    return ShardIndex(Table(memoryview(data), name="train-000000.idx"))
+    return ShardIndex.decode(Table(memoryview(data), name="train-000000.idx"))
 
 
 def test_samples_and_fields_come_back() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.storage import ByteRange, LocalStore, open_store
+from shardflow.storage import ByteRange, LocalStore, local, open_store
 from tests.conformance.stores import CONTENT, StoreConformance
 
 pytestmark = pytest.mark.fast
@@ -31,16 +31,33 @@ def _open_descriptors(root: Path) -> int:
     return sum(str(root) in str(link.readlink()) for link in links if link.is_symlink())
 
 
-def test_no_more_descriptors_stay_open_than_asked(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path, max_open_files=3)
+def test_all_stores_together_keep_no_more_descriptors_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [LocalStore(tmp_path / name) for name in ("a", "b")]
+    monkeypatch.setattr(local, "_OPEN_FILES", local._OpenFiles(max_files=3))
     for number in range(10):
-        store.put_new(f"o{number}", b"x")
-        store.read(f"o{number}")
+        for store in stores:
+            store.put_new(f"o{number}", b"x")
+            store.read(f"o{number}")
     assert _open_descriptors(tmp_path) == 3
-    store.close()
+    stores[0].close()
+    assert _open_descriptors(tmp_path / "a") == 0
+    assert _open_descriptors(tmp_path / "b") == 2
+    stores[1].close()
     assert _open_descriptors(tmp_path) == 0
-    assert store.read("o1") == b"x"
-    store.close()
+    assert stores[0].read("o1") == b"x"
+    stores[0].close()
+
+
+def test_another_store_of_a_folder_that_was_made_again_reads_the_new_files(tmp_path: Path) -> None:
+    first = LocalStore(tmp_path)
+    first.put_new("a", b"old")
+    assert first.read("a") == b"old"
+    (tmp_path / "a").unlink()
+    second = LocalStore(tmp_path)
+    second.put_new("a", b"new")
+    assert (first.read("a"), second.read("a")) == (b"old", b"new")
 
 
 def test_a_store_out_of_use_leaves_no_descriptor_open(tmp_path: Path) -> None:
@@ -58,7 +75,8 @@ def test_a_store_out_of_use_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 
 def test_a_descriptor_in_use_survives_its_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = LocalStore(tmp_path, max_open_files=1)
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(local, "_OPEN_FILES", local._OpenFiles(max_files=1))
     store.put_new("a", CONTENT)
     store.put_new("b", b"b")
     real = os.preadv
@@ -134,7 +152,7 @@ def test_a_child_process_reads_through_a_store_of_its_parent(tmp_path: Path) -> 
     store = LocalStore(tmp_path)
     store.put_new("a", CONTENT)
     store.read("a")
-    with store._lock:
+    with local._OPEN_FILES.lock:
         pid = os.fork()
         if pid == 0:
             status = 1
