@@ -154,6 +154,7 @@ class Manifest:
     extra: Mapping[str, Json] = field(default_factory=dict)
     """Facts of the dataset as JSON without floats; never a clock, host or duration. ``page`` and
     ``line_outcomes``, where there are any, are files, see there."""
+    _digest: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count(self.manifest_version, "manifest_version")
@@ -170,7 +171,9 @@ class Manifest:
     @property
     def dataset_id(self) -> str:
         """SHA-256 of the canonical bytes without the digest itself, as 64 hexadecimal digits."""
-        return sha256_hex(canonical_json(self._body()))
+        if self._digest is None:
+            object.__setattr__(self, "_digest", sha256_hex(canonical_json(self._body())))
+        return str(self._digest)
 
     @property
     def splits(self) -> dict[str, dict[str, int]]:
@@ -228,17 +231,22 @@ class Manifest:
                 "newer formats need a newer shardflow."
             )
         digest = body.pop("digest", None)
-        expected = sha256_hex(canonical_json(body))
+        # The bytes are canonical, and so are those without the digest: no second encoding.
+        named = f',"digest":"{digest}"'.encode()
+        rest = data[:-1].replace(named, b"") if data.count(named) == 1 else canonical_json(body)
+        expected = sha256_hex(rest)
         if digest != expected:
             raise ManifestError(
                 f"a manifest must carry its content's digest {expected}, got {digest!a}; fetch it again."
             )
         try:
-            return _from_body(body)
+            manifest = _from_body(body)
         except (KeyError, TypeError, AttributeError) as error:
             raise ManifestError(
                 f"a manifest must hold every entry of format 1, got {type(error).__name__} on reading."
             ) from None
+        object.__setattr__(manifest, "_digest", expected)
+        return manifest
 
     def _body(self) -> dict[str, Json]:
         return {
@@ -254,8 +262,8 @@ class Manifest:
                 {
                     "name": shard.name,
                     "split": shard.split,
-                    **asdict(shard.file),
-                    "index": asdict(shard.index),
+                    **_encoded(shard),
+                    "index": _encoded(shard.index),
                     "num_samples": shard.num_samples,
                     "num_fields": shard.num_fields,
                     **({"num_removed": shard.num_removed} if shard.num_removed else {}),
@@ -267,6 +275,10 @@ class Manifest:
             "counts": asdict(self.counts),
             "extra": dict(self.extra),
         }
+
+
+def _encoded(file: FileEntry | ShardEntry) -> dict[str, Json]:
+    return {"path": file.path, "num_bytes": file.num_bytes, "sha256": file.sha256}
 
 
 def manifest_path(version: int) -> str:
@@ -405,6 +417,6 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     )
     if body["splits"] != manifest.splits:
         raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
-    if canonical_json(manifest._body()) != canonical_json(body):
+    if manifest._body() != body:  # entries are of the types that the classes check, so 1 is not True
         raise ManifestError("a manifest must hold the entries of format 1 and no others; see docs/format.md.")
     return manifest

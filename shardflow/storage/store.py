@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shardflow.errors import StorageError
 
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def check_object_path(path: str) -> str:
         StorageError: The name is absolute, has empty, hidden or parent parts, or other characters than
             ``[A-Za-z0-9._-]`` between slashes.
     """
-    if not all(_PART.fullmatch(part) for part in path.split("/")):
+    if not _PATH.fullmatch(path):
         raise StorageError(
             f"{path!a} is not a valid object path; it must be relative, with parts of "
             "[A-Za-z0-9_][A-Za-z0-9._-]*, as in the manifest."
