@@ -48,7 +48,7 @@ def opened(volume: EncodedVolume) -> tuple[BrickVolume, bytes]:
     index = ShardIndex.encode("t-0", len(HEAD) + len(frame) + 2048, [("k", fields)])
     table = encode_brick_table("t-0", [(0, volume)])
     bricks = BrickTable(Table(memoryview(table), name="t"))
-    return bricks.volume(ShardIndex(Table(memoryview(index), name="i")), 0), HEAD + frame
+    return bricks.volume(ShardIndex.decode(Table(memoryview(index), name="i")), 0), HEAD + frame
 
 
 def regions(draw: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
