@@ -135,8 +135,21 @@ def _read_one(text: str, start: int, end: int, *, is_series: bool) -> tuple[tupl
     if link and not (is_series and link["image"]):
         last = _value(text, link.end(), end)
         if last is not None:
-            return (min(first[0], last[0]), max(first[0], last[0])), last[1]
+            return _closed(first[0], last[0]), last[1]
     return (first[0], first[0]), first[1]
+
+
+_LONGEST_SHORTENED = 20
+"""Images of a shortened range at most: 100-98 is one that runs backward."""
+
+
+def _closed(first: int, last: int) -> tuple[int, int]:
+    """Return a range in order; a shorter last number leaves out the digits it shares: 33-5 is 33 to 35."""
+    digits, given = str(first), str(last)
+    if len(given) < len(digits):
+        whole = int(digits[: -len(given)] + given)
+        last = whole if first < whole <= first + _LONGEST_SHORTENED else last
+    return min(first, last), max(first, last)
 
 
 def _value(text: str, start: int, end: int) -> tuple[int, int] | None:
@@ -159,6 +172,8 @@ class Atom:
     """Of a pair."""
     is_word: bool = True
     """Written out, not abbreviated."""
+    is_tentative: bool = False
+    """Two bare numbers that may mean something else as well; they count where a series has that image."""
 
 
 _TO = r"\s?[-\u2013]\s?"
@@ -166,7 +181,7 @@ _IMAGES = rf"(?P<image>\d{{1,5}})(?:{_TO}(?P<last>\d{{1,5}}))?"
 _MARK = r"\s*(?:(?:no|nos|num|number|numbers|are)\b\.?)?\s*[#:=-]?\s*#?\s*"
 _KEYWORD = re.compile(
     r"(?:(?P<series>series|seires|sereis|serie|sequence|ser|se)|"
-    r"(?P<image>images?|imag|imges?|iamges?|imgaes?|imgs?|ims?|slices?|sl|frames?))(?![^\W\d_])\.?" + _MARK,
+    r"(?P<image>images?|imag|ima|imges?|iamges?|imgaes?|imgs?|ims?|slices?|sl|frames?))(?![^\W\d_])\.?" + _MARK,
     re.IGNORECASE,
 )
 _COMPACT = (
@@ -229,6 +244,10 @@ _NUMBER_FIRST = (
         re.IGNORECASE,
     ),
 )
+# "(3-45)", and behind the comma of a place: "LUL, 3/45." No day of a month, no range of sizes.
+_HYPHEN_PAIR = re.compile(r"[(\[](?P<series>\d{1,3})-(?P<image>\d{2,4})[)\]]")
+_BARE_PAIR = re.compile(r"(?<=[^\W\d_],\s)(?P<series>\d{1,3})/(?P<image>\d{2,4})(?=\s*(?:[.;)\]]|$|,\s))")
+_LAST_DAY = 31
 _PLURALS = frozenset(("series", "images", "imgs", "ims", "slices", "frames"))
 
 
@@ -254,8 +273,7 @@ def find_atoms(text: str, start: int, end: int) -> list[Atom]:
 
 def _range(match: re.Match[str]) -> Numbers:
     first = int(match["image"])
-    last = int(match.groupdict().get("last") or first)
-    return [(min(first, last), max(first, last))]
+    return [_closed(first, int(match.groupdict().get("last") or first))]
 
 
 def _compact(text: str, at: int, end: int) -> list[Atom]:
@@ -326,6 +344,23 @@ def _pairs(text: str, start: int, end: int) -> Iterator[Atom]:
                 )
                 if match["mark"] == ":":
                     yield from _more(text, match.end(), last, series)
+    for pattern in (_HYPHEN_PAIR, _BARE_PAIR):
+        for match in pattern.finditer(text, start, end):
+            series, image = int(match["series"]), int(match["image"])
+            if (
+                _NOT_A_PAIR_BEFORE.search(text[max(start, match.start() - 40) : match.start()].rstrip(", "))
+                or image <= (_LAST_DAY if pattern is _BARE_PAIR else series)
+                or not series
+            ):
+                continue
+            yield Atom(
+                kind="pair",
+                start=match.start("series"),
+                end=match.end("image"),
+                series=series,
+                numbers=[(image, image)],
+                is_tentative=True,
+            )
     for lead in _SEEN_ON.finditer(text, start, end):
         bare = _PAIR.match(text, lead.end(), end)
         if bare and bare["mark"] == ":":

@@ -147,6 +147,8 @@ class Mention:
     """First image; None: the whole series."""
     last: int | None
     """Last image, included; of a single image the first one."""
+    is_tentative: bool = False
+    """Two bare numbers ("LUL, 3/45"): a mention only where that series has that image."""
 
     def __str__(self) -> str:
         """Write it like ``S3:45-47``; ``?`` a series left open, ``*`` a series as a whole."""
@@ -229,7 +231,9 @@ def _mentions_of(atom: Atom, atoms: list[Atom], owner: int | None) -> Iterator[M
     owned: list[int | None] = [atom.series] if owner is None else [*_single_numbers(atoms[owner])]
     for series in owned:
         for first, last in atom.numbers:
-            yield Mention(span=span, series=series, first=first, last=last)
+            yield Mention(
+                span=span, series=series, first=first, last=last, is_tentative=atom.is_tentative
+            )
 
 
 def _single_numbers(series: Atom) -> list[int]:

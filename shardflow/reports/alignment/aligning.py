@@ -122,6 +122,8 @@ def _mentioned(
     for number, mention in enumerate(mentions):
         span = (mention["span"][0], mention["span"][1])
         entity = None if clauses.section_of(span) == "comparison" else clauses.bind(span)
+        if entity is None and mention.get("is_tentative"):
+            continue
         if entity is None:
             is_prior = clauses.section_of(span) == "comparison"
             unresolved.append({"mention": number, "reason": PRIOR if is_prior else UNBOUND})

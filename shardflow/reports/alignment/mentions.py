@@ -259,7 +259,7 @@ class MentionResolver:
             fitting = self._candidates(named, first, last, span, words)
             found = {one.index: one.slices_of(first, last) for one in fitting}
         if not fitting:
-            return [], UNRESOLVED
+            return [], "" if mention.get("is_tentative") else UNRESOLVED
         rule: Rule = "E2" if named is None else "E1"
         base = self._rules.image_only if named is None else self._rules.series_and_image
         plane = plane_of(words)
