@@ -77,10 +77,20 @@ def roi(number: int, label: str | None, slices: list[int], **facts: Any) -> dict
 
 
 def aligned(
-    text: str, *parts: dict[str, Any], rois: list[dict[str, Any]] | None = None, **weights: Any
+    text: str,
+    *parts: dict[str, Any],
+    rois: list[dict[str, Any]] | None = None,
+    old: bool = False,
+    **weights: Any,
 ) -> dict[str, Any]:
-    """Align a text; without series it is about one axial stack, series 3 with images 1 to 60."""
+    """Align a text; without series it is about one axial stack, series 3 with images 1 to 60.
+
+    An ``old`` report was read by a reader that gave no probabilities.
+    """
     report = _READER.read(text).to_json()
+    if old:
+        for entity in report["entities"]:
+            del entity["probability"]
     annotations = None if rois is None else {"format_version": 1, "rois": rois, "dangling": []}
     return align(study(*(parts or (series(),))), report, annotations, AlignmentRules(**weights), text=text)
 

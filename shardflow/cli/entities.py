@@ -20,11 +20,13 @@ from shardflow.cli.common import (
 from shardflow.format.entities import EntityRules, EntityText
 
 DESCRIPTION = """\
-Goes through what packing aligned (alignment.json of each study) and writes a row for each finding that the
-report calls present or uncertain, and whose slices are known with a confidence above the threshold; one that
-only equals the threshold is left out. The rows are stored in views/<name>/<dataset_id>/ of the dataset and
-point into
-its shards: no shard is touched and no byte of an image copied.
+Goes through what packing aligned (alignment.json of each study) and writes a row for each present or
+uncertain finding whose probability times the confidence of its slices is above the threshold; one that only
+equals it is left out. Usually these are findings of the sections findings and impression: --where selects by
+kind (finding, symptom, history, device, procedure, recommendation), section, assertion, label, anatomy,
+laterality, certainty, change, severity, size_mm, probability and confidence. What is left out is counted. The
+rows are stored in views/<name>/<dataset_id>/ of the dataset and point into its shards: no shard is touched
+and no byte of an image copied.
 
 Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
 open them in Python with shardflow.loading.selection.open_view. Start a stopped job again to resume it. Needs
@@ -34,6 +36,8 @@ EXAMPLES = """\
 examples:
   shardflow entities my-dataset
   shardflow entities my-dataset --threshold 0.9 --context 0 --name sure
+  shardflow entities my-dataset --where "kind == 'device' and section != 'indication'" --name devices
+  shardflow entities my-dataset --where "label == 'fracture' and change == 'new'" --name new-fractures
 """
 
 
@@ -48,7 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=usual.threshold,
         metavar="P",
-        help="confidence that must be exceeded, from 0 to 1 (0.7)",
+        help="probability times confidence that must be exceeded, from 0 to 1 (0.7)",
+    )
+    add(
+        "--where",
+        default=usual.where,
+        metavar="EXPRESSION",
+        help="which findings; '' for all (findings of the sections findings and impression)",
     )
     add(
         "--context",
@@ -77,7 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     from shardflow.reports.entity_views import build_view
 
-    rules = EntityRules(threshold=arguments.threshold, context_slices=arguments.context, text=arguments.text)
+    rules = EntityRules(
+        threshold=arguments.threshold,
+        context_slices=arguments.context,
+        text=arguments.text,
+        where=arguments.where,
+    )
     dataset = open_dataset(arguments.dataset, with_studies=True)
     with step_progress("shards") as on_shard:
         built = build_view(
@@ -86,5 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
     made = "" if built.is_new else ", made before"
     lines = [f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"]
+    left_out = sorted(built.left_out.items(), key=lambda one: (-one[1], one[0]))
+    lines += [f"left out: {num:,} {reason}" for reason, num in left_out if num]
     write_result(arguments, asdict(built), lines)
     return 0

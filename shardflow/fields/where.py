@@ -8,7 +8,7 @@ series directly. Of a series whose images differ in role, each image counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.columns import SERIES_PREFIX, ColumnValues, open_columns
-from shardflow.format.entities import EntityTable
+from shardflow.format.entities import ASSERTIONS, RADGRAPH, EntityTable
 from shardflow.format.series import SeriesTable, open_series
 from shardflow.sampling.expressions import (
     Expression,
@@ -169,17 +169,28 @@ def _own_columns(dataset: Dataset) -> Mapping[str, Callable[[Int64Array], Expres
         names = table.vocabularies.get(name)
         if names is None:
             return lambda rows: ColumnValues(table.gather(name, rows))
-        is_missing = np.array([not one for one in names])
+        also = table.label_names if name == "label" else None
+        return of_codes(name, names, also)
+
+    def of_codes(
+        name: str, names: Sequence[str], also: tuple[frozenset[str], ...] | None = None
+    ) -> Callable[[Int64Array], ExpressionColumn]:
+        is_missing = np.array([not one for one in names], bool)
         return lambda rows: ColumnValues(
-            table.gather(name, rows), is_missing[table.gather(name, rows)], tuple(names)
+            table.gather(name, rows), is_missing[table.gather(name, rows)], tuple(names), also
         )
 
     numbers = {
         name
         for name in table.column_names
-        if name not in _PLACES and table.gather(name, np.zeros(0, np.int64)).dtype.kind in "iu"
+        if name not in _PLACES and table.gather(name, np.zeros(0, np.int64)).dtype.kind in "iuf"
     }
-    return {name: column(name) for name in sorted(numbers | set(table.vocabularies))}
+    return {
+        **{name: column(name) for name in sorted(numbers | set(table.vocabularies))},
+        # What labels and assertions stand for elsewhere.
+        **{scheme: of_codes("label", names) for scheme, names in table.label_facts.items()},
+        "radgraph": of_codes("assertion", tuple(RADGRAPH[one] for one in ASSERTIONS)),
+    }
 
 
 class SeriesWhere:

@@ -68,6 +68,8 @@ class ColumnValues:
     """``(n,)``, whose values are arbitrary; None if every row has a value."""
     names: tuple[str, ...] | None = None
     """Vocabulary of a category or of strings; None for ``facts.patient_key``, whose values are bytes."""
+    also: tuple[frozenset[str], ...] | None = None
+    """For each name, what else finds it."""
 
 
 class ColumnSource(ABC):

@@ -10,8 +10,8 @@ docs/format.md, section 16.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -41,6 +41,22 @@ _PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_sta
 _CODES: Final = ("label", "anatomy", "assertion", "laterality")
 ENTITY_COLUMNS: Final = (*_PLACES, *_CODES, "confidence")
 """Columns of a row beside those of the samples table."""
+_LATER: Final = {
+    "kind": "kinds",
+    "section": "sections",
+    "certainty": "certainties",
+    "change": "changes",
+    "severity": "severities",
+    "reader": "readers",
+}
+"""Columns that tables of earlier versions lack, and where the meta lists their names."""
+LABEL_FACTS: Final = ("radlex", "snomed_ct", "chexpert", "padchest")
+"""Codes and classes of labels; columns of an expression like others."""
+RADGRAPH: Final = {"present": "OBS-DP", "uncertain": "OBS-U"}
+"""Classes of RadGraph, by assertion."""
+USUAL_WHERE: Final = (
+    "kind == 'finding' and section in ('findings', 'impression', 'findings_impression', 'addendum')"
+)
 _FLAT: Final = ("first_slice", "slices", "slice_weights")
 
 
@@ -53,11 +69,20 @@ class EntityRules:
     """
 
     threshold: float = 0.7
-    """An entity becomes a row if its confidence is above this; equal is not enough."""
+    """An entity becomes a row if its probability times the confidence of its place is above this; equal is
+    not enough."""
     context_slices: int = 1
     """Number of neighbors on either side of each slice that belong to the row, with weight 0."""
     text: EntityText = "sentence"
     """Text that goes with the slices: the sentence, the words of the entity, or the whole report."""
+    where: str = USUAL_WHERE
+    """Condition for entities, in the grammar of `shardflow.sampling.expressions`; empty: none."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the entries of ``view.json``; views of earlier versions had no condition."""
+        # Canonical JSON has no fractions: the threshold is the shortest text of its number.
+        rules: dict[str, Json] = {**asdict(self), "threshold": repr(float(self.threshold))}
+        return rules if self.where else {name: value for name, value in rules.items() if name != "where"}
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -88,14 +113,16 @@ class EntityManifest(SidecarManifest):
     num_bytes: int
     """Of the table."""
     sha256: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Findings with slices that are no rows, by reason; empty in views of earlier versions."""
 
     def body(self) -> dict[str, Json]:
         """Return the entries beside `head` and the digest."""
-        # Canonical JSON has no fractions: the threshold is the shortest text of its number.
-        rules: dict[str, Json] = {**asdict(self.rules), "threshold": repr(float(self.rules.threshold))}
+        left_out: dict[str, Json] = dict(self.left_out)
         return {
+            **({"left_out": left_out} if left_out else {}),
             "dataset_id": self.dataset_id,
-            "rules": rules,
+            "rules": self.rules.to_json(),
             "num_studies": self.num_studies,
             "num_entities": self.num_entities,
             "table": {"num_bytes": self.num_bytes, "sha256": self.sha256},
@@ -105,7 +132,7 @@ class EntityManifest(SidecarManifest):
     def from_body(cls, body: dict[str, Any]) -> EntityManifest:
         """Make a manifest of its entries."""
         table, rules = body.pop("table"), body.pop("rules")
-        rules = EntityRules(**{**rules, "threshold": float(rules["threshold"])})
+        rules = EntityRules(**{"where": "", **rules, "threshold": float(rules["threshold"])})
         return cls(**body, **table, rules=rules)
 
     def tables(self) -> dict[str, tuple[int | None, str]]:
@@ -220,6 +247,10 @@ class EntityTable(SamplesTable):
         try:
             self.labels = tuple(str(name) for name in table.meta["labels"])
             self.anatomies = tuple(str(name) for name in table.meta["anatomies"])
+            self._later = {
+                name: tuple(map(str, table.meta[key])) for name, key in _LATER.items() if key in table.meta
+            }
+            self._facts: Mapping[str, Sequence[Any]] = table.meta.get("label_facts") or {}
         except (KeyError, TypeError):
             raise FormatError(f"{table.name} must name labels and anatomies, got other meta data.") from None
 
@@ -238,7 +269,18 @@ class EntityTable(SamplesTable):
             "anatomy": self.anatomies,
             "assertion": ASSERTIONS,
             "laterality": LATERALITIES,
+            **self._later,
         }
+
+    @property
+    def label_facts(self) -> Mapping[str, tuple[str, ...]]:
+        """The codes and classes of the labels, by scheme; none in tables of earlier versions."""
+        return {name: tuple(self._facts[name]) for name in LABEL_FACTS if name in self._facts}
+
+    @property
+    def label_names(self) -> tuple[frozenset[str], ...] | None:
+        """For each label, the names that find it too: its synonyms and what it is a kind of."""
+        return tuple(map(frozenset, self._facts["also"])) if "also" in self._facts else None
 
     def place(self, row: int) -> EntityPlace:
         """Return the place of an entity.

@@ -98,6 +98,8 @@ class FactColumn:
     """``(n,)``; None if every row has a value."""
     names: tuple[str, ...] | None = None
     """Vocabulary of a column of strings."""
+    also: tuple[frozenset[str], ...] | None = None
+    """For each name, what else finds it."""
 
 
 def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:

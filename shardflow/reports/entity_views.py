@@ -9,10 +9,11 @@ table and then its manifest are written last, and no byte depends on which proce
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.format.codecs import CODECS
+from shardflow.format.columns import ColumnValues
 from shardflow.format.entities import (
     ASSERTIONS,
     LATERALITIES,
@@ -46,193 +48,25 @@ from shardflow.format.keys import (
     sha256_hex,
 )
 from shardflow.format.table import Table, encode_table
-from shardflow.reports.lexicon import tokenize
+from shardflow.reports.entity_rows import ALIGNMENT_FIELD, CONTENT_FIELD, EntityRow, study_rows
+from shardflow.reports.lexicon import CLASSES, IDS, load_lexicon
+from shardflow.reports.reader import rules_digest
+from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 from shardflow.storage import LocalStore, write_atomic
-
-ALIGNMENT_FIELD = "alignment.json"
-CONTENT_FIELD = "report.json"
-_FORMAT_VERSION = 1
-
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntityRow:
-    """A row, but for the bytes it reads."""
-
-    entity: int
-    series: int
-    slices: list[int]
-    """Indices in the series, ascending; the context among them."""
-    weights: list[float]
-    """Of each slice; 0 in the context."""
-    centre: int
-    """Place of the weightiest slice; of several the middle one."""
-    text: Span
-    """Bytes of the report."""
-    span: Span
-    """Bytes of the report that name the entity, inside ``text``."""
-    label: str
-    anatomy: str
-    assertion: str
-    laterality: str
-    confidence: float
-    rows: int
-    columns: int
-    modality: str
-
-
-def study_rows(fields: Mapping[str, bytes], rules: EntityRules) -> Iterator[EntityRow]:
-    """Yield the rows of a study, by number of the entity and of the series.
-
-    Args:
-        fields: The four fields of the study; without an alignment or a report it has no rows.
-        rules: Which entities count.
-
-    Raises:
-        FormatError: The fields do not fit each other; the message names the field, and none of its content.
-    """
-    if not {ALIGNMENT_FIELD, CONTENT_FIELD, REPORT_FIELD} <= fields.keys():
-        return
-    alignment, content = _parsed(fields, ALIGNMENT_FIELD), _parsed(fields, CONTENT_FIELD)
-    study = json.loads(fields[STUDY_FIELD])
-    try:
-        text = fields[REPORT_FIELD].decode("utf-8")
-        places = _TextPlaces(text, [_body(section) for section in content["sections"]], rules)
-        for entry in _ordered(alignment["entities"]):
-            if not float(entry["confidence"]) > rules.threshold:
-                continue
-            entity = _item(content["entities"], entry["entity"])
-            if entity["assertion"] in ASSERTIONS:
-                series = _item(study["series"], entry["series"])
-                yield _row(entry, entity, series, places, rules)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(
-            f"{ALIGNMENT_FIELD} must name entities of {CONTENT_FIELD} and slices of {STUDY_FIELD}, got "
-            f"{type(error).__name__} on reading them; pack the study again."
-        ) from None
-
-
-def _row(
-    entry: Mapping[str, Any],
-    entity: Mapping[str, Any],
-    series: Mapping[str, Any],
-    places: _TextPlaces,
-    rules: EntityRules,
-) -> EntityRow:
-    num_slices = int(series["num_slices"])
-    weights: dict[int, float] = {}
-    for index, weight in zip(entry["slices"], entry["weights"], strict=True):
-        if not (0 <= index < num_slices and 0 <= weight <= 1) or index in weights:
-            raise ValueError
-        weights[int(index)] = float(weight)
-    for index in sorted(weights):
-        for near in range(index - rules.context_slices, index + rules.context_slices + 1):
-            if 0 <= near < num_slices:
-                weights.setdefault(near, 0.0)
-    slices = sorted(weights)
-    heaviest = [place for place, index in enumerate(slices) if weights[index] == max(weights.values())]
-    anatomy = entity.get("anatomy")
-    span = places.entity(entity["span"])
-    if entity["laterality"] not in LATERALITIES or not 0 <= float(entry["confidence"]) <= 1:
-        raise ValueError
-    return EntityRow(
-        entity=int(entry["entity"]),
-        series=int(entry["series"]),
-        slices=slices,
-        weights=[weights[index] for index in slices],
-        centre=heaviest[(len(heaviest) - 1) // 2],
-        text=places.text(entity["span"]),
-        span=span,
-        label=str(entity["concept"]),
-        anatomy=str(anatomy["name"]) if anatomy else "",
-        assertion=str(entity["assertion"]),
-        laterality=str(entity["laterality"]),
-        confidence=float(entry["confidence"]),
-        rows=int(series["rows"]),
-        columns=int(series["columns"]),
-        modality=str(series.get("modality") or ""),
-    )
-
-
-class _TextPlaces:
-    """From characters of a report to the bytes that go with an entity."""
-
-    def __init__(self, text: str, bodies: Sequence[Span], rules: EntityRules) -> None:
-        self._text, self._bodies, self._kind = text, bodies, rules.text
-        self._sentences: list[Span] | None = None
-
-    def entity(self, span: Sequence[int]) -> Span:
-        """Return the bytes of the entity's own words."""
-        first, last = span
-        if not 0 <= first < last <= len(self._text):
-            raise ValueError
-        return self._bytes(first, last)
-
-    def text(self, span: Sequence[int]) -> Span:
-        """Return the bytes of the text that the rules ask for."""
-        first, last = span
-        if self._kind == "report":
-            return self._bytes(0, len(self._text))
-        if self._kind == "sentence":
-            # Of words that cross its end, the sentences that they touch.
-            touched = [one for one in self._all_sentences() if one[0] < last and first < one[1]]
-            first = min([first, *(start for start, _ in touched)])
-            last = max([last, *(stop for _, stop in touched)])
-        return self._bytes(first, last)
-
-    def _all_sentences(self) -> list[Span]:
-        """Return the sentences of all sections; a header is in none of them."""
-        if self._sentences is None:
-            self._sentences = []
-            for start, stop in self._bodies:
-                tokens = tokenize(self._text[start:stop])
-                self._sentences += [
-                    (start + tokens.starts[first], start + tokens.ends[last - 1])
-                    for first, last in tokens.sentences
-                ]
-        return self._sentences
-
-    def _bytes(self, first: int, last: int) -> Span:
-        before = len(self._text[:first].encode())
-        return before, before + len(self._text[first:last].encode())
-
-
-def _ordered(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the alignments by entity and series; each pair stands once."""
-    found = {(int(entry["entity"]), int(entry["series"])): entry for entry in entries}
-    if len(found) != len(entries):
-        raise ValueError
-    return [found[place] for place in sorted(found)]
-
-
-def _body(section: Mapping[str, Any]) -> Span:
-    return int(section["header"][1]), int(section["span"][1])
-
-
-def _item(items: Sequence[Any], number: int) -> Any:
-    if not 0 <= number < len(items):  # a negative number would count from the end
-        raise IndexError
-    return items[number]
-
-
-def _parsed(fields: Mapping[str, bytes], name: str) -> Any:
-    try:
-        value = json.loads(fields[name])
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{name} must be JSON, got {type(error).__name__} on reading it; pack the study again."
-        ) from None
-    if not isinstance(value, dict) or value.get("format_version") != _FORMAT_VERSION:
-        raise FormatError(
-            f"{name} must be of format {_FORMAT_VERSION}, got another; a newer one needs a newer shardflow."
-        )
-    return value
-
 
 _PART_KIND = "entities-part"
 _VERSION = 1
-_CODED = {"label": "labels", "anatomy": "anatomies", "modality": "modalities"}
+_CODED = {
+    "label": "labels",
+    "anatomy": "anatomies",
+    "modality": "modalities",
+    "kind": "kinds",
+    "section": "sections",
+    "certainty": "certainties",
+    "change": "changes",
+    "severity": "severities",
+    "reader": "readers",
+}
 """Columns whose names are known when all parts are there, and where the table lists them."""
 
 
@@ -250,20 +84,23 @@ class LocatedRow:
     """Of the fields that are read for it."""
 
 
-def encode_part(rows: Sequence[LocatedRow], *, num_aligned: int, job: Mapping[str, Json]) -> bytes:
+def encode_part(
+    rows: Sequence[LocatedRow],
+    *,
+    num_aligned: int,
+    job: Mapping[str, Json],
+    left_out: Mapping[str, int] | None = None,
+) -> bytes:
     """Encode the rows of a shard.
 
     Args:
         rows: In the order of the samples table.
         num_aligned: Studies of the shard that have an alignment.
         job: What the part was made for: another job's is not taken.
+        left_out: Findings of the shard that are no rows, by reason.
     """
     found = [located.row for located in rows]
-    names = {
-        "labels": sorted({row.label for row in found}),
-        "anatomies": sorted({row.anatomy for row in found}),
-        "modalities": sorted({row.modality for row in found}),
-    }
+    names = {several: sorted({str(getattr(row, one)) for row in found}) for one, several in _CODED.items()}
     keys = [entity_key(one.study_key, one.row.entity, one.row.series) for one in rows]
     sizes = np.array([one.num_bytes for one in rows], "<u8")
     lengths = np.array([len(row.slices) for row in found], "<u8")
@@ -280,6 +117,12 @@ def encode_part(rows: Sequence[LocatedRow], *, num_aligned: int, job: Mapping[st
         "rows": _numbers([row.rows for row in found]),
         "columns": _numbers([row.columns for row in found]),
         "modality": _codes([row.modality for row in found], names["modalities"]).astype("u1"),
+        **{
+            one: _codes([str(getattr(row, one)) for row in found], names[_CODED[one]]).astype("u1")
+            for one in ("kind", "section", "certainty", "change", "severity", "reader")
+        },
+        "probability": np.array([row.probability for row in found], "<f8"),
+        "size_mm": np.array([row.size_mm for row in found], "<f4"),
         "study": _numbers([one.study for one in rows]),
         "entity": _numbers([row.entity for row in found]),
         "series": _numbers([row.series for row in found]),
@@ -297,6 +140,7 @@ def encode_part(rows: Sequence[LocatedRow], *, num_aligned: int, job: Mapping[st
         "slice_weights": np.array([weight for row in found for weight in row.weights], "<f4"),
     }
     meta: dict[str, Json] = {"kind": _PART_KIND, "format_version": _VERSION, "num_aligned": num_aligned}
+    meta["left_out"] = dict(sorted((left_out or {}).items()))
     return encode_table(columns, {**meta, "job": dict(job), **{name: list(of) for name, of in names.items()}})
 
 
@@ -339,11 +183,39 @@ def encode_view(
         "kind": TABLE_KIND,
         "format_version": _VERSION,
         "dataset_id": dataset_id,
-        "rules": {**asdict(rules), "threshold": repr(float(rules.threshold))},
+        "rules": rules.to_json(),
         "splits": {split: span for split, span in bounds.items() if span[0] < span[1]},
         **{key: list(values) for key, values in names.items()},
+        "label_facts": label_facts(names["labels"]),
     }
     return encode_table(columns, meta)
+
+
+def label_facts(labels: Sequence[str]) -> dict[str, Json]:
+    """Return what an expression finds each label by beside its name, and its codes and classes."""
+    lexicon = load_lexicon()
+    names = {label: label_names(label) for label in labels}
+    facts: dict[str, Json] = {"also": [sorted(names[label] - {label}) for label in labels]}
+    for scheme in (*IDS, *CLASSES):
+        facts[scheme] = [lexicon.codes(label)[scheme] for label in labels]
+    return facts
+
+
+def label_names(label: str) -> set[str]:
+    """Return all that finds a label: its own names and its ancestors', in the singular and the plural."""
+    lexicon = load_lexicon()
+    concept = lexicon.concepts.get(label)
+    if concept is None:
+        return {label}
+    return {label, *lexicon.ancestors(concept), *_names_of().get(label, ())}
+
+
+@cache
+def _names_of() -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for phrase, concept in load_lexicon().phrases.items():
+        names.setdefault(concept.name, []).append(phrase)
+    return names
 
 
 def _joined(parts: Sequence[Table], name: str, names: Mapping[str, list[str]]) -> NDArray[Any]:
@@ -387,6 +259,8 @@ class BuiltView:
     num_studies: int
     num_entities: int
     threshold: float
+    left_out: Mapping[str, int]
+    """Findings with slices that are no rows, by reason."""
     is_new: bool
     """Whether this job made it; else it stood there already."""
 
@@ -402,8 +276,12 @@ class _Job:
 
     def of(self, dataset: Dataset, rows: range) -> dict[str, Json]:
         """Return what the part of a shard was made for."""
-        rules: dict[str, Json] = {**asdict(self.rules), "threshold": repr(float(self.rules.threshold))}
-        return {"dataset_id": dataset.dataset_id, "rules": rules, "rows": [rows.start, rows.stop]}
+        return {
+            "dataset_id": dataset.dataset_id,
+            "rules": self.rules.to_json(),
+            "reader": rules_digest(),
+            "rows": [rows.start, rows.stop],
+        }
 
 
 def build_view(
@@ -433,6 +311,7 @@ def build_view(
             "DATASET must be a folder with packed studies, got a remote store or shards that others wrote; "
             "make the view where the shards were packed."
         )
+    _condition(rules)
     folder = dataset.store.root / view_folder(name, dataset.dataset_id)
     if (folder / MANIFEST_NAME).is_file():
         return _standing(dataset, rules, name)
@@ -457,6 +336,7 @@ def build_view(
         num_entities=num_entities,
         num_bytes=len(table),
         sha256=sha256_hex(table),
+        left_out=dict(sorted(sum((Counter(part.meta["left_out"]) for part in parts), Counter()).items())),
     )
     write_atomic(folder / TABLE_NAME, [table], replace=True)
     write_atomic(folder / MANIFEST_NAME, [manifest.encode()], replace=True)
@@ -471,7 +351,7 @@ def _standing(dataset: Dataset, rules: EntityRules, name: str) -> BuiltView:
         raise ConfigError(
             f"a view must keep the rules it was made with, got others for {name!r} (threshold "
             f"{manifest.rules.threshold}, context_slices {manifest.rules.context_slices}, text "
-            f"{manifest.rules.text}); give these another name."
+            f"{manifest.rules.text}, where {manifest.rules.where or 'left out'}); give these another name."
         )
     return _summary(manifest, name, is_new=False)
 
@@ -484,6 +364,7 @@ def _summary(manifest: EntityManifest, name: str, *, is_new: bool) -> BuiltView:
         num_studies=manifest.num_studies,
         num_entities=manifest.num_entities,
         threshold=manifest.rules.threshold,
+        left_out=manifest.left_out,
         is_new=is_new,
     )
 
@@ -552,7 +433,7 @@ def _part_path(folder: Path, number: int) -> Path:
 def _encode(dataset: Dataset, job: _Job, rows: range) -> bytes:
     """Read the studies of a shard and encode their entities."""
     found: list[LocatedRow] = []
-    num_aligned = 0
+    num_aligned, left_out = 0, Counter[str]()
     for study in rows:
         _, locations = dataset.sample_fields(study)
         names = [location.name for location in locations if location.name in _FIELDS]
@@ -562,7 +443,10 @@ def _encode(dataset: Dataset, job: _Job, rows: range) -> bytes:
         key = dataset.studies.sample_key(study)
         sizes = _sizes(locations)
         try:
-            for row in study_rows(dataset.read_fields(study, names), job.rules):
+            chosen = choose(
+                list(study_rows(dataset.read_fields(study, names), job.rules)), job.rules, left_out
+            )
+            for row in chosen:
                 wanted = [(row.series, index) for index in row.slices]
                 found.append(
                     LocatedRow(
@@ -581,7 +465,66 @@ def _encode(dataset: Dataset, job: _Job, rows: range) -> bytes:
             ) from None
         except FormatError as error:
             raise FormatError(f"{error.message} (sample {key})") from None
-    return encode_part(found, num_aligned=num_aligned, job=job.of(dataset, rows))
+    return encode_part(found, num_aligned=num_aligned, job=job.of(dataset, rows), left_out=left_out)
+
+
+_WORDS = (
+    "label",
+    "anatomy",
+    "assertion",
+    "laterality",
+    "kind",
+    "section",
+    "certainty",
+    "change",
+    "severity",
+    "reader",
+)
+_NUMBERS = ("confidence", "probability", "size_mm")
+
+
+def _condition(rules: EntityRules) -> Expression | None:
+    """Return the condition of a view.
+
+    Raises:
+        ConfigError: It is no expression of these columns.
+    """
+    return parse_expression(rules.where, (*_WORDS, *_NUMBERS, "modality")) if rules.where else None
+
+
+def choose(rows: Sequence[EntityRow], rules: EntityRules, left_out: Counter[str]) -> list[EntityRow]:
+    """Return the findings that become rows.
+
+    Args:
+        rows: Of a study.
+        rules: Of the view.
+        left_out: Is told how many do not, by reason: first the condition, by what it was about, then the
+            threshold.
+    """
+    condition = _condition(rules)
+    if condition is None or not rows:
+        kept = list(rows)
+    else:
+        columns: dict[str, ExpressionColumn] = {name: _column(rows, name) for name in condition.names}
+        is_chosen = condition.select(columns, len(rows)).rows.tolist()
+        kept = [row for row, is_kept in zip(rows, is_chosen, strict=True) if is_kept]
+        for row, is_kept in zip(rows, is_chosen, strict=True):
+            if not is_kept:
+                left_out[f"{row.kind}, {row.assertion}, in {row.section}"] += 1
+    above = [row for row in kept if row.is_above(rules.threshold)]
+    left_out["below the threshold"] += len(kept) - len(above)
+    return above
+
+
+def _column(rows: Sequence[EntityRow], name: str) -> ColumnValues:
+    values = [getattr(row, name) for row in rows]
+    if name in _NUMBERS:
+        numbers = np.array(values, float)
+        return ColumnValues(numbers, np.isnan(numbers))
+    names = tuple(sorted({str(value) for value in values}))
+    also = tuple(frozenset(label_names(one)) for one in names) if name == "label" else None
+    codes = _codes([str(value) for value in values], names)
+    return ColumnValues(codes, np.array([not value for value in values], bool), names, also)
 
 
 def _sizes(locations: list[FieldLocation]) -> dict[tuple[int, int], int]:

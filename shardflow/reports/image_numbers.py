@@ -181,7 +181,8 @@ _IMAGES = rf"(?P<image>\d{{1,5}})(?:{_TO}(?P<last>\d{{1,5}}))?"
 _MARK = r"\s*(?:(?:no|nos|num|number|numbers|are)\b\.?)?\s*[#:=-]?\s*#?\s*"
 _KEYWORD = re.compile(
     r"(?:(?P<series>series|seires|sereis|serie|sequence|ser|se)|"
-    r"(?P<image>images?|imag|ima|imges?|iamges?|imgaes?|imgs?|ims?|slices?|sl|frames?))(?![^\W\d_])\.?" + _MARK,
+    r"(?P<image>images?|imag|ima|imges?|iamges?|imgaes?|imgs?|ims?|slices?|sl|frames?))(?![^\W\d_])\.?"
+    + _MARK,
     re.IGNORECASE,
 )
 _COMPACT = (

@@ -5,7 +5,8 @@ All that depends on the language of a report is in a folder of tables beside thi
 * ``findings.csv``, ``anatomy.csv``: the names (`shardflow.reports.lexicon`);
 * ``cues.csv``: effect, direction, strength, negated, cues (`shardflow.reports.assertion`);
 * ``words.csv``: role, words; the roles are the fields of `Language`;
-* ``headers.csv``: kind, headers (`shardflow.reports.sections`).
+* ``headers.csv``: kind, headers (`shardflow.reports.sections`);
+* ``meanings.csv``: name, within, means; what a name means in some anatomy, `*` in any.
 
 Words of a cell are joined by ``|``. Code holds no words.
 """
@@ -22,7 +23,7 @@ from typing import Final, Literal, TypeAlias, cast, get_args
 from shardflow.errors import ConfigError
 
 ENGLISH: Final = "english"
-TABLES: Final = ("anatomy.csv", "cues.csv", "findings.csv", "headers.csv", "words.csv")
+TABLES: Final = ("anatomy.csv", "cues.csv", "findings.csv", "headers.csv", "meanings.csv", "words.csv")
 
 Side = Literal["", "B", "L", "R"]
 Change: TypeAlias = Literal["", "better", "new", "resolved", "stable", "worse"]

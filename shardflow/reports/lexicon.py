@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 from shardflow.errors import ConfigError
-from shardflow.reports.language import ENGLISH, Side, table_rows
+from shardflow.reports.language import ENGLISH, Side, shared_rows, table_rows
 
 
 def word_set(words: str) -> frozenset[str]:
@@ -185,6 +185,28 @@ class Lexicon:
                 break
             concept = found
         return names
+
+    def codes(self, name: str) -> Mapping[str, str]:
+        """Return the codes of a finding, empty where there is none.
+
+        Ids (`IDS`) are its own; classes (`CLASSES`) are those of its nearest ancestor that has one.
+        """
+        concept = self.concepts.get(name)
+        own = dict(_codes().get(name, {}))
+        for parent in self.ancestors(concept) if concept is not None else ():
+            for scheme in CLASSES:
+                if not own.get(scheme):
+                    own[scheme] = _codes().get(parent, {}).get(scheme, "")
+        return {scheme: own.get(scheme, "") for scheme in (*IDS, *CLASSES)}
+
+
+IDS: Final = ("radlex", "snomed_ct")
+CLASSES: Final = ("chexpert", "padchest")
+
+
+@cache
+def _codes() -> Mapping[str, Mapping[str, str]]:
+    return {row["concept"]: row for row in shared_rows("codes.csv")}
 
 
 def load_lexicon(findings: Sequence[Path] = (), anatomy: Sequence[Path] = ()) -> Lexicon:

@@ -231,9 +231,7 @@ def _mentions_of(atom: Atom, atoms: list[Atom], owner: int | None) -> Iterator[M
     owned: list[int | None] = [atom.series] if owner is None else [*_single_numbers(atoms[owner])]
     for series in owned:
         for first, last in atom.numbers:
-            yield Mention(
-                span=span, series=series, first=first, last=last, is_tentative=atom.is_tentative
-            )
+            yield Mention(span=span, series=series, first=first, last=last, is_tentative=atom.is_tentative)
 
 
 def _single_numbers(series: Atom) -> list[int]:

@@ -31,11 +31,16 @@ def rules_digest() -> str:
     """Return the SHA-256 of the shipped tables and the version of the rules."""
     hasher = hashlib.sha256(f"rules {RULES_VERSION}\n".encode("ascii"))
     root = files("shardflow.reports")
-    for name in ("probability.csv", *(f"{ENGLISH}/{table}" for table in TABLES)):
+    for name in ("codes.csv", "probability.csv", *(f"{ENGLISH}/{table}" for table in TABLES)):
         data = root.joinpath(*name.split("/")).read_bytes()
         hasher.update(f"{name} {len(data)}\n".encode("ascii"))
         hasher.update(data)
     return hasher.hexdigest()
+
+
+def reader_name() -> str:
+    """Return the name of the rules as ``report.json`` has it, such as ``english-3-0123456789abcdef``."""
+    return f"{ENGLISH}-{RULES_VERSION}-{rules_digest()[:16]}"
 
 
 ENTRY_POINTS = "shardflow.report_extractors"

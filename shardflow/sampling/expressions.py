@@ -64,6 +64,10 @@ class ExpressionColumn(Protocol):
     def names(self) -> tuple[str, ...] | None:
         """Vocabulary of a column of strings; None for numbers and booleans."""
 
+    @property
+    def also(self) -> tuple[frozenset[str], ...] | None:
+        """For each name, what else finds it by ``==`` and ``in``; None: nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selected:
@@ -392,6 +396,9 @@ class _Evaluation:
             if not isinstance(value, str):
                 raise self._mismatch(name, node, wanted)
             holds = np.array([compare(known, value) for known in column.names], bool)
+            if column.also is not None and compare in (operator.eq, operator.ne):
+                found_by = np.array([value in one for one in column.also], bool)
+                holds = holds | found_by if compare is operator.eq else holds & ~found_by
             if compare is operator.eq and not holds.any():
                 self._check_spelling(value, column.names, node)
             found: _Mask = np.append(holds, False)[np.minimum(column.values, len(holds))]

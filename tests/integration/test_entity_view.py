@@ -548,6 +548,8 @@ def test_the_view_is_part_of_the_plan(tmp_path: Path) -> None:
         "label == 'pneumonia'",
         "assertion != 'present'",
         "laterality in ('L', 'R') and num_slices <= 4",
+        "chexpert == 'Pneumonia' or chexpert == 'Pleural Effusion'",
+        "label == 'lesion' and kind == 'finding' and section == 'findings' and confidence > 0.7",
         "facts.num_slices > 8 and any(series.num_slices > 4)",
     ],
 )
@@ -563,6 +565,13 @@ def test_findings_are_selected_by_names(entities: EntityDataset, where: str) -> 
             "assertion != 'present'": int(table.gather("assertion", row)) == 1,
             "laterality in ('L', 'R') and num_slices <= 4": int(table.gather("laterality", row)) in (1, 2)
             and int(table.gather("num_slices", row)) <= 4,
+            "chexpert == 'Pneumonia' or chexpert == 'Pleural Effusion'": table.labels[
+                int(table.gather("label", row))
+            ]
+            in ("pneumonia", "pleural effusion"),
+            "label == 'lesion' and kind == 'finding' and section == 'findings' and confidence > 0.7": (
+                table.labels[int(table.gather("label", row))] == "pulmonary nodule"
+            ),
             "facts.num_slices > 8 and any(series.num_slices > 4)": _has_long_series(entities, row),
         }[where]
     ]

@@ -106,7 +106,10 @@ class ReportParser:
         Args:
             text: The report as it is stored.
         """
-        return {"format_version": REPORT_JSON_VERSION, **self._reader.read(text).to_json()}
+        from shardflow.reports.reader import reader_name
+
+        content = self._reader.read(text).to_json()
+        return {"format_version": REPORT_JSON_VERSION, "reader": reader_name(), **content}
 
     def align(
         self,

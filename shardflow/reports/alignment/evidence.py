@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from shardflow.config import Bounds, check_fields
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 """Part of every digest: raised when the same weights give another answer."""
 
 Share = Annotated[float, Bounds(0, 1)]
@@ -61,7 +61,7 @@ class AlignmentRules:
     """Factor where the images are named at another mention of the same finding."""
 
     uncertain: Share = 0.85
-    """Factor of what the report leaves open."""
+    """Factor of what the report leaves open, if its reader gives no probability."""
     uncertain_unseen: Share = 0.3
     """The same where nothing but the study points at an image: E6 without a view."""
     other_side: Share = 0.3

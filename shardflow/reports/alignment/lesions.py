@@ -78,7 +78,8 @@ def read_finding(number: int, entity: Mapping[str, Any]) -> Finding:
         anatomy=anatomy["name"] if anatomy else "",
         side=entity.get("laterality") or "",
         size_mm=tuple(entity.get("size_mm") or ()),
-        is_uncertain=entity["assertion"] == "uncertain",
+        # Where the reader says how probable it is, that counts beside the confidence of its place.
+        is_uncertain=entity["assertion"] == "uncertain" and entity.get("probability") is None,
     )
 
 

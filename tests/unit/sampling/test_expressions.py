@@ -22,6 +22,7 @@ class _Column:
     values: NDArray[Any]
     is_missing: NDArray[np.bool_] | None = None
     names: tuple[str, ...] | None = None
+    also: tuple[frozenset[str], ...] | None = None
 
 
 ROLES = ("", "frontal", "lateral")

@@ -380,11 +380,13 @@ def test_views_of_one_name_share_the_weight_by_parts_too() -> None:
 
 def test_finding_left_open_that_nothing_points_at_is_lowered_more() -> None:
     image = radiograph(1, "PA")
-    assert entry_of(aligned("FINDINGS: Possible pneumonia.", image))["confidence"] == 0.291
+    assert entry_of(aligned("FINDINGS: Possible pneumonia.", image, old=True))["confidence"] == 0.291
+    # A reader that gives a probability says so there: the confidence is of the place alone.
+    assert entry_of(aligned("FINDINGS: Possible pneumonia.", image))["confidence"] == 0.97
     assert (
-        entry_of(aligned("FINDINGS: Possible pneumonia on the frontal view.", radiograph(2), image))[
-            "confidence"
-        ]
+        entry_of(
+            aligned("FINDINGS: Possible pneumonia on the frontal view.", radiograph(2), image, old=True)
+        )["confidence"]
         == 0.833
     )
 
@@ -433,8 +435,17 @@ def test_evidence_that_disagrees_leaves_the_strongest_and_less() -> None:
 
 
 def test_uncertain_findings_are_lowered() -> None:
-    entry = entry_of(aligned("FINDINGS: Possible nodule (series 3, image 45)."))
+    entry = entry_of(aligned("FINDINGS: Possible nodule (series 3, image 45).", old=True))
     assert (entry["confidence"], entry["modifiers"]) == (0.833, ["uncertain"])
+    assert entry_of(aligned("FINDINGS: Possible nodule (series 3, image 45)."))["confidence"] == 0.98
+
+
+def test_two_bare_numbers_count_only_where_a_series_has_the_image() -> None:
+    assert entry_of(aligned("FINDINGS: Nodule in the right upper lobe (3-45)."))["slices"]
+    assert entry_of(aligned("FINDINGS: Nodule in the RUL, 3/45."))["confidence"] == 0.98
+    nothing = aligned("FINDINGS: Nodule in the RUL, 8/450.")
+    assert ([one["confidence"] for one in nothing["entities"]], nothing["unresolved"]) == ([0.1], [])
+    assert aligned("FINDINGS: Nodule in the RUL (series 8, image 450).")["unresolved"]
 
 
 @pytest.mark.parametrize(

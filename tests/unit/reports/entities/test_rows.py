@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.entities import EntityRules
 from shardflow.reports import ReportReader
-from shardflow.reports.entity_views import EntityRow, study_rows
+from shardflow.reports.entity_rows import EntityRow, study_rows
+from shardflow.reports.entity_views import choose
 
 pytestmark = pytest.mark.fast
 
@@ -18,6 +20,8 @@ TEXT = (
     "FINDINGS: Small pleural effusion \u2013 stable. Possible pneumonia at the left base. No pneumothorax.\n"
 )
 CONTENT = ReportReader().read(TEXT).to_json()
+PROBABILITIES = [entity.pop("probability") for entity in CONTENT["entities"]]
+"""Taken out, as an earlier reader wrote it: the confidences alone decide."""
 ENTITIES = [entity["concept"] for entity in CONTENT["entities"]]
 EFFUSION = ENTITIES.index("pleural effusion")
 SERIES = {"num_slices": 10, "rows": 8, "columns": 9, "modality": "CT"}
@@ -37,7 +41,8 @@ def rows(*entries: dict[str, Any], **rules: Any) -> list[EntityRow]:
             {"format_version": 1, "series": [SERIES, {**SERIES, "modality": None}]}
         ).encode(),
     }
-    return list(study_rows(fields, EntityRules(**rules)))
+    of = EntityRules(**rules)
+    return choose(list(study_rows(fields, of)), of, Counter())
 
 
 @pytest.mark.parametrize(
@@ -136,3 +141,93 @@ def test_a_newer_format_and_broken_json_are_refused() -> None:
 def test_rules_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EntityRules(**wrong)
+
+
+def read_rows(text: str, left_out: Counter[str] | None = None, **rules: Any) -> list[EntityRow]:
+    """Return the rows of a report whose findings are all placed with the confidence 0.95."""
+    content = ReportReader().read(text).to_json()
+    entries = [
+        entry(entity=number, confidence=0.95)
+        for number, one in enumerate(content["entities"])
+        if one["assertion"] in ("present", "uncertain")
+    ]
+    fields = {
+        "alignment.json": json.dumps({"format_version": 1, "entities": entries, "unaligned": []}).encode(),
+        "report.json": json.dumps({"format_version": 1, **content}).encode(),
+        "report.txt": text.encode(),
+        "study.json": json.dumps({"format_version": 1, "series": [SERIES]}).encode(),
+    }
+    of = EntityRules(**rules)
+    return choose(list(study_rows(fields, of)), of, Counter() if left_out is None else left_out)
+
+
+MIXED = """INDICATION: Chest pain and cough. History of asthma.
+FINDINGS: New 9 mm nodule in the right upper lobe. Endotracheal tube in place. Possible pneumonia.
+Fractures of the left sixth rib.
+IMPRESSION: Likely small effusion.
+RECOMMENDATION: CT to exclude malignancy.
+"""
+
+
+def test_usual_views_serve_findings_of_findings_and_impression_and_count_the_rest() -> None:
+    left_out: Counter[str] = Counter()
+    found = read_rows(MIXED, left_out)
+    assert [(row.label, row.section) for row in found] == [
+        ("pulmonary nodule", "findings"),
+        ("rib fracture", "findings"),
+        ("pleural effusion", "impression"),
+    ]
+    assert left_out == {
+        "symptom, present, in indication": 2,
+        "device, present, in findings": 1,
+        "below the threshold": 1,  # a possible pneumonia
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "labels"),
+    [
+        ("kind == 'device'", ["endotracheal tube"]),
+        ("kind == 'symptom' and section == 'indication'", ["chest pain", "cough"]),
+        ("probability < 0.9", ["pleural effusion"]),
+        ("change == 'new' and size_mm > 5", ["pulmonary nodule"]),
+        ("certainty == 'likely'", ["pleural effusion"]),
+        # Synonyms, plurals and what a finding is a kind of find it.
+        ("label == 'rib fractures'", ["rib fracture"]),
+        ("label == 'fracture'", ["rib fracture"]),
+        ("label in ('nodule', 'effusion')", ["pulmonary nodule", "pleural effusion"]),
+        ("label != 'lesion' and kind == 'finding'", ["rib fracture", "pleural effusion"]),
+    ],
+)
+def test_an_expression_selects_what_a_view_serves(where: str, labels: list[str]) -> None:
+    assert [row.label for row in read_rows(MIXED, where=where)] == labels
+
+
+def test_probability_and_place_count_together() -> None:
+    (row,) = read_rows("FINDINGS: Likely pneumonia.", threshold=0.71)
+    assert row.probability == 0.75
+    assert row.is_above(0.75 * 0.95 - 1e-9)
+    assert not read_rows("FINDINGS: Likely pneumonia.", threshold=0.75 * 0.95)
+
+
+def test_reports_of_an_earlier_reader_get_kinds_and_sections() -> None:
+    content = ReportReader().read(MIXED).to_json()
+    for one in content["entities"]:
+        for name in ("kind", "section", "probability", "certainty", "change", "basis"):
+            del one[name]
+    entries = [entry(entity=number) for number, one in enumerate(content["entities"])]
+    fields = {
+        "alignment.json": json.dumps({"format_version": 1, "entities": entries, "unaligned": []}).encode(),
+        "report.json": json.dumps({"format_version": 1, **content}).encode(),
+        "report.txt": MIXED.encode(),
+        "study.json": json.dumps({"format_version": 1, "series": [SERIES]}).encode(),
+    }
+    found = [(row.label, row.kind, row.section) for row in study_rows(fields, EntityRules())]
+    assert ("chest pain", "symptom", "indication") in found
+    assert ("endotracheal tube", "device", "findings") in found
+    assert ("rib fracture", "finding", "findings") in found
+
+
+def test_a_condition_of_other_columns_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        read_rows(MIXED, where="kinds == 'finding'")

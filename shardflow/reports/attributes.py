@@ -1,0 +1,308 @@
+"""Attributes of findings, from the words around them: place, side, severity, size and change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardflow.reports.assertion import Cue, Match
+from shardflow.reports.language import Change, Language, Side
+from shardflow.reports.lexicon import Concept, Tokens, word_set
+
+_SIZE = re.compile(
+    r"(?<![\w.,:/-])(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?"
+    r"(?:\s?(?:x|\u00d7|by)\s?(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?)?"
+    r"(?:\s?(?:x|\u00d7|by)\s?(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?)?"
+    r"(?:(?:\s?[-\u2013]\s?|\s(?:to)\s)(\d{1,3}(?:\.\d{1,2})?))?"
+    r"[\s-]?(mm|cm|millimet(?:er|re)s?|centimet(?:er|re)s?)?(?!\w)",
+    re.IGNORECASE,
+)
+_NOT_NOW = re.compile(
+    r"\b(?:previously|prior|was|were|formerly|from|compared (?:to|with)|versus|vs\.?|earlier|"
+    r"initially|had been|last)"
+    r"(?:\s+(?:measur\w+|about|approximately|a|up|to|at))*\s*$",
+    re.IGNORECASE,
+)
+_DISTANCE = re.compile(
+    r"\s*(?:above|below|from|away|distal|proximal|deep|superior|inferior|anterior|posterior|medial|lateral|cephalad|"
+    r"caudal|beyond|past|slices?|sections?|intervals?|per)\b",
+    re.IGNORECASE,
+)
+_LEVEL = re.compile(r"(?:[ctl](?:[1-9]|1[0-2])|s[1-5])")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clause:
+    """One sentence's tokens, findings, places and cues."""
+
+    tokens: Tokens
+    sentence: tuple[int, int]
+    entities: Sequence[Match[Concept]]
+    places: Sequence[Match[Concept]]
+    """Anatomical names outside the findings, vertebral levels too; in order."""
+    inner: Sequence[Match[Concept]]
+    """Anatomical names within the findings' own ("rib fracture")."""
+    cues: Sequence[Match[Cue]]
+    joined: Sequence[bool]
+    of: Language
+    changes: Sequence[Match[Change]] = ()
+
+    def window(self, number: int) -> tuple[int, int, int]:
+        """Return where a finding's own words may stand: tokens (begin, end of its list's last, end)."""
+        words, of = self.tokens.words, self.of
+        before = self.entities[number - 1].last if number else self.sentence[0]
+        last = number
+        while last < len(self.joined) and self.joined[last]:
+            # What stands behind an item of a list is its own: "nodule on the right and cyst on the left".
+            if number == last and any(
+                word in of.preposition
+                for word in words[self.entities[last].last : self.entities[last + 1].first]
+            ):
+                break
+            last += 1
+        end = self.sentence[1]
+        if last + 1 < len(self.entities):
+            end = self.phrase(last + 1)
+        entity, begin = self.entities[number], before
+        for cue in self.cues:
+            # What a stop or an inference separates is said of something else.
+            if (
+                cue.value.effect in ("absent", "uncertain", "stop", "hypothetical")
+                or cue.value.words in self.of.inference
+            ):
+                if cue.first >= self.entities[last].last and (
+                    cue.value.effect == "stop"
+                    or (cue.value.direction == "forward" and words[cue.first - 1] != ":")
+                ):
+                    end = min(end, cue.first)
+                if cue.last <= entity.first and cue.value.effect == "stop":
+                    begin = max(begin, cue.last)
+        return begin, self.entities[last].last, max(end, self.entities[last].last)
+
+    def phrase(self, number: int) -> int:
+        """Return the token that a finding's noun phrase begins at, adjectives and determiner included."""
+        words, of = self.tokens.words, self.of
+        begin = self.entities[number - 1].last if number else self.sentence[0]
+        near, has_side = self.entities[number].first, False
+        while near > begin:
+            word = words[near - 1]
+            if word in of.adding or word in of.closing:
+                # "Left and right effusions" is one phrase, "right cyst and left nodule" are two.
+                if not (has_side and near - 2 >= begin and words[near - 2] in of.sides):
+                    break
+            elif (
+                word in (",", ":", "(", ";", ".")
+                or word in of.preposition
+                or word in of.breaks_list
+                or word in of.verb
+                or word in of.place_verb
+            ):
+                break
+            elif word in of.determiner:
+                near -= 1
+                break
+            has_side = has_side or word in of.sides
+            near -= 1
+        return near
+
+
+def find_levels(tokens: Tokens) -> Iterator[Match[Concept]]:
+    """Find vertebral levels (T8, L3-L4, L4 on L5, L4 to S1)."""
+    number, words = 0, tokens.words
+    while number < len(words):
+        if _is_level(tokens, number):
+            last = number + 1
+            while last < len(words) and (
+                _is_level(tokens, last)
+                or (
+                    words[last] in ("on", "to", "through", "/", "-", "\u2013")
+                    and last + 1 < len(words)
+                    and _is_level(tokens, last + 1)
+                )
+            ):
+                last += 1
+            yield Match(
+                number, last, Concept(name=" ".join(words[number:last]), kind="anatomy", parent="spine")
+            )
+            number = last
+        else:
+            number += 1
+
+
+def _is_level(tokens: Tokens, number: int) -> bool:
+    if not _LEVEL.fullmatch(tokens.words[number]):
+        return False
+    # T1 and T2 are weightings too; S3 may be a series.
+    after = tokens.words[number + 1 : number + 2]
+    return not (tokens.words[number] in ("t1", "t2") and after and after[0] in _T_WORDS)
+
+
+_T_WORDS = word_set(
+    """
+    weighted hyperintense hypointense hyperintensity hypointensity signal shine flair images sequence
+    sequences bright dark prolongation shortening intensity isointense hyperintensities and w fs
+    """
+)
+
+
+def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
+    """Return the anatomical names that a finding's place is said with, the one it lies in first.
+
+    First what follows it ("nodule in the right upper lobe"), then what stands right before it
+    ("rib fracture"), then what its sentence began with ("the spleen is enlarged").
+    """
+    entity, words = clause.entities[number], clause.tokens.words
+    begin, behind, end = clause.window(number)
+    after = [place for place in clause.places if behind <= place.first and place.last <= end]
+    with_preposition = [
+        place
+        for place in after
+        if any(word in clause.of.preposition for word in words[max(behind, place.first - 4) : place.first])
+        or place.first == behind
+    ]
+    earlier = [place for place in clause.places if begin <= place.first and place.last <= entity.first]
+    inside = [place for place in clause.inner if entity.first <= place.first and place.last <= entity.last]
+    close = [place for place in earlier if _is_attribute(clause, place.last, entity.first)]
+    return [*with_preposition[:1], *close[::-1], *inside, *after[:1], *(earlier[::-1] if number == 0 else ())]
+
+
+def _is_attribute(clause: Clause, first: int, last: int) -> bool:
+    gap, of = clause.tokens.words[first:last], clause.of
+    return len(gap) <= 5 and not any(
+        word == "," or word in of.preposition or word in of.place_verb for word in gap
+    )
+
+
+def side_of(clause: Clause, number: int) -> Side:
+    """Return the side a finding is said to be on."""
+    entity = clause.entities[number]
+    begin, behind, end = clause.window(number)
+    inside = [*_sides(clause, entity.first, entity.last)]
+    near = clause.phrase(number)
+    for sides in (
+        [*inside, *_sides(clause, near, entity.first)],
+        [*_sides(clause, behind, end)],
+        # What stands before an earlier finding is said of that one.
+        [*_sides(clause, begin, near)] if number == 0 else [],
+    ):
+        found = {side for side in sides if side}
+        if found:
+            return found.pop() if len(found) == 1 else "B"
+    return ""
+
+
+def _sides(clause: Clause, first: int, last: int) -> Iterator[Side]:
+    words = clause.tokens.words
+    for number in range(first, last):
+        side = clause.of.sides.get(words[number], "")
+        if side and (number + 1 >= len(words) or words[number + 1] not in clause.of.no_side_before):
+            yield side
+    for place in clause.places:
+        if first <= place.first and place.last <= last and place.value.side:
+            yield place.value.side
+
+
+def severity_of(clause: Clause, number: int) -> str:
+    """Return the word for a finding's severity, or nothing."""
+    entity, words = clause.entities[number], clause.tokens.words
+    _, behind, end = clause.window(number)
+    for place in range(entity.first - 1, clause.phrase(number) - 1, -1):
+        if words[place] in clause.of.severity:
+            return words[place]
+    for place in range(behind, end):
+        if words[place] in clause.of.severity:
+            return words[place]
+    return ""
+
+
+_CHANGE_REACH = 6
+"""Words between a finding and its change."""
+
+
+def change_of(clause: Clause, number: int) -> Change:
+    """Return how a finding has changed: what is said right before it or its list, else behind it."""
+    words, of = clause.tokens.words, clause.of
+    _, behind, end = clause.window(number)
+    first = number
+    while first and clause.joined[first - 1]:
+        first -= 1
+    for start in dict.fromkeys((clause.entities[number].first, clause.entities[first].first)):
+        for change in reversed(clause.changes):
+            gap = words[change.last : start]
+            if change.last <= start and len(gap) <= _CHANGE_REACH:
+                if not any(word in (",", ":") or word in of.verb or word in of.adding for word in gap):
+                    is_inside = all(
+                        one.last <= change.first or start <= one.first for one in clause.entities
+                    ) and not any(change.last <= one.first and one.last <= start for one in clause.entities)
+                    if is_inside:
+                        return change.value
+                break
+    for change in clause.changes:
+        if behind <= change.first and change.last <= end:
+            gap = words[behind : change.first]
+            if len(gap) <= 2 * _CHANGE_REACH and "," not in gap[1:]:
+                return change.value
+    return ""
+
+
+def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
+    """Return the sizes in mm of the findings that have one, by their numbers in the clause."""
+    tokens, found = clause.tokens, {}
+    first, last = clause.sentence
+    text_start, text_end = tokens.starts[first], tokens.ends[last - 1]
+    for match in _SIZE.finditer(tokens.text, text_start, text_end):
+        size = _millimeters(match)
+        if size is None or _DISTANCE.match(tokens.text, match.end(), text_end):
+            continue
+        before = tokens.text[max(text_start, match.start() - 60) : match.start()]
+        if _NOT_NOW.search(before):
+            continue
+        owner = _owner(clause, match.start(), match.end())
+        if owner is not None and (owner not in found or re.search(r"\b(?:now|to|currently)\s*$", before)):
+            found[owner] = size
+    return found
+
+
+def _millimeters(match: re.Match[str]) -> tuple[float, ...] | None:
+    unit_behind = match.group(8)
+    if unit_behind is None and not (match.group(2) or match.group(4) or match.group(6)):
+        return None
+    numbers = [
+        (match.group(1), match.group(2)),
+        (match.group(3), match.group(4)),
+        (match.group(5), match.group(6)),
+    ]
+    if match.group(7):
+        # A span of sizes: its larger end.
+        numbers = [(match.group(7), None)]
+    last_unit = unit_behind or match.group(6) or match.group(4) or match.group(2)
+    sizes = [
+        round(float(number) * (10 if (unit or last_unit).lower().startswith("c") else 1), 2)
+        for number, unit in numbers
+        if number
+    ]
+    return tuple(sizes) if 0 < max(sizes) < 1000 else None
+
+
+def _owner(clause: Clause, start: int, end: int) -> int | None:
+    """Return whose size it is: what follows at once ("9 mm nodule"), else what stands before."""
+    tokens = clause.tokens
+    before: int | None = None
+    for number, entity in enumerate(clause.entities):
+        if tokens.starts[entity.first] >= end:
+            gap = tokens.text[end : tokens.starts[entity.first]].lower()
+            if not re.search(
+                r"[,;:(]|\b(?:in|with|and|at|is|are|on|to|up|thick|causing|without|no|from)\b", gap
+            ):
+                return number
+            break
+        if tokens.ends[entity.last - 1] <= start:
+            before = number
+    if before is None:
+        return None
+    first = clause.entities[before].last
+    for cue in clause.cues:
+        if cue.value.effect in ("stop", "absent") and tokens.starts[cue.first] < start and cue.first >= first:
+            return None
+    return before
