@@ -114,13 +114,14 @@ def make_volumes(
     folder: Path,
     series_of: Callable[[int], Sequence[VolumeSeries]],
     *,
+    extra_of: Callable[[int], Mapping[str, bytes]] = lambda _: {},
     num_samples: int = 8,
     samples_per_shard: int = 3,
 ) -> Dataset:
     """Write a dataset of studies, with its series table."""
 
     def make(number: int, **_: Any) -> MadeSample:
-        return volume_sample(number, series_of(number))
+        return volume_sample(number, series_of(number), extra_of(number))
 
     return Dataset.open(
         make_dataset(

@@ -358,6 +358,10 @@ class BoundField(ABC):
         """
         return None
 
+    def follow(self, name: str, spec: Field, context: FieldContext) -> BoundField | None:  # noqa: ARG002
+        """Bind a field of regions that follows this one; None where its pictures are followed."""
+        return None
+
     @abstractmethod
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch; sizes follow from tables alone."""

@@ -21,7 +21,6 @@ from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from tests.integration.loader_support import (
     batches_of,
-    check_everywhere,
     flip_bit,
     hooked,
     locate,
@@ -133,16 +132,6 @@ def test_axes_run_where_the_codes_say(dataset: Dataset) -> None:
                         for column, (axis, sign) in zip(directions.T, axes, strict=True):
                             assert np.abs(column).argmax() == axis
                             assert np.sign(column[axis]) == sign
-
-
-def test_regions_are_equal_everywhere(dataset: Dataset) -> None:
-    fields = {
-        "ct": sf.Volume(roi_size=ROI, missing="pad", margin=(1, 0, 2)),
-        "mm": sf.Volume(
-            roi_size=ROI, missing="pad", spacing_mm=(1.5, 1, 1), orientation="RAS", interpolation="cubic"
-        ),
-    }
-    check_everywhere(lambda **settings: open_loader(dataset, SPEC, fields, **settings))
 
 
 def test_only_the_slices_of_a_region_are_read(dataset: Dataset) -> None:

@@ -55,7 +55,7 @@ class RegionField(Field):
     """Settings that masks and boxes share."""
 
     like: str
-    """Name of the `Image` or `Slices` field whose pictures the regions are in."""
+    """Name of the `Image`, `Slices` or `Volume` field whose pictures the regions are in."""
     labels: Sequence[str] | None = None
     """Labels (names of the lexicon) or values of codes of the regions to deliver; None delivers all. Which
     labels a dataset has is in no table: a label that no region of an annotated study has is delivered as
@@ -71,7 +71,7 @@ class RegionField(Field):
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         like: object = self.like
         if not isinstance(like, str):
-            raise ConfigError(f"like is the name of an Image or Slices field, got {like!r}.")
+            raise ConfigError(f"like is the name of an Image, Slices or Volume field, got {like!r}.")
         if self.labels is None:
             return
         if isinstance(self.labels, str):
@@ -98,6 +98,9 @@ class Mask(RegionField):
     ``(B, K)`` uint8 is 1 for a picture of a study that has annotations: zeros there mean that nothing is
     marked, elsewhere that nobody looked. Masks are letterboxed and cut into tiles as their pictures are, and
     resized to the nearest stored pixel at half-pixel centers.
+
+    Beside a volume ``(B, L, D, H, W)``, cut and sampled as the volume is, at the nearest stored voxel, and
+    ``NAME_mask`` ``(B,)``.
 
     A stored mask decides; else closed outlines are filled by the even-odd rule at pixel centers; else the box
     is. Lines and points have no area.
@@ -131,7 +134,7 @@ class Mask(RegionField):
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
-        return BoundMask(name, self, context)
+        return followed(name, self, context) or BoundMask(name, self, context)
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -156,6 +159,10 @@ class Boxes(RegionField):
     the position in ``labels`` (0 without ``labels``); ``NAME_index`` int64, the picture's place in its field;
     both -1 for none. ``NAME_annotated`` ``(B,)`` uint8 is 1 where the sample has a picture and annotations.
 
+    Beside a volume ``(B, M, 6)`` float32 of ``d0, h0, w0, d1, h1, w1`` in voxels of the delivered array,
+    which count edges (MONAI's ``StandardMode``): a box for each region around its slices, cut at the edges
+    of the array; ``NAME_mask``, ``NAME_label`` and ``NAME_annotated`` beside it.
+
     Raises:
         ConfigError: A setting is out of range.
     """
@@ -171,13 +178,14 @@ class Boxes(RegionField):
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
-        return BoundBoxes(name, self, context)
+        return followed(name, self, context) or BoundBoxes(name, self, context)
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the boxes and what is beside them."""
         name = entry["name"]
-        return {name: arrays[name], **{f"{name}_{one}": arrays[f"{name}_{one}"] for one in _BESIDE_BOXES}}
+        beside = (f"{name}_{one}" for one in _BESIDE_BOXES)
+        return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
 
 
 _BESIDE_BOXES: Final = ("mask", "label", "index", "annotated")
@@ -214,59 +222,44 @@ class _SeenLabels:
             )
 
 
-class BoundRegions(BoundField):
-    """Field of regions, bound to a selection.
+def followed(name: str, spec: RegionField, context: FieldContext) -> BoundField | None:
+    """Bind regions as the field that they follow does it; None where its pictures are followed."""
+    like = context.bound.get(spec.like)
+    return None if like is None else like.follow(name, spec, context)
+
+
+class BoundAnnotations(BoundField):
+    """Field that reads the annotations of a study, bound to a selection.
 
     Args:
         name: Name of the entry.
         spec: What to deliver.
-        context: The samples, and the fields that are already bound.
-
-    Attributes:
-        like: The field whose pictures are followed.
+        context: The samples.
 
     Raises:
-        ConfigError: ``like`` names no field of pictures, or samples without annotations should be dropped.
+        ConfigError: Samples without annotations should be dropped.
     """
 
     def __init__(self, name: str, spec: RegionField, context: FieldContext) -> None:
         super().__init__(name)
-        like = context.bound.get(spec.like)
-        if not isinstance(like, BoundPixels):
-            names = [one.name for one in context.bound.values() if isinstance(one, BoundPixels)]
-            near = difflib.get_close_matches(spec.like, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
-            raise ConfigError(
-                f"The field {name!r} is like {spec.like!r}, which is no field of images or slices; {hint}"
-            )
         if spec.missing == "drop":
             raise ConfigError(
                 f"No table knows which samples have annotations, so the field {name!r} cannot drop the "
                 "others; write missing='pad', or missing='error' to mask them."
             )
-        if like.has_variants:
-            raise ConfigError(
-                f"The field {name!r} is like {spec.like!r}, whose augmented variants show other places than "
-                "the annotations mark; leave out its augment_pool, or this field."
-            )
-        self.spec, self.like, self.counters = spec, like, context.counters
+        self.spec, self.counters = spec, context.counters
         self._labels = _SeenLabels()
 
-    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the number of the annotations, and those of the masks in the chosen pictures.
+    def annotations(self, shard: Shard, request: SlotRequest) -> int | None:
+        """Return the number of the annotations of a study; None where it has none.
 
         Raises:
-            BadSample: The study has no annotations, and ``missing`` is ``error``.
+            BadSample: It has none, and ``missing`` is ``error``.
         """
-        return self._fields(shard, request, self.like.chosen(request))
-
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
-        """Begin a slot."""
-        pictures = self.like.chosen(request)
-        fields = self._fields(shard, request, pictures)
-        shown = list(self._shown(pictures))
-        self.begin(arrays, request.slot, len(shown), is_annotated=bool(fields))
-        return self.slot_content(shard, request.slot, arrays, shown, fields)
+        number = shard.find(request.row_in_shard, ANNOTATIONS_FIELD)
+        if number is None and self.spec.missing == "error":
+            raise shard.bad(BadSampleReason.FIELD_MISSING, ANNOTATIONS_FIELD)
+        return number
 
     def labels_of(self, region: Region) -> list[int]:
         """Return the positions in ``labels`` that a region has; of any region 0 without ``labels``."""
@@ -294,6 +287,56 @@ class BoundRegions(BoundField):
             self.counters.add("absent_labels", num_items=len(self.spec.labels) - len(found))
         return regions
 
+
+class BoundRegions(BoundAnnotations):
+    """Field of regions in pictures, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        context: The samples, and the fields that are already bound.
+
+    Attributes:
+        like: The field whose pictures are followed.
+
+    Raises:
+        ConfigError: ``like`` names no field of pictures, or samples without annotations should be dropped.
+    """
+
+    def __init__(self, name: str, spec: RegionField, context: FieldContext) -> None:
+        super().__init__(name, spec, context)
+        like = context.bound.get(spec.like)
+        if not isinstance(like, BoundPixels):
+            names = [one.name for one in context.bound.values() if one.has_pictures]
+            near = difflib.get_close_matches(spec.like, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
+            raise ConfigError(
+                f"The field {name!r} is like {spec.like!r}, which is no field of images, slices or volumes; "
+                f"{hint}"
+            )
+        if like.has_variants:
+            raise ConfigError(
+                f"The field {name!r} is like {spec.like!r}, whose augmented variants show other places than "
+                "the annotations mark; leave out its augment_pool, or this field."
+            )
+        self.like = like
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the number of the annotations, and those of the masks in the chosen pictures.
+
+        Raises:
+            BadSample: The study has no annotations, and ``missing`` is ``error``.
+        """
+        return self._fields(shard, request, self.like.chosen(request))
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        pictures = self.like.chosen(request)
+        fields = self._fields(shard, request, pictures)
+        shown = list(self._shown(pictures))
+        self.begin(arrays, request.slot, len(shown), is_annotated=bool(fields))
+        return self.slot_content(shard, request.slot, arrays, shown, fields)
+
     @abstractmethod
     def begin(self, arrays: Arrays, slot: int, num_shown: int, *, is_annotated: bool) -> None:
         """Make a slot one of pictures without regions.
@@ -312,9 +355,7 @@ class BoundRegions(BoundField):
         """Return the content of a slot that takes the bytes of ``fields``."""
 
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
-        number = shard.find(request.row_in_shard, ANNOTATIONS_FIELD)
-        if number is None and self.spec.missing == "error":
-            raise shard.bad(BadSampleReason.FIELD_MISSING, ANNOTATIONS_FIELD)
+        number = self.annotations(shard, request)
         return [] if number is None or not pictures else [number]
 
     def _shown(self, pictures: Sequence[Picture]) -> Iterator[Shown]:

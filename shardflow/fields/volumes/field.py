@@ -29,6 +29,7 @@ from shardflow.fields.layout import PixelDtype
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import fill_value
+from shardflow.fields.types.regions import Boxes, Mask
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
@@ -38,6 +39,7 @@ from shardflow.fields.volumes.geometry import (
     spaced,
     stretched,
 )
+from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
 from shardflow.fields.volumes.settings import (
     checked_margin,
@@ -300,6 +302,18 @@ class BoundVolume(BoundField):
     def delivered_images(self, place: int) -> ImageSet:
         """Return the stored images of a dataset that the field delivers."""
         return self.selected.images(place, _LIMITS)
+
+    def num_delivered(self, place: int) -> NDArray[np.int64]:
+        """Return 1 for each row of a dataset that has a series: a region costs the same, wherever it is."""
+        return self.has_content[place].astype(np.int64)
+
+    def follow(self, name: str, spec: Field, context: FieldContext) -> BoundField | None:
+        """Bind a field of masks or boxes in the regions of this one."""
+        if isinstance(spec, Mask):
+            return BoundVolumeMask(name, spec, context, self.shape, self.crop)
+        if isinstance(spec, Boxes):
+            return BoundVolumeBoxes(name, spec, context, self.shape, self.crop)
+        return None
 
     # ---- arrays ----------------------------------------------------------------------------------
 

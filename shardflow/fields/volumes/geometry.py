@@ -111,11 +111,23 @@ class Grid:
         """Return the stored coordinates of a point."""
         return _vector(self.origin[a] + _dot(self.steps[a], point) for a in _AXES)
 
-    def point(self, stored: Vector) -> Vector:
-        """Return the grid coordinates of a stored place."""
+    def point(self, place: Vector) -> Vector:
+        """Return the grid coordinates of a place among the stored voxels."""
+        stored = (self._step(place[0]), place[1], place[2])
         inverse = Affine(_transposed(self.steps), self.origin).inverse()
         moved = _vector(stored[a] - self.origin[a] for a in _AXES)
         return _vector(_dot(row, moved) for row in inverse)
+
+    def _step(self, index: float) -> float:
+        """Return where a slice, or a place between two, lies in steps of the affine."""
+        if self.knots is None:
+            return index
+        last = len(self.knots) - 1
+        before = min(max(math.floor(index), 0), max(last - 1, 0))
+        if last == 0 or not 0 <= index <= last:  # beyond the outermost slices a step is one slice
+            return self.knots[0] + index if index < 0 or last == 0 else self.knots[last] + index - last
+        gap = self.knots[before + 1] - self.knots[before]
+        return self.knots[before] + (index - before) * gap
 
     def affine(self, stored: Affine) -> Affine:
         """Return the map of its indices to LPS millimeters.
