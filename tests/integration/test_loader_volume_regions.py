@@ -149,7 +149,7 @@ def test_masks_and_boxes_are_where_the_voxels_are(dataset: Dataset, grid: str) -
                         inverse = np.linalg.inv(stored)
                         corners = ends @ inverse[:3, :3].T + inverse[:3, 3] + 0.5
                         low, high = np.maximum(corners.min(axis=0), 0), np.minimum(corners.max(axis=0), ROI)
-                        if one["label"] in LABELS and (low < high).all():
+                        if one["label"] in LABELS and (high - low > 1e-6).all():
                             boxes.append([*low, *high, LABELS.index(one["label"])])
                     num = int(batch["boxes_mask"][slot].sum())
                     given = np.column_stack([batch["boxes"][slot, :num], batch["boxes_label"][slot, :num]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from shardflow.fields.volumes.stored import Crop, stored_view
 from shardflow.format import decode_array
 from shardflow.format.regions import Region
 
+_LEAST_SIDE: Final = 1e-6
+"""Voxels that a visible box has at least, so that one beside the array is not seen for a rounding error."""
 CropOf: TypeAlias = Callable[[Shard, SlotRequest], Crop | None]
 """Returns what the volume that is followed delivers of a sample."""
 
@@ -307,4 +309,5 @@ class _SlotVolumeBoxes:
         edges = [[at + 0.5 for at in axis] for axis in zip(*corners, strict=True)]
         lows = [max(min(axis), 0.0) for axis in edges]
         highs = [min(max(axis), float(side)) for axis, side in zip(edges, self._field.shape, strict=True)]
-        return [*lows, *highs] if all(low < high for low, high in zip(lows, highs, strict=True)) else None
+        is_seen = all(high - low > _LEAST_SIDE for low, high in zip(lows, highs, strict=True))
+        return [*lows, *highs] if is_seen else None
