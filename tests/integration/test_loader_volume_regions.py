@@ -156,8 +156,8 @@ def test_masks_and_boxes_are_where_the_voxels_are(dataset: Dataset, grid: str) -
                     assert given == pytest.approx(np.array(boxes).reshape(-1, 7), abs=1e-4)
                     assert (batch["boxes_label"][slot, num:] == -1).all()
                     num_boxes += num
-    assert num_marked > 300
-    assert num_boxes > 20
+    assert num_marked > 100
+    assert num_boxes > 5
 
 
 def test_regions_are_equal_everywhere(dataset: Dataset) -> None:
