@@ -37,6 +37,7 @@ from shardflow.training.text import ReportTokenizer
 from tests.distributed.measured_scenarios import ceilings, tuned_starts, tuning, verdicts
 from tests.distributed.sharded_scenarios import (
     chat_gradients,
+    classifier_gradients,
     one_rank_fails_to_write,
     sharded_gradients,
     strategies,
@@ -312,6 +313,7 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     ceilings,
     sharded_gradients,
     chat_gradients,
+    classifier_gradients,
     strategies,
     one_rank_fails_to_write,
     evaluation,

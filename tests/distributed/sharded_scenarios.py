@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,29 @@ from unittest import mock
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from shardflow.config import load_config
 from shardflow.errors import CheckpointError
-from shardflow.loading import Batch
+from shardflow.format import Dataset
+from shardflow.loading import Batch, Loader, World, select
 from shardflow.training.checkpoint.files import CheckpointFolder
-from shardflow.training.config import ParallelConfig
+from shardflow.training.config import ParallelConfig, TrainConfig
 from shardflow.training.distributed import Ranks, gather_whole, replicate, shard, unwrap
 from shardflow.training.inputs import MicroInputs, make_inputs
+from shardflow.training.run import open_task
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
 from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader
 from tests.tiny_models import make_llava, model_of
 
-__all__ = ["chat_gradients", "one_rank_fails_to_write", "sharded_gradients", "strategies"]
+__all__ = [
+    "chat_gradients",
+    "classifier_gradients",
+    "one_rank_fails_to_write",
+    "sharded_gradients",
+    "strategies",
+]
 
 
 def held_gradients(
@@ -116,6 +126,113 @@ def chat_gradients(stage: Stage) -> Result:
             if ranks.rank == 0:
                 save_file(gradients, stage.output / f"chat-{strategy}-{size}.safetensors")
     return {}
+
+
+_CLASSIFY = """
+[data]
+dataset = "{dataset}"
+[task]
+type = "classify"
+labels = "multi_class"
+[fields.image]
+type = "slices"
+num_slices = 2
+size = [16, 16]
+missing = "pad"
+[fields.label]
+type = "column"
+column = "facts.num_slices"
+[image]
+rows = 16
+columns = 16
+[batch]
+micro_batch_size = 2
+micro_batches_per_step = 4
+tail = "mask"
+[run]
+output = "unused"
+seed = 3
+device = "cpu"
+{model}
+"""
+
+
+class BatchNormNet(nn.Sequential):
+    """A classifier whose samples depend on their micro-batch."""
+
+    def __init__(self, num_channels: int, num_outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(num_channels, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, num_outputs),
+        )
+
+
+def _exact(inputs: Any) -> Any:
+    """Return a micro-batch of a classifier with images in float64."""
+    return replace(inputs, tensors={**inputs.tensors, "image": inputs.tensors["image"].double()})
+
+
+def classifier_gradients(stage: Stage) -> Result:
+    """Every step of a classifier's epoch with a masked tail, whole and sharded, also with BatchNorm."""
+    arguments = "arguments = {num_channels = 2, num_outputs = 5}"
+    own = f'[model]\ntarget = "tests.distributed.sharded_scenarios:BatchNormNet"\n{arguments}'
+    result: Result = {}
+    for size in (1, 2, 4):
+        ranks = stage.first(size)
+        if ranks is None:
+            continue
+        for case, strategy, model in (("small", "ddp", ""), ("small", "fsdp2", ""), ("norm", "ddp", own)):
+            path = stage.output / f"classify-{case}-{strategy}-{size}-{ranks.rank}.toml"
+            path.write_text(_CLASSIFY.format(dataset=stage.tiny.dataset, model=model), encoding="utf-8")
+            for step, gradients in enumerate(_classifier_steps(ranks, path, strategy)):
+                result[f"{case}-{strategy}-{size}"] = step + 1
+                if ranks.rank == 0:
+                    save_file(
+                        gradients, stage.output / f"classify-{case}-{strategy}-{size}-{step}.safetensors"
+                    )
+    return result
+
+
+def _classifier_steps(ranks: Ranks, path: Path, strategy: str) -> Iterator[dict[str, torch.Tensor]]:
+    config = load_config(TrainConfig, path)
+    selection = select(Dataset.open(config.data.dataset), "train")
+    task = open_task(config)
+    with Loader(
+        selection,
+        batch=task.batch_spec(selection, None),
+        seed=11,
+        world=World(rank=ranks.rank, world_size=ranks.world_size),
+        fields=task.fields(selection, is_evaluation=False),
+    ) as loader:
+        model = task.make_model(loader, None).double()
+        held = (
+            replicate(model, ranks)
+            if strategy == "ddp"
+            else shard(model, ranks, ParallelConfig(), compute=None)
+        )
+        inputs = task.open_inputs(loader, ranks.device, pinned_bytes=0)
+        batches = iter(loader)
+        for step in range(loader.num_steps):
+            micros = [next(batches) for _ in range(loader.num_micro_batches_per_rank)]
+            sums = accumulate_gradients(
+                held,
+                [(batch.micro, _exact(inputs(batch))) for batch in micros],
+                num_micro_batches=len(micros),
+                world_size=ranks.world_size,
+                position=(11, 0, step),
+                autocast=None,
+            )
+            num_labels = float(ranks.all_gather_numbers([sums.num_tokens], WAIT)[:, 0].sum())
+            yield {
+                name: gather_whole(parameter.grad) / num_labels
+                for name, parameter in unwrap(held).named_parameters()
+                if parameter.grad is not None
+            }
+            held.zero_grad(set_to_none=True)
 
 
 SHARDED = ("parallel.strategy=fsdp2", "run.num_epochs=2", "data.eval_split=val", "run.evaluate_every_steps=2")

@@ -123,6 +123,31 @@ def test_step_gradient_of_a_chat_model_is_the_same_with_a_rank_that_has_no_image
         assert float((gradient - many[name]).abs().max()) < 1e-12, name
 
 
+CLASSIFIERS = [
+    (case, size)
+    for case in ("small-ddp", "small-fsdp2", "norm-ddp")
+    for size in (1, 2, 4)
+    if (case, size) not in {("small-ddp", 1), ("norm-ddp", 1)}
+]
+
+
+@pytest.mark.parametrize(("case", "world_size"), CLASSIFIERS)
+def test_step_gradient_of_a_classifier_is_the_same_on_any_number_of_ranks(
+    scenarios: Scenarios, case: str, world_size: int
+) -> None:
+    """Within 1e-12 of one process's in float64, every step; BatchNorm sees a micro-batch, whoever runs it."""
+    (num_steps,) = {result[f"{case}-{world_size}"] for result in scenarios.of("classifier_gradients")[:1]}
+    assert num_steps == 4
+    for step in range(num_steps):
+        one = load_file(scenarios.output / f"classify-{case.partition('-')[0]}-ddp-1-{step}.safetensors")
+        many = load_file(scenarios.output / f"classify-{case}-{world_size}-{step}.safetensors")
+        assert one.keys() == many.keys()
+        assert max(float(gradient.abs().max()) for gradient in one.values()) > 1e-3
+        for name, gradient in one.items():
+            assert gradient.dtype == torch.float64
+            assert float((gradient - many[name]).abs().max()) < 1e-12, (step, name)
+
+
 def test_sharded_run_resumes_bit_for_bit_and_is_the_whole_one_to_rounding(scenarios: Scenarios) -> None:
     outcomes = scenarios.of("strategies")[0]["outcomes"]
     # Asked to stop by one rank before an evaluation, all leave it off.

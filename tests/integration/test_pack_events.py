@@ -85,6 +85,62 @@ def test_vitals_of_many_files_come_in_time_order_and_none_after_the_image(tmp_pa
     assert {"day_offset": -1, "seconds": -26 * 3600} in whens
 
 
+def test_codes_of_a_laboratory_are_events_where_they_are_listed(tmp_path: Path) -> None:
+    names = 'names = ["99LAB", "http://lab.example/codes"]'
+    local = f'[records.local_codes.lab]\n{names}\ncodes = ["GLU", "NA-SERUM"]\n'
+    case, study = _prepared(tmp_path / "a", local)
+    for number, code in enumerate(("GLU", "CANARY17")):
+        time = (ACQUIRED - timedelta(hours=number + 1)).strftime("%Y%m%d%H%M%S")
+        text = _vital(time, 5 + number, f"local{number}").replace(
+            b"8867-4^Heart rate^LN", f"{code}^x^99LAB".encode()
+        )
+        (case.dicom / f"local-{number}.hl7").write_bytes(text.replace(b"|/min|", b"|mmol/L|"))
+    observation = {
+        "resourceType": "Observation",
+        "id": "o1",
+        "status": "final",
+        "subject": {"reference": "Patient/p"},
+        "code": {"coding": [{"system": "http://lab.example/codes", "code": "NA-SERUM"}]},
+        "effectiveDateTime": (ACQUIRED - timedelta(hours=3)).isoformat(),
+        "valueQuantity": {"value": 140, "unit": "mmol/L", "code": "mmol/L"},
+    }
+    patient = {"resourceType": "Patient", "id": "p", "identifier": [{"value": "P-17"}]}
+    entries = [{"resource": one} for one in (patient, observation)]
+    bundle = {"resourceType": "Bundle", "type": "collection", "entry": entries}
+    (case.dicom / "bundle.json").write_text(json.dumps(bundle), encoding="utf-8")
+    case.pack()
+    vocabulary = {
+        "glucose": {"codes": ["LOCAL-LAB:GLU"], "unit": "mg/dL", "factors": {"mmol/L": 18.016}},
+        "sodium": {"codes": ["local-lab:NA-SERUM"], "unit": "mmol/L"},
+    }
+    times, values = _events(case, study, sf.Events(codes=vocabulary, window=("-48h", "0h")))
+    assert times == [-3 * 3600, -3600]
+    assert values == pytest.approx([140, 5 * 18.016])
+    records = _records(case, study)
+    assert "CANARY17" not in json.dumps(records)
+    assert {"count": 1, "reason": "MALFORMED_CODE"} in records["left_out"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ('names = ["LN"]\ncodes = ["A"]', "'LN', which is a known one"),
+        ('names = []\ncodes = ["A"]', "got none"),
+        ('names = ["99LAB"]\ncodes = ["1234567"]', "no number of six digits"),
+        ('names = ["99LAB"]\ncodes = []', "list 1 to 32 characters"),
+    ],
+)
+def test_local_codes_that_cannot_be_published_are_refused(
+    tmp_path: Path, settings: str, sentence: str
+) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    with case.config_path.open("a", encoding="utf-8") as file:
+        file.write(f"[records.local_codes.lab]\n{settings}\n")
+    with pytest.raises(ConfigError, match=sentence):
+        case.config()
+
+
 @pytest.mark.parametrize("dates", ["days", "shift"])
 def test_intervals_do_not_depend_on_how_dates_are_hidden(tmp_path: Path, dates: str) -> None:
     case, study = _prepared(tmp_path / "a", f'[deid]\ndates = "{dates}"\n')

@@ -94,6 +94,7 @@ class _Records:
                 free_text=self.settings.free_text,
                 max_days=self.settings.max_days,
                 time_zone=self.settings.time_zone,
+                local_systems=self.settings.local_systems(),
                 first_document=first,
             )
             write(record_filter)

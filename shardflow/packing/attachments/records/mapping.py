@@ -28,6 +28,7 @@ Node: TypeAlias = Any
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KIND: Final = re.compile(r"[a-z0-9-]{1,20}")
+_LOCAL_CODE: Final = re.compile(r"(?!.*\d{6})[A-Za-z0-9][\w./+-]{0,31}", re.ASCII)
 _WORD: Final = re.compile(r"[\w .%<>=+-]{1,40}")
 _MAX_VALUES: Final = 64
 _RESERVED: Final = frozenset({"document", "end", "kind", "source", "when"})
@@ -197,6 +198,30 @@ def _text(value: Node) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LocalCodes:
+    """Codes of one's own, such as those of a laboratory; published are those that are listed."""
+
+    names: tuple[str, ...]
+    """What records call the system: a URI in FHIR, an OID in C-CDA, a name such as ``99LAB`` in HL7v2."""
+    codes: tuple[str, ...]
+    """All codes that may be published; others are dropped."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        known = [name for name in self.names if system_name(name) is not None]
+        if not self.names or known:
+            raise ConfigError(
+                "names of records.local_codes are what your records call a system of your own, got "
+                f"{f'{known[0]!r}, which is a known one' if known else 'none'}; correct them."
+            )
+        if not self.codes or not all(_LOCAL_CODE.fullmatch(code) for code in self.codes):
+            raise ConfigError(
+                "codes of records.local_codes list 1 to 32 characters of letters, digits and _ . / + - each, "
+                "and no number of six digits or more, which could be a patient's; correct them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecordsConfig:
     """Settings of clinical records."""
 
@@ -210,12 +235,21 @@ class RecordsConfig:
     another offset are converted. Empty takes the offset that image headers state, else times as written."""
     mappings: tuple[RecordMapping, ...] = ()
     """Mappings of XML and JSON files."""
+    local_codes: dict[str, LocalCodes] = field(default_factory=dict)
+    """By a name of [a-z0-9-] codes of your own in FHIR, HL7v2 and C-CDA; a vocabulary of events names them as
+    ``LOCAL-NAME:CODE``."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         names = [mapping.name for mapping in self.mappings]
         if len(set(names)) != len(names):
             raise ConfigError("two of records.mappings have one name; rename one of them.")
+        named = [name.lower() for one in self.local_codes.values() for name in one.names]
+        if len(set(named)) != len(named) or not all(map(_KIND.fullmatch, self.local_codes)):
+            raise ConfigError(
+                "records.local_codes have names of [a-z0-9-], and each of their names is of one of them "
+                "alone; correct them."
+            )
         try:
             _ = self.time_zone and ZoneInfo(self.time_zone)
         except (KeyError, ValueError, OSError):
@@ -228,8 +262,17 @@ class RecordsConfig:
         """Return the settings that decide the dataset's bytes; None if nothing is set."""
         if self == RecordsConfig():
             return None
-        # Left out at its default: settings older than this one keep their digest.
-        return {name: value for name, value in asdict(self).items() if name != "time_zone" or value}
+        # Left out at their defaults: settings older than these keep their digest.
+        later = ("time_zone", "local_codes")
+        return {name: value for name, value in asdict(self).items() if name not in later or value}
+
+    def local_systems(self) -> dict[str, tuple[str, frozenset[str]]]:
+        """Return the published name and the codes of each local system, by what records call it."""
+        return {
+            called.removeprefix("urn:oid:").lower(): (f"LOCAL-{name.upper()}", frozenset(one.codes))
+            for name, one in self.local_codes.items()
+            for called in one.names
+        }
 
     def to_text(self) -> str:
         """Return the settings as text; ``""`` if nothing is set."""
@@ -242,7 +285,12 @@ class RecordsConfig:
         if not text:
             return cls()
         given = json.loads(text)
-        return cls(**{**given, "mappings": tuple(map(_mapping, given["mappings"]))})
+        local = {
+            name: LocalCodes(names=tuple(one["names"]), codes=tuple(one["codes"]))
+            for name, one in given.get("local_codes", {}).items()
+        }
+        mappings = tuple(map(_mapping, given["mappings"]))
+        return cls(**{**given, "mappings": mappings, "local_codes": local})
 
 
 def _mapping(given: dict[str, Any]) -> RecordMapping:

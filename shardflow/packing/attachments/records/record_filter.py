@@ -65,6 +65,7 @@ class RecordFilter:
         max_days: Largest distance from the study at which a day is published; facts that lie farther lose
             only their time, which would reveal birth dates and ages above 89.
         time_zone: IANA name of the zone of the images' clock; empty for the zone that their headers state.
+        local_systems: Published name and codes of systems of one's own, by what records call them.
         first_document: Number of the first text document.
     """
 
@@ -76,6 +77,7 @@ class RecordFilter:
         free_text: FreeText = "scrub",
         max_days: int = 3653,
         time_zone: str = "",
+        local_systems: Mapping[str, tuple[str, frozenset[str]]] | None = None,
         first_document: int = 0,
     ) -> None:
         self._study = study
@@ -83,6 +85,7 @@ class RecordFilter:
         self._free_text = free_text
         self._max_days = max_days
         self._zone = ZoneInfo(time_zone) if time_zone else study.utc_offset
+        self._local = local_systems or {}
         self._first = first_document
         self._known = KnownValues([self._people])
         # A code or a number that identifies somebody is dropped from every field.
@@ -124,10 +127,13 @@ class RecordFilter:
         for system, code, display in coded:
             if not code:
                 continue
-            name = system_name(system)
+            name, listed = self._local.get(system.strip().removeprefix("urn:oid:").lower(), (None, None))
+            name = name or system_name(system)
             if name is None:
                 self.left_out["UNKNOWN_CODE_SYSTEM"] += 1
-            elif not is_code(name, code.strip()) or _squeezed(code) in self._identifiers:
+                continue
+            is_known = is_code(name, code.strip()) if listed is None else code.strip() in listed
+            if not is_known or _squeezed(code) in self._identifiers:
                 self.left_out["MALFORMED_CODE"] += 1
             elif len(kept) < _MAX_CODES:
                 shown = self._display(display)
