@@ -65,6 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json({"columns": found, "notes": sorted(unreadable)})
         return 0
+    empty = [one["name"] for one in found if one["missing"] == one["rows"] and _is_optional(one["name"])]
+    if empty:
+        found = [one for one in found if one["name"] not in empty]
+        names = ", ".join(name.removeprefix("series.") for name in empty)
+        unreadable.add(f"no series has a value of {names}")
     show_table(
         f"{counted(len(found), 'column')}",
         ("", "type", "of each", "missing"),
@@ -72,6 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     show_lines([f"note: {note}" for note in sorted(unreadable)])
     return 0
+
+
+def _is_optional(name: str) -> bool:
+    """Return whether a table stores a column only if a series has a value of it."""
+    from shardflow.format.columns import SERIES_PREFIX
+    from shardflow.format.series import OPTIONAL
+
+    return name.startswith(SERIES_PREFIX) and name.removeprefix(SERIES_PREFIX) in OPTIONAL
 
 
 def describe(dataset: Dataset, columns: Columns, info: ColumnInfo) -> dict[str, Any]:

@@ -23,6 +23,10 @@ from shardflow.format.series import (
     COUNTS,
     FLAG_PREFIX,
     MEASURES,
+    OPTIONAL_ANSWERS,
+    OPTIONAL_COUNTS,
+    OPTIONAL_MEASURES,
+    OPTIONAL_STRINGS,
     STRINGS,
     SeriesTable,
     open_series,
@@ -293,12 +297,13 @@ class _SeriesSource(ColumnSource):
     def infos(self) -> Mapping[str, ColumnInfo]:
         if self._dataset.is_foreign:
             return {}
-        kinds: dict[str, ColumnKind] = dict.fromkeys(STRINGS, "category")
-        kinds |= {**dict.fromkeys(COUNTS, "int"), **dict.fromkeys(MEASURES, "float")}
-        kinds |= dict.fromkeys(ANSWERS, "bool")
+        kinds: dict[str, ColumnKind] = dict.fromkeys((*STRINGS, *OPTIONAL_STRINGS), "category")
+        kinds |= dict.fromkeys((*COUNTS, *OPTIONAL_COUNTS), "int")
+        kinds |= dict.fromkeys((*MEASURES, *OPTIONAL_MEASURES), "float")
+        kinds |= dict.fromkeys((*ANSWERS, *OPTIONAL_ANSWERS), "bool")
         names: dict[str, tuple[str, ...]] = {}
         with suppress(ConfigError):  # without the table, its columns are an error when they are read
-            names = {name: self._table.vocabulary(name)[1:] for name in STRINGS}
+            names = {name: self._table.vocabulary(name)[1:] for name in (*STRINGS, *OPTIONAL_STRINGS)}
             kinds |= {name: "bool" for name in self._table.column_names if name.startswith(FLAG_PREFIX)}
         return {
             SERIES_PREFIX + name: ColumnInfo(SERIES_PREFIX + name, self.unit, kind, names.get(name, ()))

@@ -27,6 +27,7 @@ from shardflow.format.keys import STUDY_FIELD, parse_slice_field
 from shardflow.format.manifest import load, versions
 from shardflow.format.series import (
     COUNTS,
+    REVISION,
     ROLE_MIXED,
     ROLE_UNKNOWN,
     SERIES_NAME,
@@ -70,7 +71,15 @@ _MEASURES: Final = {
     "repetition_time_ms": ("repetition_time", 1.0),
     "inversion_time_ms": ("inversion_time", 1.0),
     "flip_angle_deg": ("flip_angle", 1.0),
+    "exposure_mas": ("exposure", 1.0),
+    "exposure_time_ms": ("exposure_time", 1.0),
+    "tube_current_ma": ("x_ray_tube_current", 1.0),
+    "primary_angle_deg": ("positioner_primary_angle", 1.0),
+    "secondary_angle_deg": ("positioner_secondary_angle", 1.0),
+    "compression_force_n": ("compression_force", 1.0),
+    "compressed_thickness_mm": ("body_part_thickness", 1.0),
 }
+_PET: Final = ("half_life_s", "injected_dose_bq", "injection_to_scan_s", "patient_weight_kg", "suvbw_factor")
 _OF_IMAGES: Final = frozenset({"view_position", "image_laterality", "patient_orientation"})
 _STORED_FACTS: Final = frozenset({"num_slices", "rows", "columns", "dtype", "codec"})
 _LAST: Final = 1 << 40
@@ -107,10 +116,16 @@ def _radiograph_role(technical: Mapping[str, Any]) -> str:
     return {"L": "frontal", "R": "frontal", "A": "lateral", "P": "lateral"}.get(across[:1], ROLE_UNKNOWN)
 
 
+def _view(technical: Mapping[str, Any]) -> str:
+    """View of a mammogram, such as ``MLO``."""
+    stated = str(technical.get("view_position") or "")
+    return _SIDED_VIEWS.get(stated, ("", stated))[1]
+
+
 def _mammogram_role(technical: Mapping[str, Any]) -> str:
     """Side and view of a mammogram, such as ``left_mlo``."""
-    view, side = technical.get("view_position", ""), _laterality(technical)
-    side, view = _SIDED_VIEWS.get(view, (side, view))
+    view, side = _view(technical), _laterality(technical)
+    side = _SIDED_VIEWS.get(technical.get("view_position", ""), (side, ""))[0]
     if view in ("", "AP", "PA") or side not in _MAMMOGRAPHY_SIDES:
         return ROLE_UNKNOWN
     return f"{_MAMMOGRAPHY_SIDES[side]}_{view.lower()}"
@@ -217,6 +232,19 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
         "channels": int(series.get("samples_per_pixel") or 1),
         **{name: int(series[name]) for name in ("num_slices", "rows", "columns")},
     }
+    axis, pet, diffusion = (series.get(name) or {} for name in ("axis", "pet", "diffusion"))
+    strings |= {
+        "axis": axis.get("name"),
+        "view": _view(technical) if technical["modality"] == "MG" else technical.get("view_position"),
+        "decay_correction": pet.get("decay_correction"),
+    }
+    regions = series.get("ultrasound_regions") or []
+    optional = {
+        "group": axis.get("group"),
+        "axis_index": axis.get("index"),
+        "axis_num": axis.get("num"),
+        "num_regions": len(regions) or None,
+    }
     measures = {
         name: value * factor
         for name, (keyword, factor) in _MEASURES.items()
@@ -227,16 +255,47 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
         measures["row_spacing_mm"], measures["column_spacing_mm"] = float(spacing[0]), float(spacing[1])
     if series.get("slice_spacing_mm") is not None:
         measures["slice_spacing_mm"] = float(series["slice_spacing_mm"])
-    has_contrast = technical.get("has_contrast")
+    measures.update(_stated(axis, {"axis_value": "value"}))
+    measures.update(_stated(series.get("timing") or {}, ("acquired_after_s", "content_after_s")))
+    measures.update(_stated(series, ("frame_time_ms",)))
+    measures.update(_stated(pet, _PET))
+    measures.update(_stated(diffusion, ("b_value_s_mm2",)))
+    measures.update(
+        zip(("gradient_x", "gradient_y", "gradient_z"), diffusion.get("direction_lps", ()), strict=False)
+    )
+    if "exposure_mas" not in measures and (exposure := _number(technical, "exposure_inu_as")) is not None:
+        measures["exposure_mas"] = exposure / 1000
+    largest: Mapping[str, Any] = max(regions, key=_area, default={})
+    if (region := largest.get("pixel_spacing_mm")) is not None:
+        measures["region_row_spacing_mm"], measures["region_column_spacing_mm"] = map(float, region)
+    answers = {"has_contrast": technical.get("has_contrast")}
+    if technical.get("breast_implant_present") is not None:
+        answers["has_implant"] = technical["breast_implant_present"] == "YES"
     return SeriesFacts(
         strings={name: str(value) for name, value in strings.items() if value},
-        counts={name: counts[name] for name in COUNTS},
+        counts={
+            **{name: counts[name] for name in COUNTS},
+            **{name: int(number) for name, number in optional.items() if number is not None},
+        },
         measures=measures,
-        answers={} if has_contrast is None else {"has_contrast": bool(has_contrast)},
+        answers={name: bool(answer) for name, answer in answers.items() if answer is not None},
         affine_lps=series.get("affine_lps"),
         flags=tuple(series.get("flags", ())),
         image_roles=roles if role == ROLE_MIXED else (),
     )
+
+
+def _stated(found: Mapping[str, Any], names: Mapping[str, str] | Sequence[str]) -> dict[str, float]:
+    """Return the numbers that an object of ``study.json`` states; of a mapping by the names of columns."""
+    keys = names if isinstance(names, Mapping) else {name: name for name in names}
+    return {name: float(found[key]) for name, key in keys.items() if found.get(key) is not None}
+
+
+def _area(region: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return the order of regions of an ultrasound image: those of tissue with a spacing first, by size."""
+    x0, y0, x1, y1 = region["box_px"]
+    is_tissue = region.get("spatial_format") == "2d" and region.get("pixel_spacing_mm") is not None
+    return is_tissue, (x1 - x0) * (y1 - y0)
 
 
 def write_shard_facts(parts: Path, sha256: str, studies: Iterable[bytes]) -> None:
@@ -441,6 +500,8 @@ def _known_facts(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
             facts.verify()
         except (NotFoundError, FormatError):
             continue  # a version without both tables, or a damaged one, which is made again
+        if facts.series.revision < REVISION:
+            continue  # it lacks facts that studies may state
         former = Dataset(store, manifest)
         for place, rows in _shard_spans(former):
             row_in_shard = former.studies.column("row_in_shard")[rows.start : rows.stop].astype(np.int64)
@@ -469,7 +530,7 @@ def _part(
         try:
             facts = _Facts.of(path.read_bytes() for path in paths)
             facts.verify()
-            if facts.has(len(rows)):
+            if facts.has(len(rows)) and facts.series.revision == REVISION:
                 return facts, True
         except FormatError:
             pass  # damaged: it is made again

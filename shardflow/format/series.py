@@ -58,6 +58,39 @@ MEASURES: Final = (
 """Columns of numbers; NaN is a missing value."""
 ANSWERS: Final = ("has_contrast",)
 """Columns of yes or no: 1, 0, and -1 for a missing value."""
+OPTIONAL_STRINGS: Final = ("axis", "view", "decay_correction")
+OPTIONAL_COUNTS: Final = ("group", "axis_index", "axis_num", "num_regions")
+"""Columns of integers; -1 is a missing value."""
+OPTIONAL_MEASURES: Final = (
+    "axis_value",
+    "acquired_after_s",
+    "content_after_s",
+    "exposure_mas",
+    "exposure_time_ms",
+    "tube_current_ma",
+    "primary_angle_deg",
+    "secondary_angle_deg",
+    "compression_force_n",
+    "compressed_thickness_mm",
+    "frame_time_ms",
+    "region_row_spacing_mm",
+    "region_column_spacing_mm",
+    "b_value_s_mm2",
+    "gradient_x",
+    "gradient_y",
+    "gradient_z",
+    "patient_weight_kg",
+    "injected_dose_bq",
+    "half_life_s",
+    "injection_to_scan_s",
+    "suvbw_factor",
+)
+OPTIONAL_ANSWERS: Final = ("has_implant",)
+OPTIONAL: Final = (*OPTIONAL_STRINGS, *OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS)
+"""Columns that a table stores only if a series has a value of them; elsewhere all values are missing."""
+REVISION: Final = 2
+"""Of the facts that a table may hold; tables of an earlier one (without: 1) are made again by
+``shardflow attach DATASET --facts``."""
 FLAG_PREFIX: Final = "flags."
 ROLE_UNKNOWN: Final = "unknown"
 ROLE_MIXED: Final = "mixed"
@@ -66,6 +99,16 @@ _DTYPES: Final = {
     **dict.fromkeys(COUNTS, "<u4"),
     **dict.fromkeys(MEASURES, "<f8"),
     **dict.fromkeys(ANSWERS, "|i1"),
+    **dict.fromkeys(OPTIONAL_STRINGS, "<u2"),
+    **dict.fromkeys(OPTIONAL_COUNTS, "<i4"),
+    **dict.fromkeys(OPTIONAL_MEASURES, "<f8"),
+    **dict.fromkeys(OPTIONAL_ANSWERS, "|i1"),
+}
+_MISSING: Final = {
+    **dict.fromkeys(OPTIONAL_STRINGS, 0),
+    **dict.fromkeys(OPTIONAL_COUNTS, -1),
+    **dict.fromkeys(OPTIONAL_MEASURES, np.nan),
+    **dict.fromkeys(OPTIONAL_ANSWERS, -1),
 }
 
 
@@ -74,13 +117,13 @@ class SeriesFacts:
     """Facts of one series: a row of the table."""
 
     strings: Mapping[str, str]
-    """The columns of `STRINGS` that have a value."""
+    """The columns of `STRINGS` and `OPTIONAL_STRINGS` that have a value."""
     counts: Mapping[str, int]
-    """All columns of `COUNTS`."""
+    """All columns of `COUNTS`, and those of `OPTIONAL_COUNTS` that have a value."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """The columns of `MEASURES` that have a value."""
+    """The columns of `MEASURES` and `OPTIONAL_MEASURES` that have a value."""
     answers: Mapping[str, bool] = field(default_factory=dict)
-    """The columns of `ANSWERS` that have a value."""
+    """The columns of `ANSWERS` and `OPTIONAL_ANSWERS` that have a value."""
     affine_lps: Sequence[Sequence[float]] | None = None
     """``(4, 4)``, maps ``(column, row, slice, 1)`` to millimeters in LPS at pixel centers."""
     flags: Sequence[str] = ()
@@ -143,13 +186,27 @@ def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) 
     columns["first_image"] = _starts([len(row.image_roles) for row in rows])
     roles = [role for row in rows for role in row.image_roles]
     columns["image_role"], vocabularies["image_role"] = encode_names("image_role", roles)
-    meta: dict[str, Json] = {
+    for name in OPTIONAL_STRINGS:
+        if any(row.strings.get(name) for row in rows):
+            columns[name], vocabularies[name] = encode_names(
+                name, [row.strings.get(name, "") for row in rows]
+            )
+    for name in (*OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS):
+        kind = "counts" if name in OPTIONAL_COUNTS else "measures" if name in OPTIONAL_MEASURES else "answers"
+        if any(name in getattr(row, kind) for row in rows):
+            values = [getattr(row, kind).get(name, _MISSING[name]) for row in rows]
+            columns[name] = np.array(values, _DTYPES[name])
+    return encode_table(columns, _meta(vocabularies, flags))
+
+
+def _meta(vocabularies: dict[str, Json], flags: Sequence[str]) -> dict[str, Json]:
+    return {
         "kind": _KIND,
         "format_version": _FORMAT_VERSION,
+        "revision": REVISION,
         "vocabularies": vocabularies,
-        "flags": flags,
+        "flags": list(flags),
     }
-    return encode_table(columns, meta)
 
 
 def _starts(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
@@ -186,9 +243,11 @@ def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> byte
     nothing = np.zeros(0, np.int64)
     columns["first_series"] = _starts(np.concatenate([nothing, *(part.num_series for part in chosen)]))
     columns["first_image"] = _starts(np.concatenate([nothing, *(part.num_images for part in chosen)]))
-    for name in (*STRINGS, "image_role"):
+    for name in (*STRINGS, "image_role", *OPTIONAL_STRINGS):
         # Names that no chosen series has are left out, so that a removal leaves no trace.
         used = {known for part in chosen for known in part.names(name)}
+        if name in OPTIONAL and not used - {""}:
+            continue
         names = sorted({"", *used})
         code = {known: place for place, known in enumerate(names)}
         codes = [
@@ -200,6 +259,10 @@ def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> byte
     for name in (*COUNTS, *MEASURES, *ANSWERS):
         dtype = _DTYPES[name]
         columns[name] = np.concatenate([np.zeros(0, dtype), *(part.array(name) for part in chosen)])
+    for name in (*OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS):
+        values = np.concatenate([np.zeros(0, _DTYPES[name]), *(part.array(name) for part in chosen)])
+        if not _is_missing(name, values).all():
+            columns[name] = values
     columns["affine_lps"] = np.concatenate([affines, *(part.array("affine_lps") for part in chosen)])
     flags = sorted({flag for part in chosen for flag in part.flags()})
     bits = [np.zeros(0, "<u8")]
@@ -212,14 +275,19 @@ def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> byte
         bits.append(merged)
     columns["flags"] = np.concatenate(bits)
     facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
-    order = ("first_series", *facts, "first_image", "image_role")
-    meta: dict[str, Json] = {
-        "kind": _KIND,
-        "format_version": _FORMAT_VERSION,
-        "vocabularies": vocabularies,
-        "flags": flags,
-    }
-    return encode_table({name: columns[name] for name in order}, meta)
+    order = (
+        "first_series",
+        *facts,
+        "first_image",
+        "image_role",
+        *(name for name in OPTIONAL if name in columns),
+    )
+    return encode_table({name: columns[name] for name in order}, _meta(vocabularies, flags))
+
+
+def _is_missing(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which values of an optional column are missing."""
+    return np.asarray(np.isnan(values) if name in OPTIONAL_MEASURES else values == _MISSING[name], np.bool_)
 
 
 class _Chosen:
@@ -261,6 +329,7 @@ class SeriesTable:
         num_samples: Number of samples, as in the samples table.
         num_series: Number of rows.
         flags: Kinds of flags of its series.
+        revision: That of the facts that it may hold.
 
     Raises:
         FormatError: The table is no series table of format 1.
@@ -270,13 +339,23 @@ class SeriesTable:
     def __init__(self, table: Table) -> None:
         table.expect_kind(_KIND, _FORMAT_VERSION)
         self._table = table
+        self._stored = frozenset(table.column_names)
         try:
             self._vocabularies = {name: tuple(names) for name, names in table.meta["vocabularies"].items()}
             self.flags = tuple(table.meta["flags"])
+            self.revision = int(table.meta.get("revision", 1))
             self.num_samples = table.num_rows("first_series") - 1
             self.num_series = table.num_rows("series")
             is_whole = {*STRINGS, "image_role"} <= set(self._vocabularies) and {
-                table.num_rows(name) for name in (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "flags")
+                table.num_rows(name)
+                for name in (
+                    *STRINGS,
+                    *COUNTS,
+                    *MEASURES,
+                    *ANSWERS,
+                    *self._stored.intersection(OPTIONAL),
+                    "flags",
+                )
             } == {self.num_series}
         except (KeyError, TypeError, AttributeError):
             is_whole = False
@@ -289,15 +368,22 @@ class SeriesTable:
     @property
     def column_names(self) -> tuple[str, ...]:
         """Names that an expression may use."""
-        return (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, *(FLAG_PREFIX + flag for flag in self.flags))
+        names = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, *OPTIONAL)
+        return (*names, *(FLAG_PREFIX + flag for flag in self.flags))
+
+    def has_values(self, name: str) -> bool:
+        """Return whether a column is stored; an optional one is if a series has a value of it."""
+        return name.startswith(FLAG_PREFIX) or name in self._stored
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a stored column as a read-only view."""
+        """Return a column as a read-only view; of missing values if it is optional and not stored."""
+        if name in OPTIONAL and name not in self._stored:
+            return np.broadcast_to(np.array(_MISSING[name], _DTYPES[name]), (self.num_series,))
         return self._table.column(name)
 
     def vocabulary(self, name: str) -> tuple[str, ...]:
         """Return the strings that a column of strings indexes; the first one is empty, a missing value."""
-        return self._vocabularies[name]
+        return self._vocabularies[name] if name not in OPTIONAL else self._vocabularies.get(name, ("",))
 
     def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
         """Return some rows of a column of `column_names` for an expression; by default all."""
@@ -305,12 +391,14 @@ class SeriesTable:
             place = np.uint64(self.flags.index(name.removeprefix(FLAG_PREFIX)))
             return FactColumn((self.array("flags")[rows] >> place & np.uint64(1)).astype(bool))
         values = self.array(name)[rows]
-        if name in self._vocabularies:
-            return FactColumn(values, values == 0, self._vocabularies[name])
-        if name in ANSWERS:
+        if name in STRINGS or name in OPTIONAL_STRINGS or name == "image_role":
+            return FactColumn(values, values == 0, self.vocabulary(name))
+        if name in ANSWERS or name in OPTIONAL_ANSWERS:
             return FactColumn(values == 1, values < 0)
-        if name in MEASURES:
+        if name in MEASURES or name in OPTIONAL_MEASURES:
             return FactColumn(values, np.isnan(values))
+        if name in OPTIONAL_COUNTS:
+            return FactColumn(values, values < 0)
         return FactColumn(values)
 
     def count_roles(self) -> dict[str, int]:
@@ -346,17 +434,19 @@ class SeriesTable:
 
     def _facts(self, row: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name in STRINGS:
+        for name in (*STRINGS, *OPTIONAL_STRINGS):
             code = int(self.array(name)[row])
             if code:
                 found[name] = self._vocabularies[name][code]
-        for name in COUNTS:
-            found[name] = int(self.array(name)[row])
-        for name in MEASURES:
+        for name in (*COUNTS, *OPTIONAL_COUNTS):
+            number = int(self.array(name)[row])
+            if number >= 0:
+                found[name] = number
+        for name in (*MEASURES, *OPTIONAL_MEASURES):
             value = float(self.array(name)[row])
             if not np.isnan(value):
                 found[name] = value
-        for name in ANSWERS:
+        for name in (*ANSWERS, *OPTIONAL_ANSWERS):
             answer = int(self.array(name)[row])
             if answer >= 0:
                 found[name] = bool(answer)

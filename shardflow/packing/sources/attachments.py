@@ -25,6 +25,18 @@ Affine: TypeAlias = tuple[tuple[float, float, float, float], ...]
 """Four rows: (column, row, slice, 1) to millimeters, LPS."""
 
 
+def published_interval(exact_s: float | None, resolution_s: int) -> float | None:
+    """Return the seconds between two moments that may leave, rounded up; None if none may.
+
+    Example:
+        >>> published_interval(61.5, 60), published_interval(61.5, 1), published_interval(61.5, DAY_S)
+        (120.0, 61.5, None)
+    """
+    if exact_s is None or resolution_s >= DAY_S:
+        return None
+    return exact_s if resolution_s == 1 else float(math.ceil(exact_s / resolution_s) * resolution_s)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachmentItem:
     """One record of an attachment, and what tells whose it is. Identifies people: never leaves as it is.
@@ -111,14 +123,7 @@ class StudyContext:
 
         They are rounded up to the resolution, so that what came after the images never seems to come before.
         """
-        exact = self.seconds_from_study(moment)
-        if exact is None or self.resolution_s >= DAY_S:
-            return None
-        return (
-            exact
-            if self.resolution_s == 1
-            else float(math.ceil(exact / self.resolution_s) * self.resolution_s)
-        )
+        return published_interval(self.seconds_from_study(moment), self.resolution_s)
 
     def num(self, part: str, name: str) -> int:
         """Return the number of entries in a list before this attachment, which is its first own number."""

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardflow.packing.sources.dicom.attributes import read_attributes, read_everywhere
+from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts, read_acquisition
+from shardflow.packing.sources.dicom.attributes import (
+    read_attributes,
+    read_everywhere,
+    read_frame_attributes,
+)
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.stored import iter_stored
@@ -21,6 +26,7 @@ from shardflow.packing.sources.raster import JPEG, PNG, iter_raster, read_raster
 
 if TYPE_CHECKING:
     from shardflow.packing.sources.dicom.attributes import AttributeValue
+    from shardflow.packing.sources.dicom.headers import SliceRef
     from shardflow.packing.sources.placement import Placement
 
 _READERS = {JPEG: iter_raster, NIFTI: iter_nifti, PNG: iter_raster}
@@ -65,14 +71,53 @@ def read_image_attributes(
     Raises:
         SourceError: As `shardflow.packing.sources.dicom.attributes.read_attributes`.
     """
+    given = _said(placement, keywords)
+    if placement is not None and placement.form != "dicom":
+        return given
+    return {**given, **read_attributes(path, keywords, limits=limits)}
+
+
+def _said(placement: Placement | None, keywords: Sequence[str]) -> dict[str, AttributeValue]:
+    """Return the attributes that a layout states."""
     if placement is None:
-        return read_attributes(path, keywords, limits=limits)
-    found = read_attributes(path, keywords, limits=limits) if placement.form == "dicom" else {}
+        return {}
     given = {keyword: values for keyword, values in placement.attributes.items() if keyword in keywords}
     # What identifies a patient is asked for where it is looked for in texts, to be taken out.
     said = {"Modality": placement.modality, "PatientID": placement.patient, "StudyID": placement.study}
     given.update({keyword: (text,) for keyword, text in said.items() if text and keyword in keywords})
-    return {**given, **found}
+    return given
+
+
+def read_frame_facts(
+    path: Path,
+    placement: Placement | None,
+    keywords: Sequence[str],
+    frames: Sequence[int],
+    *,
+    limits: HeaderLimits,
+) -> list[dict[str, AttributeValue]]:
+    """Read technical attributes of frames, as `read_image_attributes`; of an enhanced object those of each.
+
+    Raises:
+        SourceError: As `shardflow.packing.sources.dicom.attributes.read_frame_attributes`.
+    """
+    given = _said(placement, keywords)
+    if placement is not None and placement.form != "dicom":
+        return [given] * len(frames)
+    return [{**given, **one} for one in read_frame_attributes(path, keywords, frames, limits=limits)]
+
+
+def read_stack_facts(
+    path: Path, placement: Placement | None, slices: Sequence[SliceRef], *, limits: HeaderLimits
+) -> AcquisitionFacts:
+    """Read the facts of a stack that its values need, of its first file; none of formats other than DICOM.
+
+    Raises:
+        SourceError: As `shardflow.packing.sources.dicom.acquisition.read_acquisition`.
+    """
+    if placement is not None and placement.form != "dicom":
+        return AcquisitionFacts(published={})
+    return read_acquisition(path, slices, limits=limits)
 
 
 def read_image_people(

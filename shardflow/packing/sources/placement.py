@@ -140,4 +140,5 @@ def make_header(
         pixel_num_bytes=pixel_num_bytes,
         num_bytes=num_bytes,
         flags=(),
+        mosaic=0,
     )

@@ -9,9 +9,10 @@ without it.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -31,7 +32,8 @@ from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.packing.deid.allowlist import allow_ordinal, allow_technical
 from shardflow.packing.header_rows import seconds_of_day
 from shardflow.packing.registry import attachment_kinds
-from shardflow.packing.sources.attachments import StoredSeries, StudyContext
+from shardflow.packing.sources.attachments import DAY_S, StoredSeries, StudyContext, published_interval
+from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.pixels import form_of
 from shardflow.packing.sources.dicom.stacks import Stack
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.header_rows import AttachmentRow
     from shardflow.packing.sources.attachments import Attached, AttachmentKind
+    from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.dicom.headers import InstanceHeader
     from shardflow.packing.studies.fragment import AttachmentMark
     from shardflow.packing.studies.privacy import StudyPrivacy
@@ -54,6 +57,8 @@ _DANGLING: Final = "dangling"
 TimeOrigin: TypeAlias = Literal["acquisition", "study"]
 TIMED_PARTS: Final = frozenset({"records", "waveforms"})
 """Parts whose seconds count from the study; ``time_origin`` says from what of it."""
+_MAX_AFTER_S: Final = 30 * DAY_S
+"""Seconds that an image may be away from the first one of its study; more are an error of a clock."""
 _ACQUIRED_DAYS: Final = (-1, 7)
 """Days from the study's date between which a stated acquisition is believed."""
 
@@ -106,6 +111,51 @@ def describe_series(
     }
 
 
+def series_times(
+    stack: Stack, facts: AcquisitionFacts, origin: datetime | None, privacy: StudyPrivacy
+) -> dict[str, Any]:
+    """Return the ``study.json`` objects of a series that make its values usable.
+
+    Moments become seconds: from the first image of the study to the first one and to the content of the
+    series, and from an injection to the scan, as far and as fine as the settings let them leave.
+
+    Args:
+        stack: The series.
+        facts: Of its first file.
+        origin: Zero of the study's seconds; None where none leave.
+        privacy: Of the study.
+    """
+    found = dict(facts.published)
+    if origin is not None:
+        zero = values.seconds(origin.strftime("%Y%m%d%H%M%S")) or 0.0
+        acquired = [values.seconds(part.instance.acquired) for part in stack.slices]
+        first = min((moment for moment in acquired if moment is not None), default=None)
+        timing = {
+            f"{name}_after_s": published_interval(math.ceil(moment - zero), privacy.resolution_s)
+            for name, moment in (("acquired", first), ("content", facts.content))
+            if moment is not None and abs(moment - zero) <= _MAX_AFTER_S
+        }
+        if known := {name: seconds for name, seconds in timing.items() if seconds is not None}:
+            found["timing"] = known
+        interval = published_interval(facts.injection_to_scan_s, privacy.resolution_s)
+        if interval is not None:
+            found["pet"] = {**found.get("pet", {}), "injection_to_scan_s": interval}
+    return found
+
+
+def series_axis(stack: Stack, numbers: Mapping[tuple[str, int], int]) -> dict[str, Any]:
+    """Return the ``axis`` of a series for ``study.json``; nothing for a series in no 4-D object.
+
+    Args:
+        stack: The series.
+        numbers: Number of each series in the sample, by source series and stack index.
+    """
+    if stack.axis is None:
+        return {}
+    axis = asdict(stack.axis)
+    return {"axis": {**axis, "group": numbers[stack.series_instance_uid, axis.pop("first")]}}
+
+
 def encode_json(value: Mapping[str, Any]) -> bytes:
     """Encode an object canonically: keys sorted, ASCII, no blanks."""
     return json.dumps(
@@ -150,7 +200,7 @@ class ContextMaker:
     """Zero of the seconds that attachments state; None where they state none."""
 
     def __post_init__(self) -> None:
-        self.origin = None if self.privacy.removes_dates else self._first_moment()
+        self.origin = study_origin(self.headers, self.privacy)
 
     def __call__(self, counts: Mapping[tuple[str, str], int]) -> StudyContext:
         """Return the context of the next attachment."""
@@ -177,38 +227,38 @@ class ContextMaker:
             return None
         return (moment.replace(tzinfo=None) - self.origin[1]).total_seconds()
 
-    def _first_moment(self) -> tuple[TimeOrigin, datetime] | None:
-        """Return the first acquisition, so that no image precedes it; else the earliest time of the study."""
-        day = self.privacy.study_date
-        stated = {header.acquired for header in self.headers if has_time_of_day(header.acquired)}
-        moments = [moment.replace(tzinfo=None) for moment in map(parse_moment, stated) if moment is not None]
-        # A device whose clock was not set, or a film that was scanned years later, says nothing of the study.
-        first, last = _ACQUIRED_DAYS
-        near = [one for one in moments if day is not None and first <= (one.date() - day).days <= last]
-        if near:
-            return "acquisition", min(near)
-        start = self._start()
-        return None if start is None else ("study", start)
-
     def _utc_offset(self) -> tzinfo | None:
         """Return the zone that all headers state that state one."""
         stated = {header.utc_offset for header in self.headers if header.utc_offset}
         return datetime.strptime(stated.pop(), "%z").tzinfo if len(stated) == 1 else None
 
-    def _start(self) -> datetime | None:
-        """Return the earliest time of the study, from the headers of its first day."""
-        day = self.privacy.study_date
-        if day is None:
-            return None
-        text = day.strftime("%Y%m%d")
-        times = [
-            seconds_of_day(one.study_time)
-            for one in self.headers
-            if one.study_date.replace(".", "").replace("-", "") == text
-        ]
-        seconds = min((one for one in times if one is not None), default=None)
-        midnight = datetime(day.year, day.month, day.day)  # noqa: DTZ001 - the clock of the hospital
-        return None if seconds is None else midnight + timedelta(seconds=seconds)
+
+def study_origin(
+    headers: Sequence[InstanceHeader], privacy: StudyPrivacy
+) -> tuple[TimeOrigin, datetime] | None:
+    """Return the first acquisition, so that no image precedes it; else the earliest time of the study.
+
+    None where neither is known, or dates are removed.
+    """
+    day = privacy.study_date
+    if day is None or privacy.removes_dates:
+        return None
+    stated = {header.acquired for header in headers if has_time_of_day(header.acquired)}
+    moments = [moment.replace(tzinfo=None) for moment in map(parse_moment, stated) if moment is not None]
+    # A device whose clock was not set, or a film that was scanned years later, says nothing of the study.
+    first, last = _ACQUIRED_DAYS
+    near = [one for one in moments if first <= (one.date() - day).days <= last]
+    if near:
+        return "acquisition", min(near)
+    text = day.strftime("%Y%m%d")
+    times = [
+        seconds_of_day(one.study_time)
+        for one in headers
+        if one.study_date.replace(".", "").replace("-", "") == text
+    ]
+    seconds = min((one for one in times if one is not None), default=None)
+    midnight = datetime(day.year, day.month, day.day)  # noqa: DTZ001 - the clock of the hospital
+    return None if seconds is None else ("study", midnight + timedelta(seconds=seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,9 @@ number of clipped values) go into ``study.json``, which sorts behind all slices.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,13 @@ from shardflow.packing.sources.dicom.pixels import (
     iter_slices,
 )
 from shardflow.packing.sources.dicom.stacks import Stack, Study, build_studies
-from shardflow.packing.sources.images import iter_stored_image, read_image_attributes, read_image_people
+from shardflow.packing.sources.images import (
+    iter_stored_image,
+    read_frame_facts,
+    read_image_attributes,
+    read_image_people,
+    read_stack_facts,
+)
 from shardflow.packing.studies.fragment import (
     AttachmentMark,
     FragmentWriter,
@@ -55,7 +62,10 @@ from shardflow.packing.studies.records import (
     attach,
     describe_series,
     encode_json,
+    series_axis,
+    series_times,
     stored_series,
+    study_origin,
 )
 from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
@@ -64,6 +74,7 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
     from shardflow.packing.settings import BadInstancePolicy, VariantsConfig
+    from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.placement import Placement
     from shardflow.packing.studies.fragment import Fragment
     from shardflow.packing.studies.privacy import PrivacyRules
@@ -96,6 +107,15 @@ class _BadInstanceError(Exception):
         self.reasons = reasons
 
 
+@contextmanager
+def _bad_instance(header: InstanceHeader) -> Iterator[None]:
+    """Name the file that cannot be read."""
+    try:
+        yield
+    except SourceError as error:
+        raise _BadInstanceError({header.file_index: error.reason}) from None
+
+
 @dataclass(eq=False, kw_only=True)
 class StudyMembers:
     """One study on its way into its fragment."""
@@ -123,7 +143,8 @@ class StudyMembers:
         # Whether report or attachments name a side of the body.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
-        self._technical: dict[int, Mapping[str, AttributeValue]] = {}
+        # By file and frame.
+        self._technical: dict[tuple[int, int], Mapping[str, AttributeValue]] = {}
         self._privacy = StudyPrivacy(self.rules.privacy, self.headers, self._read_attributes)
         # Files that cannot be packed, and files that need not be: copies, and what grouping skips.
         self._bad: dict[int, str] = {}
@@ -194,9 +215,16 @@ class StudyMembers:
                 stack.stack_index,
             ),
         )
+        self._read_technical(stacks)
+        origin = study_origin(self._usable(), self._privacy)
+        numbers = {(one.series_instance_uid, one.stack_index): place for place, one in enumerate(stacks)}
         described = [
             {
                 **describe_series(stack, self._attributes(stack), self._privacy, self.rules.codec),
+                **series_axis(stack, numbers),
+                **series_times(
+                    stack, self._facts(stack), None if origin is None else origin[1], self._privacy
+                ),
                 **self._views(stack),
             }
             for stack in stacks
@@ -355,12 +383,39 @@ class StudyMembers:
             return error.reason
         return None
 
+    def _read_technical(self, stacks: Sequence[Stack]) -> None:
+        """Read the attributes of the first slice of each stack, of each file at once."""
+        wanted: defaultdict[int, dict[int, InstanceHeader]] = defaultdict(dict)
+        for stack in stacks:
+            first = stack.slices[0]
+            wanted[first.instance.file_index][first.frame] = first.instance
+        for file_index, frames in wanted.items():
+            header = frames[min(frames)]
+            with _bad_instance(header):
+                found = read_frame_facts(
+                    self._locate(header),
+                    self.placements[file_index],
+                    KEYWORDS,
+                    sorted(frames),
+                    limits=self.rules.limits,
+                )
+            self._technical.update(zip(((file_index, frame) for frame in sorted(frames)), found, strict=True))
+
     def _attributes(self, stack: Stack) -> Mapping[str, AttributeValue]:
-        """Read the attributes of the first file; they are not filtered by the allowlist yet."""
-        first = stack.slices[0].instance
-        if first.file_index not in self._technical:
-            self._technical[first.file_index] = self._read_own_attributes(first, KEYWORDS)
-        return self._technical[first.file_index]
+        """Return the attributes of the first slice; they are not filtered by the allowlist yet."""
+        first = stack.slices[0]
+        return self._technical[first.instance.file_index, first.frame]
+
+    def _facts(self, stack: Stack) -> AcquisitionFacts:
+        """Read what the values of a stack need beside its attributes."""
+        header = stack.slices[0].instance
+        with _bad_instance(header):
+            return read_stack_facts(
+                self._locate(header),
+                self.placements[header.file_index],
+                stack.slices,
+                limits=self.rules.limits,
+            )
 
     def _views(self, stack: Stack) -> dict[str, Any]:
         """Return the views of a series whose images differ in view or side; nothing for all others."""
@@ -377,10 +432,8 @@ class StudyMembers:
         self, header: InstanceHeader, keywords: Sequence[str]
     ) -> Mapping[str, AttributeValue]:
         """Read attributes of a file that is packed."""
-        try:
+        with _bad_instance(header):
             return self._read_attributes(header, keywords)
-        except SourceError as error:
-            raise _BadInstanceError({header.file_index: error.reason}) from None
 
     def _read_attributes(
         self, header: InstanceHeader, keywords: Sequence[str]

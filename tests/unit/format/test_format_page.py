@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import decode_array
-from shardflow.format.series import ANSWERS, COUNTS, MEASURES, STRINGS, open_series
+from shardflow.format.series import ANSWERS, COUNTS, MEASURES, OPTIONAL, STRINGS, open_series
 from shardflow.format.studies import open_studies
 from shardflow.format.table import encode_table
 from shardflow.format.tar import encode_member
@@ -62,7 +62,7 @@ def test_section_17_lists_every_column_of_the_series_table(tmp_path: Path) -> No
     table, _ = open_series(make_case_dataset(tmp_path / "a"))
     facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
     stored = ("first_series", *facts, "first_image", "image_role")
-    assert _listed(17) == {name: table.array(name).dtype.str for name in stored}
+    assert _listed(17) == {name: table.array(name).dtype.str for name in (*stored, *OPTIONAL)}
 
 
 def test_section_19_lists_every_column_of_the_study_facts_table(tmp_path: Path) -> None:

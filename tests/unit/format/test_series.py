@@ -11,7 +11,16 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
 from shardflow.format.facts import attach_facts, role_of, series_of_study
-from shardflow.format.series import ROLE_MIXED, SeriesManifest, encode_series, open_series
+from shardflow.format.series import (
+    OPTIONAL,
+    ROLE_MIXED,
+    SeriesManifest,
+    SeriesTable,
+    encode_series,
+    merge_series,
+    open_series,
+)
+from shardflow.format.table import Table, encode_table
 from tests.factories import make_dataset
 from tests.field_cases import case_series, make_case, make_case_dataset
 
@@ -205,3 +214,90 @@ def test_a_study_that_describes_fewer_series_than_are_stored_is_refused(tmp_path
         )
     with pytest.raises(FormatError, match="cannot be read as a study"):
         attach_facts(Dataset.open(str(tmp_path / "a")))
+
+
+_USABLE: dict[str, object] = {
+    "axis": {"group": 1, "index": 2, "name": "time", "num": 9, "value": 4.5},
+    "diffusion": {"b_value_s_mm2": 700.0, "direction_lps": [0.6, 0.8, 0.0]},
+    "frame_time_ms": 33.3,
+    "pet": {"decay_correction": "START", "injected_dose_bq": 3.7e8, "suvbw_factor": 2e-4},
+    "technical": {"breast_implant_present": "NO", "exposure_inu_as": 9500.0, "view_position": "RMLO"},
+    "timing": {"acquired_after_s": 12.0},
+    "ultrasound_regions": [
+        {"box_px": [0, 0, 900, 900], "pixel_spacing_mm": None, "spatial_format": "waveform"},
+        {"box_px": [0, 0, 90, 90], "pixel_spacing_mm": [0.3, 0.2], "spatial_format": "2d"},
+    ],
+}
+
+
+def _usable_series(**more: object) -> dict[str, object]:
+    plain = {"num_slices": 3, "rows": 4, "columns": 4, "dtype": "int16", "codec": "b2nd", "modality": "MG"}
+    return {**plain, **more}
+
+
+def test_facts_that_make_values_usable_are_columns() -> None:
+    plain = encode_series([series_of_study({"series": [_usable_series()]})])
+    table = SeriesTable(Table(memoryview(plain), name="t"))
+    assert not any(table.has_values(name) for name in OPTIONAL)
+    for name in OPTIONAL:  # an expression may name them
+        assert name in table.column_names
+        missing = table.column(name).is_missing
+        assert missing is not None
+        assert missing.all()
+    full = encode_series([series_of_study({"series": [_usable_series(), _usable_series(**_USABLE)]})])
+    table = SeriesTable(Table(memoryview(full), name="t"))
+    bare, found = table.facts_of(0)
+    assert not bare.keys() & {*OPTIONAL}
+    assert {name: found[name] for name in OPTIONAL if name in found} == {
+        "axis": "time",
+        "axis_index": 2,
+        "axis_num": 9,
+        "axis_value": 4.5,
+        "acquired_after_s": 12.0,
+        "b_value_s_mm2": 700.0,
+        "decay_correction": "START",
+        "exposure_mas": 9.5,
+        "frame_time_ms": 33.3,
+        "gradient_x": 0.6,
+        "gradient_y": 0.8,
+        "gradient_z": 0.0,
+        "group": 1,
+        "has_implant": False,
+        "injected_dose_bq": 3.7e8,
+        "num_regions": 2,
+        "region_column_spacing_mm": 0.2,
+        "region_row_spacing_mm": 0.3,
+        "suvbw_factor": 2e-4,
+        "view": "MLO",
+    }
+    assert found["role"] == "right_mlo"
+
+
+def test_optional_columns_survive_a_merge_and_leave_with_their_series() -> None:
+    studies = [{"series": [_usable_series(**_USABLE)]}, {"series": [_usable_series()]}]
+    whole = encode_series(map(series_of_study, studies))
+    parts = [encode_series([series_of_study(one)]) for one in studies]
+    tables = [SeriesTable(Table(memoryview(part), name="t")) for part in parts]
+    assert merge_series((table, np.array([0])) for table in tables) == whole
+    table = SeriesTable(Table(memoryview(whole), name="t"))
+    assert merge_series([(table, np.array([1]))]) == parts[1]
+
+
+def test_a_table_of_an_earlier_revision_is_read_and_made_again(tmp_path: Path) -> None:
+    dataset = make_case_dataset(tmp_path / "a")
+    folder = tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id)
+    new = (folder / "series.tbl").read_bytes()
+    table = Table(memoryview(new), name="t")
+    meta = {name: value for name, value in table.meta.items() if name != "revision"}
+    names = [name for name in table.column_names if name not in OPTIONAL]
+    former = encode_table({name: table.column(name) for name in names}, meta)
+    (folder / "series.tbl").write_bytes(former)
+    manifest = SeriesManifest.of(dataset.dataset_id, former)
+    (folder / "manifest.json").write_bytes(manifest.encode())
+    opened, _ = open_series(Dataset.open(tmp_path / "a"))
+    assert opened.revision == 1
+    missing = opened.column("suvbw_factor").is_missing
+    assert missing is not None
+    assert missing.all()
+    assert attach_facts(dataset).num_shards_kept == 0
+    assert (folder / "series.tbl").read_bytes() == new

@@ -7,7 +7,7 @@ only removed from report texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,40 @@ AttributeValue = tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
 _CHARACTER_SET = 0x00080005
 _DEFAULT_LIMITS = HeaderLimits()
+_SHARED, _PER_FRAME = 0x52009229, 0x52009230
+_VIEW_CODES, _CODE_VALUE = 0x00540220, 0x00080100
+_GROUPED: Final[Mapping[str, tuple[int, int, str]]] = {
+    "CTDIvol": (0x00189321, 0x00189345, "FD"),
+    "ConvolutionKernel": (0x00189314, 0x00181210, "SH"),
+    "EchoTime": (0x00189114, 0x00189082, "FD"),
+    "Exposure": (0x00189321, 0x00189332, "FD"),
+    "ExposureTime": (0x00189321, 0x00189328, "FD"),
+    "FlipAngle": (0x00189112, 0x00181314, "DS"),
+    "ImageLaterality": (0x00209071, 0x00209072, "CS"),
+    "InversionTime": (0x00189115, 0x00189079, "FD"),
+    "KVP": (0x00189325, 0x00180060, "DS"),
+    "PixelSpacing": (0x00289110, 0x00280030, "DS"),
+    "PositionerPrimaryAngle": (0x00189405, 0x00181510, "DS"),
+    "PositionerSecondaryAngle": (0x00189405, 0x00181511, "DS"),
+    "RepetitionTime": (0x00189112, 0x00180080, "DS"),
+    "SliceThickness": (0x00289110, 0x00180050, "DS"),
+    "XRayTubeCurrent": (0x00189321, 0x00189330, "FD"),
+}
+"""Keyword of a classic attribute to the functional group, tag and representation of its enhanced form (PS3.3,
+C.8.13.5, C.8.15.3 and C.8.19.6)."""
+_VIEW_WORDS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("399162004", "R-10242"), "CC"),
+    **dict.fromkeys(("399368009", "R-10226"), "MLO"),
+    **dict.fromkeys(("399260004", "R-10224"), "ML"),
+    **dict.fromkeys(("399352003", "R-10228"), "LM"),
+    **dict.fromkeys(("399099002", "R-10230"), "LMO"),
+    **dict.fromkeys(("399196006", "R-10244"), "FB"),
+    **dict.fromkeys(("399188001", "R-102D0"), "SIO"),
+    "399192008": "XCCL",
+    "399101009": "XCCM",
+    "441555000": "ISO",
+}
+"""Codes of the usual views of mammography (PS3.16, CID 4014), in SNOMED CT and as older files write them."""
 
 
 def read_attributes(
@@ -47,6 +81,52 @@ def read_attributes(
     elements = read_elements(path, {_CHARACTER_SET, *tags}, limits)
     found = {keyword: _READERS[one.representation](elements, one.tag) for keyword, one in wanted.items()}
     return {keyword: value for keyword, value in found.items() if value}
+
+
+def read_frame_attributes(
+    path: Path, keywords: Sequence[str], frames: Sequence[int], *, limits: HeaderLimits = _DEFAULT_LIMITS
+) -> list[dict[str, AttributeValue]]:
+    """Read named attributes of frames, as `read_attributes`.
+
+    In an enhanced object an attribute stands in a functional group of the frame, or in the shared ones: the
+    most specific statement wins. The views of a mammogram that are stated by code alone become words.
+
+    Args:
+        path: The file.
+        keywords: As of `read_attributes`.
+        frames: From 0.
+        limits: Bounds on what is read.
+
+    Raises:
+        ConfigError, SourceError: As `read_attributes`.
+    """
+    wanted = {keyword: _attribute(keyword) for keyword in keywords}
+    tags = {attribute.tag for attribute in wanted.values()}
+    elements = read_elements(path, {_CHARACTER_SET, _SHARED, _PER_FRAME, _VIEW_CODES, *tags}, limits)
+    root = {keyword: _READERS[one.representation](elements, one.tag) for keyword, one in wanted.items()}
+    if not root.get("ViewPosition", True):
+        codes = {values.code(item, _CODE_VALUE) for item in elements.items(_VIEW_CODES)[:1]}
+        root["ViewPosition"] = tuple(_VIEW_WORDS[code] for code in codes & _VIEW_WORDS.keys())
+    shared, per_frame = elements.items(_SHARED)[:1], elements.items(_PER_FRAME)
+    found = []
+    for frame in frames:
+        levels = [*per_frame[frame : frame + 1], *shared]
+        grouped = _grouped(levels, wanted.keys() & _GROUPED.keys()) if levels else {}
+        found.append({keyword: value for keyword, value in {**root, **grouped}.items() if value})
+    return found
+
+
+def _grouped(levels: Sequence[Elements], keywords: Iterable[str]) -> dict[str, AttributeValue]:
+    """Read attributes from the functional groups of a frame, the most specific level first."""
+    found: dict[str, AttributeValue] = {}
+    for keyword in keywords:
+        group, tag, representation = _GROUPED[keyword]
+        read = _READERS[representation]
+        items = (item for level in levels for item in level.items(group)[:1])
+        value = next((value for item in items if (value := read(item, tag))), None)
+        if value is not None:
+            found[keyword] = value
+    return found
 
 
 def _attribute(keyword: str) -> Attribute:

@@ -59,7 +59,8 @@ EXPLICIT_BIG = "1.2.840.10008.1.2.2"
 RLE = "1.2.840.10008.1.2.5"
 
 STATED_UNITS = frozenset(
-    {"BQML", "CM2ML", "CNTS", "GML", "MLMING", "MLMINML", "PROPCNTS", "STDDEV", "UMOLML"}  # (0054,1001) Units
+    # (0054,1001) Units
+    {"BQML", "CM2ML", "CNTS", "GML", "MLMING", "MLMINML", "PROPCNTS", "PROPCPS", "STDDEV", "UMOLML"}
     | {"ED", "EDW", "HU", "HU_MOD", "MGML", "OD", "PCT", "Z_EFF"}  # (0028,1054) Rescale Type
 )
 """Units that a file may state for its values; other words, and "unspecified" ones, are no unit."""
@@ -98,6 +99,7 @@ KNOWN: Final[dict[str, tuple[int, str]]] = {
     "AnodeTargetMaterial": (0x00181191, "CS"),
     "BodyPartExamined": (0x00180015, "CS"),
     "BodyPartThickness": (0x001811A0, "DS"),
+    "BreastImplantPresent": (0x00281300, "CS"),
     "BurnedInAnnotation": (0x00280301, "CS"),
     "CTDIvol": (0x00189345, "FD"),
     "CompressionForce": (0x001811A2, "DS"),
@@ -187,6 +189,8 @@ KNOWN: Final[dict[str, tuple[int, str]]] = {
     "PlacerOrderNumberImagingServiceRequest": (0x00402016, "LO"),
     "PlacerOrderNumberImagingServiceRequestRetired": (0x00402006, "SH"),
     "PlacerOrderNumberProcedure": (0x00401006, "SH"),
+    "PositionerPrimaryAngle": (0x00181510, "DS"),
+    "PositionerSecondaryAngle": (0x00181511, "DS"),
     "PositionerType": (0x00181508, "CS"),
     "PresentationIntentType": (0x00080068, "CS"),
     "ProtocolName": (0x00181030, "LO"),

@@ -27,6 +27,7 @@ from shardflow.packing.sources.dicom.dictionary import (
     STATED_UNITS,
 )
 from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
+from shardflow.packing.sources.dicom.mosaic import read_mosaic
 from shardflow.packing.sources.dicom.planes import (
     MAX_SPACING_MM,
     PLANE_TAGS,
@@ -74,6 +75,7 @@ _MOMENT = re.compile(rf"\d{{12,14}}(?:\.\d{{1,6}})?(?:{_OFFSET.pattern})?", re.A
 _MAX_OTHER_IDS = 32
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
+_MISSING_NUMBER = 1 << 62
 
 Identify = Callable[[dict[str, str]], dict[str, str]]
 """Takes and returns ``patient_id``, ``study_instance_uid``, ``series_instance_uid``, ``sop_instance_uid``."""
@@ -135,6 +137,8 @@ class InstanceHeader:
     either. Records and recordings count their seconds from it."""
     utc_offset: str = ""
     """(0008,0201) *Timezone Offset From UTC* of that clock, such as ``+0100``; else ``""``."""
+    mosaic: int = 0
+    """Tiles in a row of the one stored image whose tiles are the frames; 0 where frames are stored."""
     patient_name: str = ""
     """This and the rest tell whether two patient IDs are one person."""
     birth_date: str = ""
@@ -159,6 +163,30 @@ class InstanceHeader:
     def __repr__(self) -> str:
         image = self.image
         return f"InstanceHeader({self.modality}, {image.num_frames} x {image.rows} x {image.columns})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceRef:
+    """One slice: a frame of an instance."""
+
+    instance: InstanceHeader
+    frame: int
+
+    @property
+    def plane(self) -> PlaneHeader:
+        """Facts of this frame."""
+        return self.instance.plane(self.frame)
+
+    @property
+    def number(self) -> int | None:
+        """Number of the image in reports: *Instance Number*, or the 1-based frame of a multi-frame file."""
+        return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Order where positions do not decide; the last two are unique, so it is always total."""
+        number = self.instance.instance_number
+        return (_MISSING_NUMBER if number is None else number, self.instance.sop_instance_uid, self.frame)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +232,7 @@ def read_header(
     elements = read_elements(path, _WANTED, limits)
     sop_class = _check_kind(elements)
     try:
-        return _read_instance(elements, sop_class, file_index, limits, identify)
+        return _read_instance(path, elements, sop_class, file_index, limits, identify)
     except SourceError as error:
         said = _said_identifiers(elements, identify)
         return BrokenInstance(
@@ -227,7 +255,12 @@ def sop_class_of(path: Path, *, limits: HeaderLimits = _DEFAULT_LIMITS) -> str:
 
 
 def _read_instance(
-    elements: FileElements, sop_class: str, file_index: int, limits: HeaderLimits, identify: Identify | None
+    path: Path,
+    elements: FileElements,
+    sop_class: str,
+    file_index: int,
+    limits: HeaderLimits,
+    identify: Identify | None,
 ) -> InstanceHeader:
     _check_readable(elements)
     identifiers = _identifiers(elements, identify)
@@ -236,6 +269,9 @@ def _read_instance(
     planes, plane_flags = read_planes(elements, image.num_frames)
     image_type = values.codes(elements, _IMAGE_TYPE)
     detector = values.decimals(elements, _DETECTOR_SPACING, 2)
+    mosaic = read_mosaic(path, image, planes[0], limits) if "MOSAIC" in image_type else None
+    if mosaic is not None:
+        image, planes, plane_flags = mosaic.image, mosaic.planes, (*plane_flags, "mosaic_unfolded")
     return InstanceHeader(
         file_index=file_index,
         **identifiers,
@@ -269,6 +305,7 @@ def _read_instance(
         study_time=values.code(elements, _STUDY_TIME),
         acquired=_acquired(elements),
         utc_offset=_utc_offset(elements),
+        mosaic=0 if mosaic is None else mosaic.tiles_per_row,
         patient_name=values.text(elements, _NAME),
         birth_date=values.code(elements, _BIRTH_DATE),
         sex=values.code(elements, _SEX),

@@ -2,7 +2,7 @@
 
 An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared
 groups, or (wrongly, but often) at its root; the most specific statement wins. The b-value and direction of a
-classic image tell images at one position apart and go no further: into no dataset, no message. A private
+classic image tell images at one position apart; `acquisition` publishes them. A private
 element counts only where its block has the creator that the vendor documents, so another vendor's element is
 never read.
 
@@ -44,6 +44,8 @@ DIFFUSION_TAGS: Final = frozenset(
     | {*_GE_DIRECTION, *_PHILIPS_DIRECTION}
 )
 """Tags that `read_diffusion` uses."""
+GE_CREATORS: Final = (_GE_NUMBERS, _GE_ACQUISITION)
+"""Tags of the creators of GE's private blocks that hold the diffusion weighting, and their values."""
 
 _GE_OFFSET: Final = 1_000_000_000
 """Newer GE software adds it to the b-value."""
@@ -55,6 +57,11 @@ def read_diffusion(root: Elements) -> tuple[str, str]:
     b_value = values.doubles(root, _B_VALUE) or _private_b_value(root)
     direction = values.doubles(root, _DIRECTION, 3) or _private_direction(root)
     return _text(b_value), _text(direction)
+
+
+def has_standard_direction(root: Elements) -> bool:
+    """Return whether the direction of a classic image is stated by the standard's own attribute."""
+    return _DIRECTION in root.values
 
 
 def _private_b_value(root: Elements) -> tuple[float, ...] | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardflow.format.reasons import PHASE_NAMES, Reason
+from shardflow.packing.sources.dicom.axes import AxisPoint, find_axes
 from shardflow.packing.sources.dicom.dictionary import SECONDARY_CLASSES
 from shardflow.packing.sources.dicom.geometry import (
     Orientation,
@@ -24,8 +25,8 @@ from shardflow.packing.sources.dicom.geometry import (
     normal_of,
     position_tolerance,
 )
-from shardflow.packing.sources.dicom.headers import InstanceHeader
-from shardflow.packing.sources.dicom.planes import MAX_SPACING_MM, PlaneHeader
+from shardflow.packing.sources.dicom.headers import InstanceHeader, SliceRef
+from shardflow.packing.sources.dicom.planes import MAX_SPACING_MM
 
 _ORIENTATION_TOLERANCE = 1e-3
 _MIN_VOLUME_SLICES = 4
@@ -50,30 +51,6 @@ class StackKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SliceRef:
-    """One slice: a frame of an instance."""
-
-    instance: InstanceHeader
-    frame: int
-
-    @property
-    def plane(self) -> PlaneHeader:
-        """Facts of this frame."""
-        return self.instance.plane(self.frame)
-
-    @property
-    def number(self) -> int | None:
-        """Number of the image in reports: *Instance Number*, or the 1-based frame of a multi-frame file."""
-        return self.frame + 1 if self.instance.image.num_frames > 1 else self.instance.instance_number
-
-    @property
-    def order(self) -> tuple[int, str, int]:
-        """Order where positions do not decide; the last two are unique, so it is always total."""
-        number = self.instance.instance_number
-        return (_MISSING_NUMBER if number is None else number, self.instance.sop_instance_uid, self.frame)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """Slices of one series with one shape, in geometric order: what becomes one series of a sample."""
 
@@ -91,6 +68,8 @@ class Stack:
     geometry: StackGeometry
     flags: tuple[str, ...]
     """Sorted codes of what was odd, of the instances and of the geometry; docs/dicom.md lists them."""
+    axis: AxisPoint | None = None
+    """Its place in a 4-D object; None where it is in none."""
 
     @property
     def frame_of_reference_uid(self) -> str:
@@ -113,18 +92,70 @@ def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
         SliceRef(instance=each, frame=frame) for each in instances for frame in range(each.image.num_frames)
     ]
     orientations = _Orientations(slices)
-    found: list[tuple[list[SliceRef], StackGeometry, set[str]]] = []
+    found: list[_Found] = []
     shapes = _group(slices, lambda each: _shape_key(each, orientations))
     for group in itertools.chain.from_iterable(map(_frames_of_reference, shapes)):
         orientation = orientations.of(group[0])
         if orientation is None:
-            found.append(_order_without_positions(group))
+            found += [_Found(*_order_without_positions(part)) for part in _runs(group)]
         else:
-            for ordered, split_flags in _separate(_along_normal(group, orientation)):
-                found.append((ordered, _geometry(ordered, orientation), split_flags))
-    found.sort(key=lambda each: min(one.order for one in each[0]))
-    return tuple(
-        _stack(index, ordered, geometry, flags) for index, (ordered, geometry, flags) in enumerate(found)
+            found += _volumes(group, orientation, len(found))
+    found.sort(key=lambda each: min(one.order for one in each.ordered))
+    firsts: dict[int, int] = {}
+    for index, each in enumerate(found):
+        if each.point is not None:
+            firsts.setdefault(each.point[0], index)
+    return tuple(_stack(index, each, firsts) for index, each in enumerate(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A stack whose index is not known yet."""
+
+    ordered: list[SliceRef]
+    geometry: StackGeometry
+    flags: set[str]
+    point: tuple[int, AxisPoint] | None = None
+    """Number of its 4-D object in the series, and its place there."""
+
+
+def _volumes(group: list[SliceRef], orientation: Orientation, first_object: int) -> list[_Found]:
+    """Separate parallel slices into stacks, and link those that are points of one 4-D object.
+
+    Args:
+        group: Slices of one shape.
+        orientation: The one that they share.
+        first_object: Number of the first 4-D object; no other group has it or a larger one.
+    """
+    numbered = _along_normal(group, orientation)
+    parts = _separate(numbered)
+    points: list[tuple[int, AxisPoint] | None] = [None] * len(parts)
+    if len(parts) > 1:
+        position = {(one.instance.sop_instance_uid, one.frame): place for place, one in numbered}
+        covered = [
+            tuple(position[one.instance.sop_instance_uid, one.frame] for one in ordered)
+            for ordered, _ in parts
+        ]
+        counts = Counter(covered)
+        whole = max(counts, key=lambda positions: (counts[positions], len(positions), positions))
+        chosen = [at for at, positions in enumerate(covered) if positions == whole]
+        if len(chosen) > 1 and _kind(group) not in (StackKind.LOCALIZER, StackKind.SECONDARY):
+            for at in set(range(len(parts))).difference(chosen):
+                parts[at][1].add("incomplete_volume")
+            for at, (number, point) in zip(chosen, find_axes([parts[at][0] for at in chosen]), strict=True):
+                points[at] = None if point is None else (first_object + number, point)
+    return [
+        _Found(ordered, _geometry(ordered, orientation), flags, point)
+        for (ordered, flags), point in zip(parts, points, strict=True)
+    ]
+
+
+def _runs(group: list[SliceRef]) -> list[list[SliceRef]]:
+    """Split slices without positions: each multi-frame instance is a run of its own, stills stay together."""
+    if _kind(group) is not StackKind.FRAMES:
+        return [group]
+    return _group(
+        group, lambda one: one.instance.sop_instance_uid if one.instance.image.num_frames > 1 else ""
     )
 
 
@@ -272,19 +303,26 @@ def _geometry(ordered: Sequence[SliceRef], orientation: Orientation) -> StackGeo
     )
 
 
-def _stack(index: int, ordered: list[SliceRef], geometry: StackGeometry, flags: set[str]) -> Stack:
+def _stack(index: int, found: _Found, firsts: Mapping[int, int]) -> Stack:
+    ordered, geometry = found.ordered, found.geometry
     first = ordered[0].instance
-    is_mosaic = any("MOSAIC" in one.instance.image_type for one in ordered)
+    kind = _kind(ordered)
     of_instances = {flag for one in ordered for flag in one.instance.flags}
-    more = {"mosaic"} if is_mosaic else set()
+    more = {"mosaic"} if any(map(_is_mosaic, ordered)) else set()
     if any(one.instance.image_type[:1] == ("DERIVED",) for one in ordered):
         more.add("derived")
     if len({one.instance.frame_of_reference_uid for one in ordered}) > 1:
         more.add("frame_of_reference_varies")
+    axis = None
+    if found.point is not None:
+        number, point = found.point
+        axis = replace(point, first=firsts[number])
+    elif kind is StackKind.FRAMES:
+        axis = AxisPoint(name="time", first=index, index=None, num=len(ordered))
     return Stack(
         series_instance_uid=first.series_instance_uid,
         stack_index=index,
-        kind=_kind(ordered, is_mosaic=is_mosaic),
+        kind=kind,
         modality=first.modality,
         rows=first.image.rows,
         columns=first.image.columns,
@@ -292,12 +330,19 @@ def _stack(index: int, ordered: list[SliceRef], geometry: StackGeometry, flags: 
         series_number=first.series_number,
         slices=tuple(ordered),
         geometry=geometry,
-        flags=tuple(sorted(flags | more | of_instances | set(geometry.flags))),
+        flags=tuple(sorted(found.flags | more | of_instances | set(geometry.flags))),
+        axis=axis,
     )
 
 
-def _kind(ordered: Sequence[SliceRef], *, is_mosaic: bool) -> StackKind:
+def _is_mosaic(one: SliceRef) -> bool:
+    """Whether many slices are tiled into the image, and nothing says how to take them apart."""
+    return "MOSAIC" in one.instance.image_type and not one.instance.mosaic
+
+
+def _kind(ordered: Sequence[SliceRef]) -> StackKind:
     first = ordered[0].instance
+    is_mosaic = any(map(_is_mosaic, ordered))
     if first.is_localizer:
         return StackKind.LOCALIZER
     if (

@@ -18,6 +18,7 @@ import itertools
 import os
 import struct
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,6 +253,9 @@ def iter_stored(
             or INVALID_IMAGE_DESCRIPTION.
     """
     image = header.image
+    if header.mosaic:
+        yield from _tiles(path, header, frames, limits)
+        return
     palette = None
     if image.photometric_interpretation == "PALETTE COLOR":
         palette = read_palette(path, limits, is_signed=image.is_signed)
@@ -266,6 +270,19 @@ def iter_stored(
                 yield _to_rgb8(array, image, is_native=header.is_native), name
             else:
                 yield array, name
+
+
+def _tiles(
+    path: Path, header: InstanceHeader, frames: Sequence[int], limits: HeaderLimits
+) -> Iterator[tuple[Array, str]]:
+    """Yield tiles of the one stored image of a mosaic."""
+    image, per_row = header.image, header.mosaic
+    stored = replace(image, rows=image.rows * per_row, columns=image.columns * per_row, num_frames=1)
+    whole = replace(header, image=stored, planes=header.planes[:1], mosaic=0)
+    ((mosaic, name),) = iter_stored(path, whole, [0], limits)
+    for frame in frames:
+        row, column = frame // per_row * image.rows, frame % per_row * image.columns
+        yield np.ascontiguousarray(mosaic[row : row + image.rows, column : column + image.columns]), name
 
 
 @contextlib.contextmanager

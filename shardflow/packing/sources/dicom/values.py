@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import struct
 import sys
 import warnings
 from collections.abc import Iterator
+from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -160,6 +162,32 @@ def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[
         return ()
     order, kind = "<" if elements.is_little_endian else ">", "h" if is_signed else "H"
     return struct.unpack(f"{order}{len(raw) // 2}{kind}", raw)
+
+
+_MOMENT = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(?:(\d\d)(?:(\d\d)(\.\d{1,6})?)?)?(?:[+-]\d{4})?", re.ASCII)
+
+
+def seconds(moment: str) -> float | None:
+    """Return seconds on the clock of a device, from an arbitrary origin; None unless a time of day is stated.
+
+    Args:
+        moment: VR DT, or VR DA followed by VR TM. A zone is not looked at.
+
+    Example:
+        >>> seconds("20240102030405.25") - seconds("20240102"  "030400")
+        5.25
+    """
+    match = _MOMENT.fullmatch(moment)
+    if match is None:
+        return None
+    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups()[:6])
+    try:
+        days = date(year, month, day).toordinal()
+    except ValueError:
+        return None
+    if hour > 23 or minute > 59 or second > 60:
+        return None
+    return days * 86_400 + hour * 3600 + minute * 60 + second + float(match[7] or 0)
 
 
 def short(elements: Elements, tag: int) -> int | None:
