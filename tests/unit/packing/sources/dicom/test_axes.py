@@ -145,9 +145,10 @@ def _wrap(dataset: pydicom.Dataset) -> Any:
     """Mosaic as nibabel reads it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nibabel calls its readers experimental
-        from nibabel.nicom.dicomwrappers import wrapper_from_data
+        from nibabel.nicom import dicomwrappers
 
-        return wrapper_from_data(dataset)
+        read: Any = dicomwrappers.wrapper_from_data
+        return read(dataset)
 
 
 def _inflated(path: Path, folder: Path) -> Path:
