@@ -14,7 +14,7 @@ from shardflow.format.tables import check_table_name
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode
-from shardflow.packing.deid.text_patterns import DateOrder
+from shardflow.packing.deid.text_dates import DateOrder
 
 BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
 UncertainIdentity: TypeAlias = Literal["join", "warn", "stop"]
@@ -144,9 +144,9 @@ def digest_of(path: Path) -> str:
 class DeidConfig:
     """De-identification beyond the allowlist and the surrogates."""
 
-    report_text: ReportTextMode = "scrub"
-    """``scrub``: values of the study's headers and patterns are replaced. ``strict``: words that are on no
-    list too. ``keep``: reports stay unchanged, because they are already de-identified."""
+    report_text: ReportTextMode = "strict"
+    """``strict``: values of the study's headers, patterns, and words that are on no list are replaced.
+    ``scrub``: without the last. ``keep``: reports stay unchanged, because they are already de-identified."""
     date_order: DateOrder = "unknown"
     """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which removes such dates."""
     dates: DatesMode = "days"

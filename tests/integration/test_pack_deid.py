@@ -88,7 +88,7 @@ def test_a_report_is_scrubbed_and_counted(packed: tuple[PackCase, PackSummary, d
     case, _, studies = packed
     meta, fields = _sample(case, studies["head"])
     assert fields["report.txt"] == b"[NAME], [DATE-6]: 8 mm nodule (image 4/12)."
-    assert meta["deidentification"]["report_text"] == {"mode": "scrub", "replaced": {"date": 1, "name": 1}}
+    assert meta["deidentification"]["report_text"] == {"mode": "strict", "replaced": {"date": 1, "name": 1}}
     assert meta["dates"]["mode"] == "days"
     assert isinstance(meta["dates"]["study_day"], int)
 
@@ -136,7 +136,7 @@ def test_the_manifest_and_the_page_say_what_was_done(
         "counts": {"blackout_slices": 1, "face_risk_series": 1, "report_date": 1, "report_name": 1},
         "dates": "MODIFIED",
         "profile_codes": ["113100", "113101", "113105", "113107", "113108"],
-        "report_text": "scrub",
+        "report_text": "strict",
     }
     summary = summarize(manifest, num_reports=1, kept_keywords=(), max_age_years=90)
     assert summary is not None

@@ -18,7 +18,7 @@ from shardflow.errors import ConfigError
 from shardflow.format.keys import canonical_json
 from shardflow.packing.config import ExecutionConfig, IdentityConfig, check_splits
 from shardflow.packing.deid.report_text import ReportTextMode
-from shardflow.packing.deid.text_patterns import DateOrder
+from shardflow.packing.deid.text_dates import DateOrder
 
 
 class LineReason(StrEnum):

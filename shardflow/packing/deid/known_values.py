@@ -19,7 +19,8 @@ from rapidfuzz.distance import OSA
 from rapidfuzz.fuzz import ratio
 
 from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
-from shardflow.packing.deid.text_patterns import MONTHS, Category, Span
+from shardflow.packing.deid.text_dates import MONTHS
+from shardflow.packing.deid.text_patterns import Category, Span
 
 # All attributes of VR PN (PS3.6), at any nesting level.
 _NAMES: Final = tuple(
@@ -93,8 +94,6 @@ _MAX_ABBREVIATION: Final = 2
 """Longest word of a patient identifier that is taken for an abbreviation such as *CT*, not for a name."""
 _LOCAL_DIGITS: Final = 7
 """Digits of a telephone number without country and area code."""
-_MAX_VALUES: Final = 256
-"""Maximum number of values of one kind; a study names a handful of people."""
 
 
 class _Expression(NamedTuple):
@@ -121,9 +120,7 @@ class KnownValues:
                 found.setdefault(keyword, set()).update(str(value).strip() for value in values)
 
         def of(*keywords: str) -> list[str]:
-            return sorted({value for keyword in keywords for value in found.get(keyword, ()) if value})[
-                :_MAX_VALUES
-            ]
+            return sorted({value for keyword in keywords for value in found.get(keyword, ()) if value})
 
         self._lexicon: Lexicon = lexicon()
         names = [_name_parts(name) for name in of(*_NAMES)]
@@ -249,12 +246,21 @@ def _name_parts(name: str) -> list[str]:
 def _id_expression(value: str) -> _Expression:
     """Return the expression of an identifier: up to two signs between characters, any leading zeros."""
     characters = re.sub(r"[\W_]+", "", value)
-    if len(characters) < 4 or not any(map(str.isdigit, characters)):
+    if len(characters) < 4:
+        return _NOTHING
+    if not any(map(str.isdigit, characters)) and not _is_code_of_letters(value):
         return _NOTHING
     stripped = characters.lstrip("0")
     body = stripped if len(stripped) >= 4 else characters
     pattern = r"(?<![^\W_])0*" + r"[\W_]{0,2}".join(map(re.escape, body)) + r"(?![^\W_])"
     return _Expression(pattern, body)
+
+
+def _is_code_of_letters(value: str) -> bool:
+    """Return whether an identifier without a digit is no word: *QXRTLM*, but not *CHEST* or *CT-CHEST*."""
+    words = re.findall(r"[^\W_]+", value)
+    known = lexicon()
+    return " " not in value and not all(known.may_pass(fold(word)) for word in words)
 
 
 def _phone_expression(value: str) -> _Expression:

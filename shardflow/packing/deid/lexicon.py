@@ -3,7 +3,7 @@
 ``words.txt`` holds two kinds of words: common ones (*white*, *may*, *stone*, also when they are somebody's
 name) and eponyms (*Baker* cyst), names that refer to nobody present. ``words_english.txt`` holds many more
 that are nobody's name; only the strict mode accepts them, because a word here may be a name in another
-country.
+country. ``words_abroad.txt`` holds words of reports in German, Spanish and French, and abbreviations.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ class Lexicon(NamedTuple):
     common: frozenset[str]
     eponyms: frozenset[str]
     english: frozenset[str]
+    names: frozenset[str]
+    """Words that are somebody's name beside another name."""
+    german: frozenset[str]
+    romance: frozenset[str]
+    """Spanish and French."""
+    acronyms: frozenset[str]
+    everyday: frozenset[str]
+    """English words that are names too; only in lower case they are none."""
 
     def is_common(self, word: str) -> bool:
         """Return whether a folded word, with or without an ending, is a common one.
@@ -52,7 +60,30 @@ class Lexicon(NamedTuple):
             >>> lexicon().may_pass("hospitalized"), lexicon().may_pass("okafor")
             (True, False)
         """
-        return self.is_known(word) or word in self.english
+        return (
+            self.is_known(word)
+            or word in self.english
+            or word in self.acronyms
+            or self._is_romance(word)
+            or self._is_german(word)
+        )
+
+    def is_name_too(self, word: str) -> bool:
+        """Return whether a folded word is a name too: *stone*, *rose*, an eponym."""
+        return word in self.names or word in self.eponyms
+
+    def _is_romance(self, word: str) -> bool:
+        """Return whether a word is Spanish or French, of any gender and number."""
+        return word in self.romance or any(form in self.romance for form in _romance_forms(word))
+
+    def _is_german(self, word: str) -> bool:
+        """Return whether a word is German, inflected or not, or a compound of German words."""
+        if word in self.german:
+            return True
+        if len(word) < 4:
+            return False
+        stems = [word, *(word.removesuffix(end) for end in _GERMAN_ENDINGS if word.endswith(end))]
+        return any(stem in self.german or _is_compound(stem, self.german) for stem in stems if len(stem) > 3)
 
     def is_medical(self, word: str) -> bool:
         """Return whether a word in lower case has the form of a medical one."""
@@ -77,12 +108,26 @@ def fold(word: str) -> str:
 @cache
 def lexicon() -> Lexicon:
     """Load the shipped lists."""
-    common, _, eponyms = _read("words.txt").partition("# Eponyms")
-    return Lexicon(_words(common), _words(eponyms.partition("\n")[2]), _words(_read("words_english.txt")))
+    common, _, rest = _read("words.txt").partition("# Eponyms")
+    eponyms, _, names = rest.partition("# Names")
+    abroad = {part[:2]: part.partition("\n")[2] for part in _read("words_abroad.txt").split("\n= ")[1:]}
+    german, spanish, french, acronyms, everyday = (
+        frozenset(map(fold, _words(abroad[name]))) for name in ("de", "es", "fr", "ac", "ev")
+    )
+    return Lexicon(
+        common=_words(common),
+        eponyms=_words(eponyms.partition("\n")[2]),
+        english=_words(_read("words_english.txt")),
+        names=_words(names.partition("\n")[2]),
+        german=german,
+        romance=spanish | french,
+        acronyms=acronyms,
+        everyday=everyday,
+    )
 
 
 def _read(name: str) -> str:
-    return (files("shardflow.packing.deid") / name).read_text(encoding="ascii")
+    return (files("shardflow.packing.deid") / name).read_text(encoding="utf-8")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -100,3 +145,81 @@ def _stems(word: str) -> list[str]:
             if suffix in {"ed", "ing"} and stem[-1] == stem[-2]:
                 stems.append(stem[:-1])
     return stems
+
+
+_GERMAN_ENDINGS: Final = (
+    "e",
+    "en",
+    "er",
+    "es",
+    "em",
+    "n",
+    "s",
+    "ern",
+    "ste",
+    "sten",
+    "ter",
+    "ten",
+    "tem",
+    "tes",
+)
+_PREFIXES: Final = frozenset(
+    """
+    ab an auf aus be bei ein ent er fort ge her hin hoch mit nach nicht ober prae pra post re sub
+    supra um un unter ver vor weg wieder zer zu zusammen bi end epi hemi hyper hypo inter intra iso
+    kontra mikro makro mono multi neo non para peri poly retro semi trans tri ultra
+    """.split()  # noqa: SIM905
+)
+_LINKS: Final = ("", "s", "es", "n", "en", "e", "er")
+_MIN_PART: Final = 4
+
+
+def _is_compound(word: str, parts: frozenset[str]) -> bool:
+    """Return whether a German word is made of known parts of at least four letters, and links between them.
+
+    Example:
+        >>> _is_compound("oberlappenrundherd", frozenset({"oberlappen", "rundherd"}))
+        True
+    """
+    if not 7 <= len(word) <= 48:
+        return False
+    ends = {0}
+    for prefix in _PREFIXES:
+        if word.startswith(prefix) and len(word) - len(prefix) >= _MIN_PART:
+            ends.add(len(prefix))
+    for end in range(_MIN_PART, len(word) + 1):
+        for start in [one for one in ends if end - one >= _MIN_PART]:
+            if word[start:end] in parts or word[start:end] in _PREFIXES:
+                ends.update(
+                    end + len(link)
+                    for link in _LINKS
+                    if word.startswith(link, end) and (not link or end + len(link) < len(word))
+                )
+                break
+    return len(word) in ends
+
+
+def _romance_forms(word: str) -> list[str]:
+    """Return the forms that a dictionary may list for a Spanish or French word."""
+    forms = [
+        word.removesuffix(end)
+        for end in ("s", "es", "e", "x", "le", "ne", "les", "nes")
+        if word.endswith(end)
+    ]
+    for end, bases in _GENDERS:
+        if word.endswith(end):
+            forms += [word.removesuffix(end) + base for base in bases]
+    return [form for form in forms if len(form) >= 3]
+
+
+_GENDERS: Final = (
+    ("a", ("o",)),
+    ("as", ("o", "a")),
+    ("os", ("o",)),
+    ("o", ("a",)),
+    ("aux", ("al", "ale")),
+    ("ives", ("if",)),
+    ("ive", ("if",)),
+    ("euses", ("eux",)),
+    ("euse", ("eux",)),
+)

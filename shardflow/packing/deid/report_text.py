@@ -7,32 +7,72 @@ identifier of a form that no pattern describes is missed; docs/deidentification.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Final, Literal, TypeAlias
 
 from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.lexicon import fold, lexicon
+from shardflow.packing.deid.text_abroad import (
+    find_numbers_abroad,
+    find_people_abroad,
+    find_phones_abroad,
+    find_places_abroad,
+)
+from shardflow.packing.deid.text_chinese import (
+    find_chinese_dates,
+    find_chinese_numbers,
+    find_chinese_people,
+    find_chinese_places,
+    is_chinese,
+    latin,
+)
+from shardflow.packing.deid.text_dates import DateOrder, find_ages, find_dates, find_times
 from shardflow.packing.deid.text_patterns import (
     Category,
-    DateOrder,
     Span,
-    find_dates,
+    find_contacts,
+    find_labelled,
     find_numbers,
-    find_patterns,
-    find_times,
+    find_phones,
+    find_places,
     merge,
 )
+from shardflow.packing.deid.text_people import find_people
+from shardflow.packing.deid.unknown_words import find_names_that_are_words, find_unknown_words, find_years
 
 ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
 """``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text is
 not changed."""
 
-_WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
-_YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
+Family: TypeAlias = Callable[[str], Iterable[Span]]
+
+FAMILIES: Final[dict[str, Family]] = {
+    "ages": find_ages,
+    "contacts": find_contacts,
+    "labelled numbers": find_labelled,
+    "labelled numbers abroad": find_numbers_abroad,
+    "people": find_people,
+    "people abroad": find_people_abroad,
+    "names that are words": find_names_that_are_words,
+    "phones": find_phones,
+    "phones abroad": find_phones_abroad,
+    "places": find_places,
+    "places abroad": find_places_abroad,
+}
+"""Families of rules by name; `find_spans` adds dates, times and long numbers, which depend on each other."""
+
+CHINESE_FAMILIES: Final[dict[str, Family]] = {
+    "Chinese dates": find_chinese_dates,
+    "Chinese numbers": find_chinese_numbers,
+    "Chinese people": find_chinese_people,
+    "Chinese places": find_chinese_places,
+}
+"""Families for texts with Chinese characters."""
+
+STRICT_FAMILIES: Final[dict[str, Family]] = {"unknown words": find_unknown_words, "years": find_years}
+"""Families of the strict mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +82,49 @@ class ScrubbedText:
     text: str
     counts: dict[str, int]
     """Number of replacements by category in lower case; sorted."""
+
+
+def find_spans(
+    text: str, known: KnownValues, *, mode: ReportTextMode, order: DateOrder = "unknown"
+) -> list[Span]:
+    """Find text that identifies a person.
+
+    Args:
+        text: Of a report.
+        known: Values of the study's headers.
+        mode: How much is found; nothing with ``keep``.
+        order: How the source writes 03/04/2019.
+
+    Returns:
+        Sorted spans without overlaps. Birth dates have no day.
+    """
+    if mode == "keep":
+        return []
+    births: set[tuple[int, int]] = set()
+    spans: list[Span] = []
+    for span in known.find(text):
+        spans.append(span)
+        if span.category is Category.DATE:
+            births.add((span.start, span.end))
+    plain = latin(text)
+    for find in FAMILIES.values():
+        spans += find(plain)
+    if is_chinese(text):
+        for find in CHINESE_FAMILIES.values():
+            spans += find(text)
+    times = [*find_dates(plain, order), *find_times(plain)]
+    covered = {position for span in times for position in range(span.start, span.end)}
+    spans += times
+    spans += [span for span in find_numbers(plain) if not covered.issuperset(range(span.start, span.end))]
+    if mode == "strict":
+        for find in STRICT_FAMILIES.values():
+            spans += find(plain)
+    return [
+        replace(span, day=None)
+        if any(start < span.end and span.start < end for start, end in births)
+        else span
+        for span in merge(spans, text)
+    ]
 
 
 def scrub(
@@ -68,39 +151,13 @@ def scrub(
     """
     if mode == "keep":
         return ScrubbedText(text=text, counts={})
-    births: set[tuple[int, int]] = set()
-    spans: list[Span] = []
-    for span in known.find(text):
-        spans.append(span)
-        if span.category is Category.DATE:
-            births.add((span.start, span.end))
-    spans += find_patterns(text)
-    times = [*find_dates(text, order), *find_times(text)]
-    covered = {position for span in times for position in range(span.start, span.end)}
-    spans += times
-    spans += [span for span in find_numbers(text) if not covered.issuperset(range(span.start, span.end))]
-    if mode == "strict":
-        spans += _unknown_words(text)
     parts: list[str] = []
     counts: Counter[str] = Counter()
     position = 0
-    for span in merge(spans, text):
-        is_birth = any(start < span.end and span.start < end for start, end in births)
-        placeholder = None if span.day is None or is_birth else date_placeholder(span.day)
+    for span in find_spans(text, known, mode=mode, order=order):
+        placeholder = None if span.day is None else date_placeholder(span.day)
         parts += [text[position : span.start], f"[{placeholder or span.category}]"]
         counts[span.category.lower()] += 1
         position = span.end
     parts.append(text[position:])
     return ScrubbedText(text="".join(parts), counts=dict(sorted(counts.items())))
-
-
-def _unknown_words(text: str) -> Iterator[Span]:
-    """Yield words that are on no list, and years."""
-    known = lexicon()
-    for match in _WORD.finditer(text):
-        word = fold(match[0])
-        if len(word) == 1 or known.may_pass(word) or (match[0].islower() and known.is_medical(word)):
-            continue
-        yield Span(start=match.start(), end=match.end(), category=Category.WORD)
-    for match in _YEAR.finditer(text):
-        yield Span(start=match.start(), end=match.end(), category=Category.DATE)

@@ -1,9 +1,7 @@
-"""Patterns of identifying text: numbers, addresses, names after a title, dates and times.
+"""Patterns of identifying text: numbers, addresses, institutions; and spans, which all finders yield.
 
 Patterns use no known values; `known_values` does. Each one ignores what reports are full of: sizes, series
-and image numbers, levels, sequences, isotopes. A date without a year looks like a fraction, a level or
-a count (*12/15 nodes*, *L4/5*, *image 3/14*): it is a date only if the words around it imply one. The clock
-positions of radiology (*at the 3:00 position*) are not times. A year by itself stays.
+and image numbers, levels, sequences, isotopes.
 """
 
 from __future__ import annotations
@@ -13,9 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
-from shardflow.packing.deid.lexicon import fold, lexicon
+from shardflow.packing.deid.lexicon import fold
+
+UPPER: Final = "A-Z" + "".join(
+    letter for letter in map(chr, range(0xC0, 0x17F)) if letter.isupper() and letter.isalpha()
+)
+"""Capital letters of Latin scripts, for a class of a pattern."""
 
 
 class Category(StrEnum):
@@ -102,11 +105,21 @@ _LABELLED: Final = re.compile(
     r"|(?:health\s+)?(?:plan|insurance|policy|member|beneficiary|subscriber)"
     r"\s*(?:id|number|no|#)?|certificate|licen[cs]e(?:\s+plate)?|plate\s*(?:number|no|#)|vin|vehicle"
     r"|serial|s/n|device\s*(?:id|number|no|#)|uid|npi|dea|"
-    r"fingerprint|badge|employee|passport|job|dictation|transcription|document|report\s*(?:id|number|no|#)"
+    r"fingerprint(?:\s+template)?|voice\s?print|retina(?:\s+scan)?|iris(?:\s+scan)?|biometric|badge|employee|passport|job|dictation"
+    r"|transcription|document|report\s*(?:id|number|no|#)|hospital\s+(?:number|no)|unit\s+(?:number|no)|mr\s?#|invoice|medicare|medicaid"
+    r"|npi|dea|sn(?=\s\S*\d{3})|photo(?:graph)?|picture|image\s+file"
     r"|id)\s*"
     r"(?:id|identifier|number|numbers|num|no|nr|plate|code"
     r"|record)?[\s.:#=-]{0,4}(?:is\s+)?(?P<id>(?=[\w-]*\d)[A-Za-z0-9](?:[A-Za-z0-9]"
     r"|[-/.](?=[A-Za-z0-9])){2,})",
+    re.IGNORECASE,
+)
+_LETTERS_ONLY: Final = re.compile(
+    r"\b(?i:acc(?:ession|\.)?(?:\s*(?:number|no|num|id)\b\.?)?\s*[:#]+|accession\s+(?:number|no|id)\.?:?)\s*(?P<id>[A-Z]{4,16})\b"
+)
+"""An accession number without a digit, in capitals after its label."""
+_FILE: Final = re.compile(
+    r"(?<![\w/-])(?=[\w-]{0,60}\d)[\w-]{1,64}\.(?:jpe?g|png|tiff?|bmp|gif|heic|dcm|pdf|mp4|mov|docx?)\b",
     re.IGNORECASE,
 )
 _LONG_NUMBER: Final = re.compile(
@@ -137,6 +150,26 @@ _ADDRESS: Final = re.compile(
     r"|\b(?:zip(?:\s?code)?|postal\s+code|plz)\s*:?\s*[A-Z0-9-]{4,10}\b"
     r"|\b\d{5}-\d{4}\b|\b\d{5}\s+[A-Z][a-z]{3,}(?=[\s,.]|$)(?=\s*(?:,|\.|\n|$))",
 )
+_CITY: Final = r"[A-Z][a-z]+(?:[ -][A-Z][a-z]+){0,2}"
+_TOWN: Final = re.compile(
+    r"\b(?:lives?|living|resid(?:es|ing)|resident|born|raised|native|visiting|originally|(?:moved|came|relocated)"
+    rf"(?:\s+[a-z]+){{0,2}})\s+(?:in|of|from|to|at)\s+(?P<town>{_CITY})"
+    r"|(?:Street|St\.?|Avenue|Ave\.?|Road|Rd\.?|Boulevard|Blvd\.?|Lane|Ln\.?|Drive|Parkway|Terrace|Square|Court"
+    rf"|Circle|Way),\s+(?P<after>{_CITY}(?:,?\s+[A-Z]{{2}})?(?:,?\s+\d{{5}}(?:-\d{{4}})?)?)"
+)
+_ABBREVIATION: Final = re.compile(
+    r"\b(?i:(?:imported|transferred|transfer|referred|obtained|stud(?:y|ies)|films?|images?|imaging|scans?|exams?|records?"
+    r"|priors?|CT|MRI?|PET|ultrasound)\s+(?:from|at)|(?:done|performed|acquired|treated|seen|operated|surgery)\s+at)"
+    r"\s+(?:the\s+)?(?P<place>[A-Z]{3,6})\b(?!\s+[A-Z]{3})"
+)
+"""A hospital in capitals, even one that is a word (*CHOP*)."""
+_UNITS: Final = frozenset(
+    """
+    icu micu sicu nicu picu pacu ccu ercp emergency clinic pet mri cta mra the end rest least
+    outside level time home this surgery
+    """.split()  # noqa: SIM905
+)
+"""What is no hospital in that place."""
 _HOSPITAL: Final = re.compile(
     r"\b(?:[A-Z][\w'.&-]+\s+(?:of\s+|and\s+|the\s+|de\s+)*){1,5}(?:Hospital|Clinic|Clinics|Infirmary"
     r"|Medical\s+Cent(?:er|re)|Health\s+(?:System|Cent(?:er|re))|"
@@ -147,80 +180,41 @@ _HOSPITAL: Final = re.compile(
 _HOSPITAL_WORD: Final = re.compile(
     r"the|a|at|from|to|in|outside|our|this|general|community|local|patient|hospital|clinic|and|of"
 )
-_AGE: Final = re.compile(
-    r"\b(?P<age>9\d|1[0-4]\d)(?=\s?-?\s?(?:year|yr|y\.?\s?/?o\b|y\b|jahre)s?)|\b(?:age"
-    r"|aged)\s*:?\s*(?:of\s+)?(?P<other>9\d|1[0-4]\d)\b(?!\s?(?:%|mm|cm))",
-    re.IGNORECASE,
-)
-_PART: Final = r"(?:[^\W\d_a-z][^\W\d_]*(?:['\N{RIGHT SINGLE QUOTATION MARK}-][^\W\d_]+)*)"
-_NAME: Final = rf"(?:{_PART}|(?:van|von|de|der|den|del|della|di|da|la|le|bin|al)\b)(?:\.?[ \t]+|\.)"
-_PEOPLE: Final = rf"(?:{_NAME}){{0,4}}{_PART}"
-_TITLED: Final = re.compile(
-    rf"(?:\b(?:Dr|Drs|DR|DRS|Prof|PROF)\b\.?|\b(?:Mr|Mrs|Ms|MRS)\b\.?"
-    rf"|\b(?:Doctors?|Professor|Miss|Sister|Nurse|Rev\.|Sr\.)(?=\s))[ \t]+"
-    rf"(?P<name>{_PEOPLE}(?:\s*(?:,|and|&|/)\s*(?:Drs?\.?\s+)?{_PEOPLE})?)"
-)
-_LOW_TITLED: Final = re.compile(r"\b[dD]r\.?[ \t]+(?P<name>[a-z]{2,}(?:[ \t]+[a-z]{2,})?)")
-_DEGREED: Final = re.compile(
-    rf"(?P<name>{_PART}(?:(?:\.?[ \t]+|\.[ \t]*|,[ \t]+)(?:{_PART}|van|von|de|der)){{0,3}}\.?),?[ \t]+"
-    r"(?:M\.?D\b\.?|D\.O\.|DO(?=[\s.,;)]|$)|R\.?N\b|PA-C|N\.?P\b|Ph\.?D\b\.?|FRCR|FACR|FRANZCR|MBBS|MBChB"
-    r"|ARNP|CRNP|DNP|RT\(R\)|RPA|RVT|RDMS|LPN|CNP|DDS|DPM)(?![a-z])"
-)
-_SIGNED: Final = re.compile(
-    r"^[ \t]*(?:(?:electronically|digitally)\s+)?(?:signed|dictated|transcribed|interpreted|read|reported"
-    r"|reviewed|approved|verified|"
-    r"finali[sz]ed|authenticated|prepared|edited|performed|ordered|requested|referred"
-    r"|attested)(?:\s+(?:and|&|/)\s*\w+)?(?:\s+electronically)?"
-    r"(?:\s+by|\s*:)[ \t]*:?[ \t]*(?P<name>\S[^\n]{0,120})"
-    r"|^[ \t]*(?:patient(?:'s)?(?:\s+name)?|name|"
-    r"attending(?:\s+(?:physician|radiologist))?|resident|fellow|radiologist|technologist|sonographer|"
-    r"(?:referring|ordering|requesting|primary\s+care)\s+(?:physician|provider|doctor|clinician|md)|"
-    r"physician|provider|transcriptionist|operator|dictator|cc|signature|address|employer|next\s+of\s+kin"
-    r"|guardian|institution|"
-    r"hospital|facility)[ \t]*:[ \t]*(?P<other>\S[^\n]{0,120})",
-    re.IGNORECASE | re.MULTILINE,
-)
-_AGENT: Final = re.compile(
-    r"\b(?:discussed|communicated|reported|conveyed|relayed|notified|paged|called|telephoned|spoke|spoken"
-    r"|telephone|signed|dictated|transcribed|interpreted|reviewed|read|"
-    r"approved|verified|informed|contacted|consulted|ordered|requested|referred|attested|performed"
-    r"|DISCUSSED|COMMUNICATED|REPORTED|CALLED|REVIEWED|SIGNED|DICTATED)\s+(?:directly\s+|verbally\s+"
-    r"|in\s+person\s+|by\s+telephone\s+|by\s+phone\s+|via\s+phone\s+|electronically\s+|BY\s+PHONE\s+)*"
-    rf"(?:(?:with|to|by|from|WITH|TO|BY)\s+)?(?:(?:the\s+)?(?:[a-z]+\s+)?(?:nurse|physician|resident"
-    rf"|attending|radiologist|doctor|team|provider|clinician|surgeon)\s+)?(?P<name>{_PEOPLE})"
-)
-_I_NAME: Final = re.compile(rf"\bI,\s+(?P<name>{_PEOPLE}(?:,\s+(?:M\.?D\.?|D\.?O\.?))?),")
-_NAMED: Final = re.compile(
-    rf"\b(?:named?|patient|Patient|husband|wife|son|daughter|mother|father|brother"
-    rf"|sister),?\s+(?P<name>{_PEOPLE})"
-)
-_LEAD: Final = re.compile(
-    r"i|per|by|with|to|from|and|the|of|via|attending|resident|physician|radiologist|discussed"
-)
-_NO_NAME: Final = re.compile(
-    r"as|was|by|at|with|the|for|via|this|who|on|in|of|to|is|not|our|has|from|status|emergency"
-)
 
 
-def find_patterns(text: str) -> Iterator[Span]:
-    """Find identifying text by its form: addresses, numbers with a label, names after a title."""
-    has_digits = any(map(str.isdigit, text))
+def find_contacts(text: str) -> Iterator[Span]:
+    """Find addresses of the network: e-mail, web pages, hosts."""
     if "@" in text:
-        yield from _spans(_EMAIL, text, Category.EMAIL)
-    yield from _spans(_URL, text, Category.URL)
-    if has_digits:
-        yield from _spans(_PHONE, text, Category.PHONE, "number")
-        yield from _spans(_SSN, text, Category.ID)
-        yield from _spans(_LABELLED, text, Category.ID, "id")
-        yield from _spans(_ADDRESS, text, Category.PLACE)
-        yield from _spans(_AGE, text, Category.AGE, "age", "other")
+        yield from spans_of(_EMAIL, text, Category.EMAIL)
+    yield from spans_of(_URL, text, Category.URL)
+
+
+def find_phones(text: str) -> Iterator[Span]:
+    """Find telephone, fax and pager numbers."""
+    yield from spans_of(_PHONE, text, Category.PHONE, "number")
+
+
+def find_labelled(text: str) -> Iterator[Span]:
+    """Find numbers after a label such as *MRN*, social security numbers, and names of image files."""
+    yield from spans_of(_SSN, text, Category.ID)
+    yield from spans_of(_LABELLED, text, Category.ID, "id")
+    yield from spans_of(_LETTERS_ONLY, text, Category.ID, "id")
+    yield from spans_of(_FILE, text, Category.ID)
+
+
+def find_places(text: str) -> Iterator[Span]:
+    """Find postal addresses, hospitals, and towns that somebody lives in."""
+    yield from spans_of(_ADDRESS, text, Category.PLACE)
+    yield from spans_of(_TOWN, text, Category.PLACE, "town", "after")
+    for match in _ABBREVIATION.finditer(text):
+        if match["place"].lower() not in _UNITS:
+            yield Span(start=match.start("place"), end=match.end("place"), category=Category.PLACE)
     yield from _hospitals(text)
-    yield from _people(text)
 
 
 def find_numbers(text: str) -> Iterator[Span]:
     """Find long numbers and codes without a label; a date may look like one."""
-    yield from _spans(_LONG_NUMBER, text, Category.ID)
+    yield from spans_of(_LONG_NUMBER, text, Category.ID)
     for match in _CODE.finditer(text):
         token = match[0].rstrip("-")
         if sum(map(str.isdigit, token)) < _MIN_CODE_DIGITS or not any(map(str.isalpha, token)):
@@ -229,7 +223,7 @@ def find_numbers(text: str) -> Iterator[Span]:
             yield Span(start=match.start(), end=match.end(), category=Category.ID)
 
 
-def _spans(pattern: re.Pattern[str], text: str, category: Category, *groups: str) -> Iterator[Span]:
+def spans_of(pattern: re.Pattern[str], text: str, category: Category, *groups: str) -> Iterator[Span]:
     """Yield the span of each match: of the given group that matched, or of the whole match."""
     for match in pattern.finditer(text):
         group: int | str = next((name for name in groups if match[name] is not None), 0)
@@ -245,223 +239,3 @@ def _hospitals(text: str) -> Iterator[Span]:
             start += skipped.end()
         if any(not _HOSPITAL_WORD.fullmatch(word) for word in words[:-1]):
             yield Span(start=start, end=match.end(), category=Category.PLACE)
-
-
-def _people(text: str) -> Iterator[Span]:
-    """Find names that a title, a degree or a verb announces."""
-    for pattern in (_TITLED, _I_NAME):
-        yield from _spans(pattern, text, Category.NAME, "name")
-    for match in _LOW_TITLED.finditer(text):
-        first, *rest = match["name"].split()
-        if not _NO_NAME.fullmatch(fold(first)):
-            known = lexicon()
-            end = match.end() if rest and not known.is_known(rest[0]) else match.start("name") + len(first)
-            yield Span(start=match.start("name"), end=end, category=Category.NAME)
-    for match in _DEGREED.finditer(text):
-        yield from _trimmed(match["name"], match.start("name"), keep_one=True)
-    for match in _SIGNED.finditer(text):
-        group = "name" if match["name"] is not None else "other"
-        if not _is_prose(match[group]):
-            end = match.start(group) + len(match[group].rstrip(" \t.\r"))
-            yield Span(start=match.start(group), end=end, category=Category.NAME)
-    for pattern in (_AGENT, _NAMED):
-        for match in pattern.finditer(text):
-            yield from _trimmed(match["name"], match.start("name"), keep_one=False)
-
-
-def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:
-    """Yield the part of a run of capitalized words that can be a name, without common words around it."""
-    known = lexicon()
-    words = list(re.finditer(r"[^\W\d_]+(?:['-][^\W\d_]+)*", name))
-    is_word = [
-        (known.is_common(fold(word[0])) and len(word[0]) > 1)
-        or (len(word[0]) <= 3 and not keep_one and word[0].isupper())
-        for word in words
-    ]
-    if keep_one:
-        # Text before a degree is a name even if it is also a word: only leading words are removed.
-        while len(words) > 1 and (_LEAD.fullmatch(fold(words[0][0])) or words[0][0].endswith("ed")):
-            del words[0], is_word[0]
-    else:
-        while words and is_word[0]:
-            del words[0], is_word[0]
-        while words and is_word[-1]:
-            del words[-1], is_word[-1]
-    if words:
-        yield Span(start=start + words[0].start(), end=start + words[-1].end(), category=Category.NAME)
-
-
-def _is_prose(line: str) -> bool:
-    """Return whether the text after a label is a sentence about the body rather than a name."""
-    words = re.findall(r"[^\W\d_]+", line)
-    known = lexicon()
-    return len(words) >= 2 and all(known.is_common(fold(word)) for word in words)
-
-
-DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
-"""Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
-
-MONTHS: Final = """
-    january february march april may june july august september october november december
-    """.split()  # noqa: SIM905
-_MONTH_NUMBERS: Final = {month[:3]: number for number, month in enumerate(MONTHS, start=1)}
-_MONTH: Final = (
-    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
-    r"oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"
-)
-_MONTHS_ABROAD: Final = """
-    enero febrero marzo abril mayo junio julio agosto septiembre setiembre octubre noviembre diciembre
-    januar j\xe4nner februar feber m\xe4rz maerz april mai juni juli august september oktober november
-    dezember
-    janvier f\xe9vrier fevrier mars avril juin juillet ao\xfbt aout septembre octobre novembre d\xe9cembre
-    decembre
-    gennaio febbraio aprile maggio giugno luglio settembre ottobre dicembre
-    janeiro fevereiro mar\xe7o maio junho julho setembro outubro novembro dezembro
-    """.split()  # noqa: SIM905
-"""Spanish, German, French, Italian, Portuguese; English ones too, for days that are written as 12. April."""
-_MONTH_ABROAD: Final = "|".join(_MONTHS_ABROAD)
-_WEEKDAY: Final = r"(?:(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+)?"
-_YEAR: Final = r"(?:19|20)\d\d"
-_NUMERIC: Final = re.compile(
-    rf"(?<![\w.,/-])(?:(?P<y>{_YEAR})(?P<s>[-/.])(?P<m>\d{{1,2}})(?P=s)(?P<d>\d{{1,2}})"
-    rf"|(?P<a>\d{{1,2}})(?P<t>[-/.])(?P<b>\d{{1,2}})(?P=t)(?P<z>{_YEAR}|'?\d\d)"
-    rf"|(?P<c>{_YEAR}[01]\d[0-3]\d))(?=T\d|[^\w/-]|$|_)(?!\.\d)(?!-\d)"
-)
-_WRITTEN: Final = re.compile(
-    rf"(?<![\w/]){_WEEKDAY}(?:(?P<m1>{_MONTH})[\s-]{{0,2}}(?P<d1>\d{{1,2}})(?:st|nd|rd"
-    rf"|th)?(?:\s*,?[\s-]*(?P<y1>{_YEAR}|'\d\d))?"
-    rf"|(?P<d2>\d{{1,2}})(?:st|nd|rd|th)?[\s-]*(?:of\s+)?(?P<m2>{_MONTH})(?:[\s,-]*(?P<y2>{_YEAR}"
-    rf"|'?\d\d(?!\s?[:\w])))?"
-    rf"|(?P<m3>{_MONTH})[\s,-]*(?:of\s+)?(?P<y3>{_YEAR}|'\d\d))(?![\w/])(?!\.\d)",
-    re.IGNORECASE,
-)
-_MONTH_AFTER: Final = re.compile(
-    r"\b(?:in|since|from|until|till|last|of|during|early|late|mid|through)[\s-]+(?P<month>"
-    r"January|February|March|April|May|June|July|August|September|October|November|December)\b(?!\s+(?:be"
-    r"|have|represent))"
-)
-_WRITTEN_ABROAD: Final = re.compile(
-    rf"(?<![\w/])(?:(?:[12]\d|3[01]|0?[1-9])(?:\.|er|\xba)?\s*(?:de\s+)?(?:{_MONTH_ABROAD})\b(?:\s+(?:del?\s+)?{_YEAR})?"
-    rf"|(?:{_MONTH_ABROAD})\s+(?:del?\s+)?{_YEAR}"
-    rf"|(?<=\b(?:en|em|im)\s)(?:{_MONTH_ABROAD})\b"
-    rf"|(?<=\b(?:hasta|desde)\s)(?:{_MONTH_ABROAD})\b)(?!\w)",
-    re.IGNORECASE,
-)
-_PARTIAL: Final = re.compile(
-    r"(?:\b(?:(?:ct|cta|mri?|pet|us|radiographs?|ultrasound|mammogram|films?)(?:\s+of(?:\s+the)?)?"
-    r"(?:\s+[a-z]+){1,2}|on|dated|date|since|from|until|till|through|thru|to|and|of|exam|examination|study"
-    r"|scan|ct|cta|mri|mr|pet|us|cxr|xray|"
-    r"radiograph|radiographs|film|ultrasound|mammogram|prior|previous|comparison|compared|versus|vs|done"
-    r"|performed|seen|as of|"
-    r"admitted|discharged|surgery|am|pm)[\s:,.]+(?:the\s+)?)(?P<date>(?P<a>\d{1,2})(?P<s>[/-])(?P<b>\d{1,2}))"
-    r"(?![\w/%-])(?!\.\d)(?!\s*(?:lymph|nodes?|cm\b|mm\b|images?|slices?|levels?|strength|vertebra|disc"
-    r"|disk|series|"
-    r"hours|hrs|weeks?|days?|months?|years?|minutes?|patients?|lesions?|nodules?|ribs?|points?|cases?"
-    r"|lobes?|segments?|"
-    r"of\b|in(?:terspace|tensity)|score|systolic|diastolic|murmur|grade))",
-    re.IGNORECASE,
-)
-_RATIO_CONTEXT: Final = re.compile(
-    r"\b(?:image|images|series|slice|slices|grade|level|levels|ratio|score|stage|zone|about)\s+\S*$",
-    re.IGNORECASE,
-)
-_RANGE_CONTEXT: Final = re.compile(r"\b(?:from|of|to|and)[\s:,.]+$", re.IGNORECASE)
-_TIME: Final = re.compile(
-    r"(?<![\w:.])(?:(?:[01]?\d|2[0-3])(?::[0-5]\d){1,2}(?:\.\d+)?\s*(?:[ap]m\b|[ap]\.m\.|hours\b|hrs\b|h\b"
-    r"|(?:E|C|M|P)[SD]T\b|UTC\b|Z\b)"
-    r"|(?:[01]?\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?"
-    r"|(?:1[0-2]|0?[1-9])\s?(?:[ap]m\b|[ap]\.m\.)"
-    r"|(?:[01]\d|2[0-3])[0-5]\d\s?(?:hours|hrs|h)\b)",
-    re.IGNORECASE,
-)
-_ISO_TIME: Final = re.compile(r"(?<=\d)T\d\d:?\d\d(?::?\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\b")
-_BARE_TIME: Final = re.compile(
-    r"(?:\b(?:at|by|time|around|approximately|until|from|to|of|hours)[\s:]+|[,;]\s|\]\s?"
-    r"|\d\s)(?P<time>(?:[01]?\d|2[0-3]):[0-5]\d)"
-    r"(?![\w:])(?!\.\d)(?!\s*(?:position|o'?clock|axis|radian|radius|ratio|dilution|\d"
-    r"|,\s*\d+(?:\.\d+)?\s*cm|and\s+\d))",
-    re.IGNORECASE,
-)
-
-
-def find_dates(text: str, order: DateOrder) -> Iterator[Span]:
-    """Find dates; the span of one that names a single day holds the day."""
-    for match in _NUMERIC.finditer(text):
-        span = _numeric(match, order)
-        if span is not None:
-            yield span
-    for match in _WRITTEN.finditer(text):
-        month = match["m1"] or match["m2"] or match["m3"]
-        is_word = month.lower().rstrip(".") in {"may", "mar", "march"} and month[0].islower()
-        if is_word and not (match["y1"] or match["y2"] or match["y3"]):
-            continue  # "may 2 of them"
-        number = match["d1"] or match["d2"]
-        if number is not None and not 1 <= int(number) <= 31:
-            continue
-        day = None
-        if number is not None and (year := match["y1"] or match["y2"]) is not None:
-            day = _day(_full_year(year), _MONTH_NUMBERS[month[:3].lower()], int(number))
-        yield Span(start=match.start(), end=match.end(), category=Category.DATE, day=day)
-    # Without a day: a birth date is only known in its English forms, and must never become a distance.
-    # Searching for the bare words first is much faster than searching for them in context.
-    lowered = text.lower()
-    is_abroad = any(month in lowered for month in _MONTHS_ABROAD)
-    for match in _WRITTEN_ABROAD.finditer(text) if is_abroad else ():
-        yield Span(start=match.start(), end=match.end(), category=Category.DATE)
-    for match in _MONTH_AFTER.finditer(text):
-        yield Span(start=match.start("month"), end=match.end("month"), category=Category.DATE)
-    for match in _PARTIAL.finditer(text):
-        first, second = int(match["a"]), int(match["b"])
-        is_day = (1 <= first <= 12 and 1 <= second <= 31) or (1 <= second <= 12 and 1 <= first <= 31)
-        if not is_day or _RATIO_CONTEXT.search(text[max(0, match.start("date") - 24) : match.start("date")]):
-            continue
-        if match["s"] == "-" and _RANGE_CONTEXT.search(text[match.start() : match.start("date")]):
-            continue
-        yield Span(start=match.start("date"), end=match.end("date"), category=Category.DATE)
-
-
-def find_times(text: str) -> Iterator[Span]:
-    """Find times of day."""
-    if ":" not in text and "m" not in text.lower() and "h" not in text:
-        return
-    for pattern in (_TIME, _ISO_TIME):
-        for match in pattern.finditer(text):
-            yield Span(start=match.start(), end=match.end(), category=Category.TIME)
-    for match in _BARE_TIME.finditer(text):
-        yield Span(start=match.start("time"), end=match.end("time"), category=Category.TIME)
-
-
-def _numeric(match: re.Match[str], order: DateOrder) -> Span | None:
-    """Return the span of three numbers that form a date; None if they are something else."""
-
-    def span(day: date | None) -> Span:
-        return Span(start=match.start(), end=match.end(), category=Category.DATE, day=day)
-
-    if match["c"] is not None:
-        return span(_day(int(match["c"][:4]), int(match["c"][4:6]), int(match["c"][6:])))
-    if match["y"] is not None:
-        month, number = int(match["m"]), int(match["d"])
-        return span(_day(int(match["y"]), month, number)) if max(month, number) <= 31 else None
-    first, second, year = int(match["a"]), int(match["b"]), _full_year(match["z"])
-    if not (0 < first <= 31 and 0 < second <= 31 and min(first, second) <= 12):
-        return None
-    if match["t"] == "." and len(match["z"]) == 2 and first <= 12 and second <= 12 and len(match["a"]) == 1:
-        return None  # 3.1.12 numbers a paragraph
-    if first > 12 or (order == "dmy" and second <= 12):
-        return span(_day(year, second, first))
-    if second > 12 or order == "mdy" or first == second:
-        return span(_day(year, first, second))
-    return span(None)
-
-
-def _full_year(text: str) -> int:
-    """Return the year in four digits; two digits refer to the hundred years up to 2039."""
-    number = int(text.lstrip("'"))
-    return number if number > 99 else number + (2000 if number < 40 else 1900)
-
-
-def _day(year: int, month: int, number: int) -> date | None:
-    try:
-        return date(year, month, number)
-    except ValueError:
-        return None

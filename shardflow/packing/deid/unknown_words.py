@@ -1,0 +1,159 @@
+"""The strict mode: words that are on no list, and names that are words beside them.
+
+A word in lower case passes in Spanish, German and French, whose names have capitals; in English, where lists
+are long, it must be known. A capital in the middle of a Spanish or French sentence is a name unless it is an
+eponym. Chinese has neither spaces nor capitals: `text_chinese` finds its names by context alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
+from shardflow.packing.deid.text_patterns import Category, Span
+
+_WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
+_YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
+_FUNCTION_WORDS: Final = {
+    "de": frozenset(
+        """
+        der die das den dem des ein eine einen einem einer und mit ohne bei von vom zum zur im ist
+        wurde kein keine nicht durch auf aus fur sich seit nach unter am jahre
+        """.split()  # noqa: SIM905
+    ),
+    "romance": frozenset(
+        """
+        el la los las un una del al con sin por para se su y de en le les une des du au aux et par
+        pour sur dans avec sans est son sa ce a ans anos pas d l n no
+        """.split()  # noqa: SIM905
+    ),
+    "en": frozenset(
+        """
+        the of and with without is are was were to for from by at no not this that there has have
+        been or on an it as
+        """.split()  # noqa: SIM905
+    ),
+}
+_START: Final = re.compile(
+    r"(?:^|[.:;!?\n\r\])]|[-*\N{BULLET}]|\d[.)])[\s\"'(*\N{INVERTED QUESTION MARK}-]*$"
+)
+_ELISION: Final = re.compile(r"(?:[dljnsmtc]|qu)['\N{RIGHT SINGLE QUOTATION MARK}]", re.IGNORECASE)
+_BETWEEN: Final = re.compile(r"[ \t]|-|,[ \t]|[ \t][A-Z]\.?[ \t]")
+_TITLES: Final = frozenset(
+    """
+    dr dra drs sr sra srta don dona prof pr me mr mme mlle mm monsieur madame docteur seguridad social
+    """.split()  # noqa: SIM905
+)
+
+
+def find_unknown_words(text: str) -> Iterator[Span]:
+    """Find words that are on no list, and years.
+
+    Args:
+        text: Without Chinese characters; see `shardflow.packing.deid.text_chinese.latin`.
+    """
+    known = lexicon()
+    words = [(match.start(), match.end()) for match in _WORD.finditer(text)]
+    language = _language([fold(text[start:end]) for start, end in words], known)
+    unknown: list[bool] = []
+    for start, end in words:
+        elided = _ELISION.match(text, start, end)
+        start = elided.end() if elided is not None and language == "romance" else start
+        unknown.append(_is_unknown(text, start, end, known, language))
+    _add_neighbors(text, words, unknown, known)
+    for (start, end), is_unknown in zip(words, unknown, strict=True):
+        if is_unknown:
+            elided = _ELISION.match(text, start, end) if language == "romance" else None
+            yield Span(start=start if elided is None else elided.end(), end=end, category=Category.WORD)
+
+
+def find_years(text: str) -> Iterator[Span]:
+    """Find years by themselves."""
+    for match in _YEAR.finditer(text):
+        yield Span(start=match.start(), end=match.end(), category=Category.DATE)
+
+
+def find_names_that_are_words(text: str) -> Iterator[Span]:
+    """Find pairs of capitalized words that are names too: *Rose White*."""
+    known = lexicon()
+    for match in _PAIR.finditer(text):
+        first, second = fold(match["first"]), fold(match["second"])
+        if first in known.names and known.is_name_too(second) and not _HEAD.match(text, match.end()):
+            yield Span(start=match.start(), end=match.end(), category=Category.NAME)
+
+
+_PAIR: Final = re.compile(
+    r"\b(?P<first>[A-Z][a-z]{1,11}),?[ \t](?:[A-Z]\.?[ \t])?(?P<second>[A-Z][a-z]{2,11})\b"
+)
+_HEAD: Final = re.compile(
+    r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule|catheter"
+    r"|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
+    r"|grade|Hospital|Clinic|Street|Road)s?\b",
+    re.IGNORECASE,
+)
+
+
+def _language(words: list[str], known: Lexicon) -> str:
+    """Return the language of a text by its words: ``de``, ``romance`` or ``en``."""
+    counts = dict.fromkeys(("en", "de", "romance"), 0)
+    for word in words:
+        for name, listed in _FUNCTION_WORDS.items():
+            counts[name] += 2 * (word in listed)
+        if len(word) > 3 and not (known.is_common(word) or word in known.english):
+            counts["de"] += word in known.german
+            counts["romance"] += word in known.romance
+    best = max(counts, key=lambda name: (counts[name], name == "en"))
+    return best if counts[best] else "en"
+
+
+def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) -> bool:
+    written = text[start:end]
+    word = fold(written)
+    if len(word) == 1:
+        return False
+    if written.islower():
+        return not (
+            language != "en" or word in known.everyday or known.may_pass(word) or known.is_medical(word)
+        )
+    if word in known.eponyms and word in known.names and not _is_eponym_here(text, start, end, known):
+        return True
+    is_title = written[0].isupper() and not written.isupper()
+    if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
+        is_term = word in known.eponyms or word in known.acronyms or word in _TITLES
+        return not (is_term or text[end : end + 2].strip()[:1] == ":")
+    return not known.may_pass(word)
+
+
+def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:
+    """Return whether a name is part of a term: *Smith fracture*, *circle of Willis*, *Hill-Sachs*."""
+    if _HEAD.match(text, end) or text[max(0, start - 3) : start] == "of " or text[start:end].isupper():
+        return True
+    beside = _BESIDE.match(text, end), _BESIDE_BEFORE.search(text, max(0, start - 24), start)
+    return any(match is not None and fold(match[1]) in known.eponyms for match in beside)
+
+
+_BESIDE: Final = re.compile(r"(?:-|[ ])(?:and[ ])?([A-Z][a-z]+)")
+_BESIDE_BEFORE: Final = re.compile(r"([A-Z][a-z]+)(?:-|[ ])(?:and[ ])?$")
+
+
+def _add_neighbors(text: str, words: list[tuple[int, int]], unknown: list[bool], known: Lexicon) -> None:
+    """Extend unknown capitalized words over neighbors that are names too."""
+    for order in (range(1, len(words)), range(len(words) - 2, -1, -1)):
+        step = 1 if order.step > 0 else -1
+        for at in order:
+            near = at - step
+            if unknown[at] or not unknown[near]:
+                continue
+            (start, end), (near_start, near_end) = words[at], words[near]
+            written, beside = text[start:end], text[near_start:near_end]
+            gap = text[near_end:start] if near < at else text[end:near_start]
+            if (
+                written[0].isupper()
+                and beside[0].isupper()
+                and _BETWEEN.fullmatch(gap)
+                and known.is_name_too(fold(written))
+                and not _HEAD.match(text, end)
+            ):
+                unknown[at] = True
