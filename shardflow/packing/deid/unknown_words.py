@@ -88,8 +88,8 @@ _PAIR: Final = re.compile(
     r"\b(?P<first>[A-Z][a-z]{1,11}),?[ \t](?:[A-Z]\.?[ \t])?(?P<second>[A-Z][a-z]{2,11})\b"
 )
 _HEAD: Final = re.compile(
-    r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule|catheter"
-    r"|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
+    r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule"
+    r"|catheter|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
     r"|grade|Hospital|Clinic|Street|Road)s?\b",
     re.IGNORECASE,
 )
