@@ -40,7 +40,9 @@ tables, except those that a loader.lock.json below DIR names.
 
 With --facts instead of FILE, writes the tables of facts from study.json, which fields of images and
 expressions need: one row per series (role, geometry, codec, flags) and one per study (age, sex, body part,
-day, the person's earlier study). Packing writes both. A job that was stopped resumes where it was.
+day, the person's earlier study). Packing writes both. A job that was stopped resumes where it was. What the
+study.json of an earlier version lacks is read again from the headers of the DICOM files that were packed,
+with --source DIR and --private-dir.
 """
 EXAMPLES = """\
 examples:
@@ -49,6 +51,7 @@ examples:
   shardflow attach my-dataset --name chexpert --remove
   shardflow attach my-dataset --delete-old --runs /scratch/runs
   shardflow attach my-dataset --facts
+  shardflow attach my-dataset --facts --source dicom --private-dir private
 """
 _KEYS = (
     "study_instance_uid",
@@ -99,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="with --delete-old: folder of runs that must be able to resume, or none; may be repeated",
     )
+    parser.add_argument(
+        "--source", metavar="DIR", type=Path, help="with --facts: the packed DICOM files, to read headers of"
+    )
     add_threads(parser, "shards read at once")
     add_json(parser)
 
@@ -110,6 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "attach needs one of a file, --facts, --remove and --delete-old; write: shardflow attach DATASET "
             "FILE --name NAME --on KEY"
+        )
+    if arguments.source is not None and not (arguments.facts and arguments.private_dir):
+        raise ConfigError(
+            "--source reads facts from headers, which the private folder finds the samples of; write: "
+            "shardflow attach DATASET --facts --source DIR --private-dir DIR"
         )
     dataset = open_dataset(arguments.dataset)
     if arguments.facts:
@@ -254,11 +265,23 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
 def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
     from shardflow.format.facts import attach_facts
 
+    source = None
+    if arguments.source is not None:
+        from shardflow.packing.tables.keys import PrivateFolder
+        from shardflow.packing.tables.source_facts import SourceFacts
+
+        attach_facts(dataset, num_threads=arguments.threads)  # where it has none yet
+        private = PrivateFolder(path=arguments.private_dir, key_file=arguments.key)
+        source = SourceFacts(dataset, arguments.source, private)
     with step_progress("shards") as on_shard:
-        done = attach_facts(dataset, num_threads=arguments.threads, on_shard=on_shard)
+        complete = None if source is None else source.complete
+        done = attach_facts(dataset, num_threads=arguments.threads, on_shard=on_shard, complete=complete)
+    read = {} if source is None else {"source_files": source.num_files, "source_images": source.num_images}
     if arguments.json:
-        write_json(asdict(done))
+        write_json({**asdict(done), **read})
         return
+    if source is not None:
+        show_lines([f"{counted(source.num_files, 'header')} read, {source.num_images:,} of its images"])
     kept = f", {counted(done.num_shards_kept, 'shard')} known before" if done.num_shards_kept else ""
     roles = ", ".join(f"{count:,} {role}" for role, count in sorted(done.roles.items()))
     show_lines(

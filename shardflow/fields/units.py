@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.catalog import TableSelection
 from shardflow.fields.types.pixel_field import DEFAULT_SERIES
-from shardflow.fields.where import SeriesWhere, attached_tables
+from shardflow.fields.where import SeriesWhere
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.manifest import Manifest
 from shardflow.format.series import open_series
 from shardflow.format.tables import AttachedTables
-from shardflow.format.units import ChosenSeries, DerivedUnit, UnitTable, check_unit
+from shardflow.format.units import DerivedUnit, UnitTable, check_unit
 from shardflow.storage import ByteStore
 
 _LOGGER = logging.getLogger(__name__)
@@ -64,20 +63,17 @@ class UnitDataset(Dataset):
         super().__init__(store, manifest, tables)
         self.unit, self.where = unit, where
         table, _ = open_series(self)
-        chosen_by = SeriesWhere(self, DEFAULT_SERIES if where is None else where)
-        self.where_tables = attached_tables(self, chosen_by.expression)
-        found = TableSelection(table, chosen_by.expression, chosen_by.columns)
-        rows = np.flatnonzero(found.selected_images)
-        if not len(rows):
+        chosen_by = SeriesWhere(self, DEFAULT_SERIES if where is None else where, unit)
+        self.where_tables = chosen_by.tables
+        chosen, self.num_series_missing = chosen_by.choose()
+        if not len(chosen.rows):
             raise ConfigError(
                 f"where={where!r} selects no series with images; of {table.num_series:,} series "
-                f"{found.num_missing:,} lack a value. `shardflow columns DATASET` lists values."
+                f"{self.num_series_missing:,} lack a value. `shardflow columns DATASET` lists values."
             )
-        chosen = ChosenSeries(rows, found.selected_images[rows], found.image_ids)
         self.samples = UnitTable(self.studies, table, unit, chosen)
         self.dataset_id = self.samples.digest(manifest.dataset_id)
-        self.num_series_left_out = table.num_series - len(rows)
-        self.num_series_missing = found.num_missing
+        self.num_series_left_out = table.num_series - len(chosen.rows)
 
     @classmethod
     def beside(cls, dataset: Dataset, unit: DerivedUnit, where: str | None = None) -> UnitDataset:

@@ -2,7 +2,8 @@
 
 Columns are facts of studies (``facts.age_years``), attached tables (``chexpert.pneumonia``) and, under
 ``any()`` and ``all()``, facts of series (``series.role``); rows of series and images name those of their
-series directly. Of a series whose images differ in role, each image counts.
+series directly. Of a series whose images differ in role, each image counts, as does
+every image where a column has values of images.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
+from shardflow.fields.catalog import TableSelection
 from shardflow.format import Dataset
-from shardflow.format.columns import SERIES_PREFIX, ColumnValues, open_columns
+from shardflow.format.columns import SERIES_PREFIX, Columns, ColumnValues, image_starts, open_columns
 from shardflow.format.entities import ASSERTIONS, RADGRAPH, EntityTable
 from shardflow.format.series import SeriesTable, open_series
+from shardflow.format.units import ChosenSeries, DerivedUnit
 from shardflow.sampling.expressions import (
     Expression,
     ExpressionColumn,
@@ -97,8 +100,8 @@ class Where:
     def __init__(self, dataset: Dataset, text: str) -> None:
         self._dataset, self._columns = dataset, open_columns(dataset)
         self._own = _own_columns(dataset)
-        of_unit = {unit: [name for name, one in self._columns.items() if one.unit == unit] for unit in _UNITS}
-        self._expression = parse_where(text, [*self._own, *of_unit["study"]], of_unit["series"])
+        of_study = [name for name, one in self._columns.items() if one.unit == "study"]
+        self._expression = parse_where(text, [*self._own, *of_study], self._columns.keys() - of_study)
         self.tables = attached_tables(dataset, self._expression)
 
     def select(self, start: int, stop: int) -> Selected:
@@ -120,6 +123,10 @@ class Where:
         """Return the series of some rows; of a series of several roles its images."""
         table, _ = open_series(self._dataset)
         series, owners = _spans(table.array("first_series"), self._dataset.study_rows(rows))
+        names = self._expression.series_names
+        if _of_images(self._columns, names):
+            images, own = _spans(image_starts(self._dataset), series)
+            return Members(_image_columns(self._columns, table, names, series, images, own), owners[own])
         _, own = _spans(table.array("first_image"), series)
         images = np.bincount(own, minlength=len(series))
         is_mixed = images > 0
@@ -133,7 +140,36 @@ class Where:
         return Members(columns, np.repeat(owners, repeats))
 
 
-_UNITS: Final = ("study", "series", "image")
+def _of_images(columns: Columns, names: Collection[str]) -> bool:
+    """Whether some of the columns have a value for each image."""
+    return any(columns[name].unit == "image" for name in names)
+
+
+def _image_columns(
+    columns: Columns,
+    table: SeriesTable,
+    names: Collection[str],
+    series: Int64Array,
+    images: Int64Array,
+    own: Int64Array,
+) -> dict[str, ExpressionColumn]:
+    """Return columns of series and images for all images of some series.
+
+    Args:
+        columns: The columns of the dataset.
+        table: The series table.
+        names: Which columns.
+        series: ``(n,)`` rows of the series.
+        images: ``(m,)`` rows of their images, see `image_starts`.
+        own: ``(m,)`` place of each image's series in ``series``.
+    """
+    found: dict[str, ExpressionColumn] = {
+        name: columns.stored(name, images if columns[name].unit == "image" else series[own]) for name in names
+    }
+    is_mixed = np.diff(table.first_image())[series] > 0
+    if _ROLE in found and is_mixed.any():
+        found[_ROLE] = _image_roles(table, series, is_mixed[own], series[own])
+    return found
 
 
 def _image_roles(
@@ -196,26 +232,78 @@ def _own_columns(dataset: Dataset) -> Mapping[str, Callable[[Int64Array], Expres
 class SeriesWhere:
     """Expression over the series of a dataset of studies, for rows that are series or images.
 
-    Columns of series are named directly, those of studies as elsewhere.
+    Columns of series are named directly, those of studies as elsewhere; columns of images directly where rows
+    are images, and under ``any()`` and ``all()`` where they are series.
 
     Args:
         dataset: The dataset.
         text: The expression.
+        unit: What a row is.
+
+    Attributes:
+        tables: Names of the attached tables that it reads.
 
     Raises:
         ConfigError: It is malformed, or names a column that there is not.
     """
 
-    def __init__(self, dataset: Dataset, text: str) -> None:
-        columns, self._table = open_columns(dataset), open_series(dataset)[0]
-        known = {
-            name.removeprefix(SERIES_PREFIX) if one.unit == "series" else name: one
-            for name, one in columns.items()
-            if one.unit != "image"
+    def __init__(self, dataset: Dataset, text: str, unit: DerivedUnit) -> None:
+        self._dataset, self._columns, self._table = dataset, open_columns(dataset), open_series(dataset)[0]
+        self._known = {name.removeprefix(SERIES_PREFIX): name for name in self._columns}
+        of_images = [name for name, one in self._columns.items() if one.unit == "image"]
+        direct = self._known.keys() - ([] if unit == "image" else of_images)
+        self._expression = parse_where(text, direct, of_images if unit == "series" else [])
+        self.tables = attached_tables(dataset, self._expression)
+
+    def choose(self) -> tuple[ChosenSeries, int]:
+        """Return the chosen series and images, and how many rows lack a value that the expression compares.
+
+        Raises:
+            ConfigError: A column is compared with a value of another type.
+        """
+        expression, table = self._expression, self._table
+        _, owners = _spans(table.array("first_series"), np.arange(self._dataset.studies.num_samples))
+        if _of_images(self._columns, [self._known[name] for name in expression.names]):
+            return self._choose_images(owners)
+        columns = {
+            name: self._columns.stored(full, owners if self._columns[full].unit == "study" else None)
+            for name, full in self._named()
         }
-        self.expression = parse_where(text, known)
-        _, owners = _spans(self._table.array("first_series"), np.arange(dataset.studies.num_samples))
-        self.columns = {
-            name: columns.stored(known[name].name, owners if known[name].unit == "study" else None)
-            for name in self.expression.names
+        if not expression.series_names:
+            found = TableSelection(table, expression, columns)
+            rows = np.flatnonzero(found.selected_images)
+            return ChosenSeries(rows, found.selected_images[rows], found.image_ids), found.num_missing
+        every = np.arange(table.num_series)
+        images, own = _spans(image_starts(self._dataset), every)
+        members = Members(
+            _image_columns(self._columns, table, expression.series_names, every, images, own), own
+        )
+        selected = expression.select(columns, table.num_series, members)
+        num_slices = table.array("num_slices").astype(np.int64)
+        rows = np.flatnonzero(selected.rows & (num_slices > 0))
+        return ChosenSeries(rows, num_slices[rows], np.zeros(0, np.int64)), selected.num_missing
+
+    def _named(self) -> list[tuple[str, str]]:
+        return [(name, self._known[name]) for name in self._expression.names]
+
+    def _choose_images(self, owners: Int64Array) -> tuple[ChosenSeries, int]:
+        table, starts = self._table, image_starts(self._dataset)
+        every = np.arange(table.num_series)
+        images, own = _spans(starts, every)
+        of_studies = {one for one in self._columns if self._columns[one].unit == "study"}
+        inside = [full for _, full in self._named() if full not in of_studies]
+        found = _image_columns(self._columns, table, inside, every, images, own)
+        found |= {
+            full: self._columns.stored(full, owners[own]) for _, full in self._named() if full in of_studies
         }
+        columns = {name: found[full] for name, full in self._named()}
+        selected = self._expression.select(columns, len(images))
+        counts = np.bincount(own[selected.rows], minlength=table.num_series)
+        rows = np.flatnonzero(counts)
+        is_mixed = np.diff(table.first_image()) > 0
+        if (counts[rows] == np.diff(starts)[rows])[~is_mixed[rows]].all():
+            # As by an expression over series: the same rows are the same dataset.
+            ids = np.flatnonzero(selected.rows[is_mixed[own]])
+            return ChosenSeries(rows, counts[rows], ids), selected.num_missing
+        ids = np.flatnonzero(selected.rows)
+        return ChosenSeries(rows, counts[rows], ids, starts), selected.num_missing

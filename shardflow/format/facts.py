@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -337,8 +337,16 @@ class AttachedFacts:
     """Number of series of each role."""
 
 
+Complete: TypeAlias = Callable[[int, dict[str, Any]], dict[str, Any]]
+"""Function that adds to a ``study.json`` what it lacks; it gets the row of the samples table beside it."""
+
+
 def attach_facts(
-    dataset: Dataset, *, num_threads: int = 2, on_shard: Callable[[int, int], None] | None = None
+    dataset: Dataset,
+    *,
+    num_threads: int = 2,
+    on_shard: Callable[[int, int], None] | None = None,
+    complete: Complete | None = None,
 ) -> AttachedFacts:
     """Write the tables of facts of a dataset from its ``study.json``; resumable, no shard is touched.
 
@@ -346,6 +354,7 @@ def attach_facts(
         dataset: A dataset in a folder.
         num_threads: Shards read at once.
         on_shard: Called with the number of shards done, and of all shards.
+        complete: Adds facts that ``study.json`` lacks; what earlier jobs found is then made again.
 
     Raises:
         ConfigError: The dataset is not in a local folder, or others wrote its shards.
@@ -361,7 +370,13 @@ def attach_facts(
     root = dataset.store.root
     folder = root / SeriesManifest.folder(dataset.manifest.dataset_id)
     attached = write_facts(
-        dataset, root, parts=folder, keeps_parts=True, num_threads=num_threads, on_shard=on_shard
+        dataset,
+        root,
+        parts=folder,
+        keeps_parts=True,
+        num_threads=num_threads,
+        on_shard=on_shard,
+        complete=complete,
     )
     for path in folder.iterdir():
         if path.name not in (SERIES_NAME, SeriesManifest.file_name):
@@ -377,6 +392,7 @@ def write_facts(
     keeps_parts: bool = False,
     num_threads: int = 2,
     on_shard: Callable[[int, int], None] | None = None,
+    complete: Complete | None = None,
 ) -> AttachedFacts:
     """Write series table and study facts table of a version, which need not be published yet.
 
@@ -390,6 +406,7 @@ def write_facts(
         keeps_parts: Whether to store parts that were read, so that a killed job need not read them again.
         num_threads: Shards read at once.
         on_shard: Called with the number of shards done, and of all shards.
+        complete: Adds to each ``study.json``, which is then read again of every shard.
 
     Raises:
         ShardflowError: A field cannot be read or trusted.
@@ -397,7 +414,7 @@ def write_facts(
     """
     dataset_id, shards = dataset.manifest.dataset_id, dataset.manifest.shards
     spans = list(_shard_spans(dataset))
-    known = _known_facts(root, dataset)
+    known = {} if complete is not None else _known_facts(root, dataset)
     num_kept, found = 0, []
 
     def facts_of(number: int, rows: range) -> tuple[_Facts, NDArray[np.int64], bool]:
@@ -406,6 +423,9 @@ def write_facts(
         samples = None if former is None else former.find(row_in_shard)
         if former is not None and samples is not None:
             return former.facts, samples, True
+        if complete is not None:
+            tables = _encoded([_facts_of_row(dataset, row, complete) for row in rows])
+            return _Facts.of(tables), np.arange(len(rows)), False
         facts, is_kept = _part(dataset, number, rows, parts, keeps_parts=keeps_parts)
         return facts, np.arange(len(rows)), is_kept
 
@@ -540,12 +560,15 @@ def _part(
     return _Facts.of(tables), False
 
 
-def _facts_of_row(dataset: Dataset, row: int) -> tuple[list[SeriesFacts], StudyFacts]:
+def _facts_of_row(
+    dataset: Dataset, row: int, complete: Complete | None = None
+) -> tuple[list[SeriesFacts], StudyFacts]:
     _, fields = dataset.sample_fields(row)
     try:
         study = None
         if any(field.name == STUDY_FIELD for field in fields):
             study = json.loads(dataset.read_fields(row, [STUDY_FIELD])[STUDY_FIELD])
+            study = study if complete is None else complete(row, study)
             if all(one.keys() >= _STORED_FACTS for one in study["series"]):
                 return series_of_study(study), facts_of_study(study)
         # Written by `ShardWriter`, which need not say what the slices themselves do.

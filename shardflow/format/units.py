@@ -40,7 +40,11 @@ class ChosenSeries:
     """``(n,)`` images of each, at least 1."""
     image_ids: Int64Array
     """Numbers of the chosen images among the image roles of the table, ascending: of a series of several
-    roles single images may be chosen, of every other one all are."""
+    roles single images may be chosen, of every other one all are. With ``starts`` numbers of images of any
+    series."""
+    starts: Int64Array | None = None
+    """``(num_series + 1,)`` number of the first image of each series; None where only those of series of
+    several roles have numbers."""
 
 
 class UnitColumn:
@@ -90,7 +94,7 @@ class UnitTable(SamplesTable):
     ) -> None:
         self.unit, self._studies, self._series_table, self._chosen = unit, studies, series, chosen
         self._first_series = series.first_series()
-        self._first_image = series.first_image()
+        self._first_image = series.first_image() if chosen.starts is None else chosen.starts
         # Where the rows of each chosen series begin.
         counts = chosen.num_images if unit == "image" else np.ones(len(chosen.rows), np.int64)
         self._first_row = _starts(counts)
@@ -116,8 +120,11 @@ class UnitTable(SamplesTable):
         for part in parts:
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(part, "<i8").data)
+        numbered = {} if self._chosen.starts is None else {"images": "all"}
         return sha256_hex(
-            canonical_json({"dataset_id": dataset_id, "unit": self.unit, "rows": digest.hexdigest()})
+            canonical_json(
+                {"dataset_id": dataset_id, "unit": self.unit, "rows": digest.hexdigest(), **numbered}
+            )
         )
 
     # ---- places ----------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.registry import read_fields
+from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
 from shardflow.format.columns import num_unit_rows
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.loading import Loader
 from shardflow.loading.blend_file import open_blend
 from shardflow.storage import LocalStore
-from tests.field_cases import make_case_dataset
+from tests.field_cases import CaseSeries, case_series, make_case_dataset, pixels_of
 from tests.integration.loader_support import check_everywhere, number_of, open_loader, slots_of
 
 SPEC = sf.BatchSpec(micro_batch_size=4, micro_batches_per_step=4, tail="mask")
@@ -48,6 +49,98 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     for unit in ("study", "series", "image"):
         attach(made, f"of_{unit}", unit)
     return Dataset.open(made.store.url)
+
+
+def _images(dataset: Dataset) -> dict[tuple[int, int, int], int]:
+    """Return the row in a table of images of each image: study, series, position."""
+    every = [
+        (study, series, image)
+        for study in range(dataset.studies.num_samples)
+        for series, case in enumerate(case_series(study))
+        for image in range(case.shape[0])
+    ]
+    return {place: row for row, place in enumerate(every)}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_chosen"),
+    [
+        ("of_image.score < 4", lambda row, case, image: row < 32),
+        (
+            "of_image.count > 100 and modality == 'CT'",
+            lambda row, case, image: row % 3 != 2 and row > 10 and case.modality == "CT",
+        ),
+        (
+            "of_image.edema or role == 'lateral'",
+            lambda row, case, image: (row % 3 != 2 and row % 2 == 0) or _view(case, image) == "LL",
+        ),
+        ("of_image.score >= 0 and of_study.score < 0.5", lambda row, case, image: None),
+    ],
+)
+def test_where_selects_images_and_series_by_columns_of_images(
+    dataset: Dataset, text: str, is_chosen: Any
+) -> None:
+    rows = _images(dataset)
+    wanted = set()
+    for (study, series, image), row in rows.items():
+        case = case_series(study)[series]
+        chosen = study < 4 if is_chosen(row, case, image) is None else is_chosen(row, case, image)
+        if chosen:
+            wanted.add((study, series, image))
+    assert 0 < len(wanted) < len(rows)
+    fields = {"image": sf.Image(series="series >= 0"), "score": sf.Column("of_image.score")}
+    seen = set()
+    with loader(dataset, fields, unit="image", where=text) as batches:
+        for batch in batches:
+            for slot, one in enumerate(batch.info.units):
+                if one is None:
+                    continue
+                place = (number_of(one.study_key), one.series, one.image)
+                seen.add(place)
+                case = case_series(place[0])[place[1]]
+                assert batch.modalities[slot] == case.modality
+                assert batch["score"][slot] == rows[place] / 8
+                assert np.array_equal(np.squeeze(batch["image"][slot]), pixels_of(*place[:2])[place[2]])
+        found = batches.dataset
+        key = found.samples.sample_key(found.samples.num_samples - 1)
+        assert np.array_equal(found.sample(key, fields)["score"], rows[_place_of(key)] / 8)
+    assert seen == wanted
+    if "of_study" in text or "role" in text:
+        return
+    inside = f"any({text.partition(' and ')[0]})" + "".join(text.partition(" and ")[1:])
+    with loader(dataset, {}, unit="series", where=inside) as batches:
+        series = {(number_of(u.study_key), u.series) for batch in batches for u in batch.info.units if u}
+    assert series == {place[:2] for place in wanted}
+    quoted = text.replace("modality", "series.modality")
+    with loader(dataset, {}, where=f"any({quoted})") as batches:
+        studies = {number_of(key) for batch in batches for key in batch.info.sample_keys if key}
+    assert studies == {place[0] for place in wanted}
+
+
+def _place_of(key: str) -> tuple[int, int, int]:
+    study, _, rest = key.partition("s")
+    series, _, image = rest.partition("i")
+    return number_of(study), int(series), int(image)
+
+
+def _view(case: CaseSeries, image: int) -> str:
+    views = case.images or [case.technical]
+    return str(views[image].get("view_position", "")) if image < len(views) else ""
+
+
+def test_images_chosen_by_columns_have_an_identity_of_their_own(dataset: Dataset) -> None:
+    def digest(where: str) -> str:
+        return open_unit(dataset, "image", where).dataset_id
+
+    assert digest("of_image.score >= 0") == digest("series >= 0")
+    assert digest("of_image.score >= 0 and modality == 'CR'") == digest("modality == 'CR'")
+    parts = [digest(f"of_image.score {sign} 4") for sign in ("<", "<=", ">=")]
+    assert len({*parts, digest("series >= 0")}) == 4
+    assert digest("not of_image.score >= 4") == parts[0]
+    with pytest.raises(ConfigError, match=r"any\(of_image.score"):
+        open_unit(dataset, "series", "of_image.score < 4")
+    with pytest.raises(ConfigError, match="selects no series with images"):
+        open_unit(dataset, "image", "of_image.score < 0")
 
 
 FIELDS: dict[str, sf.Field] = {
