@@ -245,8 +245,10 @@ class _Check:
 
     def _unknown(self, name: str, known: Collection[str]) -> str:
         of_series = name if name in self._series else _SERIES + name
-        if self._is_inside and name in self._known:
-            return f"{name} is not of series; write it outside of any() and all()"
+        own = name.removeprefix(_SERIES)
+        if self._is_inside and own in self._known:
+            what = "series" if own == name else "images, but of the row itself"
+            return f"{own} is not of {what}; write it outside of any() and all()"
         if not self._is_inside and of_series in self._series:
             own = f"facts.{name} of the study, or " if f"facts.{name}" in self._known else ""
             return f"A study has many series; write {own}any({of_series} ...) or all({of_series} ...)"
