@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,7 +186,7 @@ def _image_roles(
     return ColumnValues(codes, codes == code[""], tuple(names))
 
 
-def _spans(starts: NDArray[np.unsignedinteger], chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _spans(starts: NDArray[np.integer[Any]], chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return the positions that chosen spans cover, and the place of each one's span among the chosen."""
     first = starts[chosen].astype(np.int64)
     lengths = starts[chosen + 1].astype(np.int64) - first
