@@ -331,6 +331,10 @@ class FieldSet:
         """Return the entries of a batch for its descriptor."""
         return self._entries
 
+    def describe_names(self) -> list[dict[str, Any]]:
+        """Return the entries of fields whose classes or columns have names, which no transform changes."""
+        return [entry for entry in self._entries if "classes" in entry or "columns" in entry]
+
     def summary(self) -> list[str]:
         """Return a line per field on what it delivers and leaves out, as far as tables know."""
         lines = []

@@ -311,6 +311,7 @@ class MicroBatchTask:
             described = self._source.fields.describe()
         else:
             described = self._store_outputs(self._transforming)
+        named = [] if self._transforming is None else self._source.fields.describe_names()
         return Batch(
             self._buffer,
             {
@@ -322,6 +323,7 @@ class MicroBatchTask:
                 "arrays": self._layout.to_json(),
                 **self._units(),
                 "entries": described,
+                **({"named": named} if named else {}),
                 "keys": None,
                 **({"modalities": self._modalities} if self._source.fields.has_pictures else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],

@@ -76,8 +76,8 @@ class BatchInfo:
     micro_batch: int
     """Number of the micro-batch in its step."""
     classes: Mapping[str, Sequence[str]]
-    """By field the names of its classes, in the order of their numbers; of fields that have classes. Of a
-    field of several columns by ``NAME.COLUMN``."""
+    """By field the names of its classes, in the order of their numbers; of fields that have classes, whatever
+    a transform makes of them. Of a field of several columns by ``NAME.COLUMN``."""
     columns: Mapping[str, Sequence[str]]
     """By field of several columns their names, in order."""
     _batch: Batch = field(repr=False)
@@ -203,7 +203,10 @@ class Batch(Mapping[str, Any]):
 
     @property
     def modalities(self) -> list[str]:
-        """DICOM modality of each slot's primary series, such as ``CT``; empty in padding or if unknown.
+        """DICOM modality of each slot, such as ``CT``; empty in padding or if unknown.
+
+        Where samples are series or images it is that of the series, of studies and findings that of the
+        primary series.
 
         Known where a field delivers images or slices of series; else all are empty.
         """
@@ -224,7 +227,7 @@ class Batch(Mapping[str, Any]):
         """Samples of the batch, and its place in the run."""
         classes: dict[str, tuple[str, ...]] = {}
         columns: dict[str, tuple[str, ...]] = {}
-        for entry in self._descriptor.get("entries") or ():
+        for entry in [*(self._descriptor.get("entries") or ()), *self._descriptor.get("named", ())]:
             if "classes" in entry:
                 classes[entry["name"]] = tuple(entry["classes"])
             if "columns" in entry:

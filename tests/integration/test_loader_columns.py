@@ -324,3 +324,16 @@ def test_components_of_a_blend_share_classes(tmp_path: Path) -> None:
                 found = batch["label"][slot]
                 expected = names[component][number % 3] if number % 3 != 2 else None
                 assert (batch.info.classes["label"][found] if found >= 0 else None) == expected
+
+
+def _renamed(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"target": sample["label"], "both": sample["numbers"]}
+
+
+@pytest.mark.parametrize("execution", ["threads", "process"])
+def test_names_of_classes_and_columns_survive_a_transform(dataset: Dataset, execution: str) -> None:
+    with loader(dataset, transform=_renamed, execution=execution) as batches:
+        for batch in batches:
+            assert {*batch} == {"target", "both"}
+            assert batch.info.classes == {"label": CLASSES}
+            assert batch.info.columns == {"numbers": ("of_study.edema", "of_study.score", "of_study.count")}
