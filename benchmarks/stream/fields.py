@@ -3,8 +3,8 @@
     git worktree add views 5e31f6c    # the last commit that had both
     python -m benchmarks.stream.fields --views views --content folder --out benchmarks/results/fields.json
 
-Each cell runs in a process of its own, on either checkout in turn, the order turned each round. CPU time counts
-more than wall time where the machine is busy; the load is recorded with each run.
+Each cell runs in a process of its own, on either checkout in turn, the order turned each round. CPU time
+counts more than wall time where the machine is busy; the load is recorded with each run.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _TREES: Final = ("views", "fields")
 
 
 def main() -> None:
+    """Measure, or compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--views", type=Path, help="checkout of the commit that had views")
     parser.add_argument(
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--tree", choices=_TREES)
     arguments = parser.parse_args()
     if arguments.cell is not None:
-        print(json.dumps(measure(arguments)))  # noqa: T201 - read by the process that compares
+        print(json.dumps(measure(arguments)))
         return
     make_datasets(arguments.content)
     rows = json.loads(arguments.out.read_text())["rows"] if len(arguments.cells) < len(CELLS) else []
@@ -245,8 +246,8 @@ def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     method = (
         f"Alternating, each run in a process of its own, {arguments.seconds:g} s a cell, two threads; "
         "datasets of 16 CT studies (16 of 40 slices resized to 256 x 256; all slices), 256 single images of "
-        "512 x 512 and 40,000 texts. Ratios are fields divided by views, of the two runs of a round; the machine "
-        "was busy with other work (load), so CPU time says more than throughput."
+        "512 x 512 and 40,000 texts. Ratios are fields divided by views, of the two runs of a round; the "
+        "machine was busy with other work (load), so CPU time says more than throughput."
     )
     arguments.out.write_text(
         json.dumps({"about": about, "method": method, "summary": summary, "rows": rows}, indent=1) + "\n"

@@ -205,8 +205,8 @@ class Batch(Mapping[str, Any]):
     def modalities(self) -> list[str]:
         """DICOM modality of each slot, such as ``CT``; empty in padding or if unknown.
 
-        Where samples are series or images it is that of the series, of studies and findings that of the
-        primary series.
+        It is that of the series where samples are series, images or findings, of studies that of the primary
+        series.
 
         Known where a field delivers images or slices of series; else all are empty.
         """
