@@ -151,8 +151,9 @@ def main() -> int:
             {
                 "content": content,
                 "us_per_sample": medians,
-                "ratio_to_fewest": {
-                    count: medians[count] / medians[shard_counts[0]] for count in shard_counts
+                **{
+                    f"ratio_{count}_to_{shard_counts[0]}": medians[count] / medians[shard_counts[0]]
+                    for count in shard_counts[1:]
                 },
                 "runs": cells,
             }
