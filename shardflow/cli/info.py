@@ -80,8 +80,6 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
     """
     import numpy as np
 
-    from shardflow.format.manifest import FORMAT_VERSION
-
     manifest, samples = dataset.manifest, dataset.samples
     files = manifest.files()
     chosen = None if where is None and keys is None else _chosen(dataset, where, keys)
@@ -90,7 +88,7 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
     modalities = np.bincount(columns["modality"], minlength=len(samples.modalities))
     return {
         "dataset_id": dataset.dataset_id,
-        "format_version": FORMAT_VERSION,
+        "format_version": dataset.manifest.format_version,
         "manifest_version": dataset.manifest_version,
         "key_id": manifest.key_id,
         "created_with": dict(manifest.created_with),

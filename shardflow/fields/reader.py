@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol, TypeAlias
@@ -18,10 +18,11 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError, ShortReadError
+from shardflow.errors import ChecksumError, FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.format import Dataset, ShardIndex
+from shardflow.format.bricks import RegionPlan
 from shardflow.format.codecs import codec_rank
 from shardflow.format.keys import (
     STUDY_FIELD,
@@ -29,7 +30,9 @@ from shardflow.format.keys import (
     parse_slice_field,
     parse_small_field,
     parse_variant_field,
+    volume_field,
 )
+from shardflow.format.slice_codecs.npy import npy_header
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
@@ -90,6 +93,9 @@ class Shard:
     store: ByteStore
     place: str
     """Shard, tier and, in a blend, component, for messages."""
+    first_slice: NDArray[np.int64]
+    """``(volumes + 1,)`` number of the first slice of each volume in bricks. Such slices are numbered behind
+    the fields: they are read as fields are, one payload each, and are none."""
 
     def num_variants(self, row: int, series: int = 0) -> int:
         """Return the number of augmented variants of a series."""
@@ -118,10 +124,66 @@ class Shard:
             full_index = np.where(is_wanted, names.all_index, -1)
             small_index = np.where(is_wanted, names.all_small_index, -1)
         full = self._fields_by_index(row, full_index)
+        if not len(full) and self.index.bricks is not None:
+            full = self._slices_of_bricks(row, series)
         if resolution == "full":
             return full
         small = self._fields_by_index(row, small_index)
         return small if len(small) == len(full) else full
+
+    def _slices_of_bricks(self, row: int, series: int) -> NDArray[np.int64]:
+        field = self.volume_field(row, series)
+        if field is None:
+            return np.zeros(0, np.int64)
+        volume = int(np.searchsorted(self.volumes, field))
+        return np.arange(*self.first_slice[volume : volume + 2].tolist())
+
+    @property
+    def volumes(self) -> NDArray[np.int64]:
+        """The fields that are volumes in bricks, ascending."""
+        return np.zeros(0, np.int64) if self.index.bricks is None else self.index.bricks.fields
+
+    def volume_field(self, row: int, series: int) -> int | None:
+        """Return the field that holds a series in bricks; None if it is stored in slices, or not at all."""
+        return self._find(row, self.names.positions.get(volume_field(series), -1))
+
+    def slice_places(self, slices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the volumes of slices of bricks, as places in `volumes`, and their indexes in these."""
+        places = np.searchsorted(self.first_slice, slices, side="right") - 1
+        return places, slices - self.first_slice[places]
+
+    def ranges(self, fields: Sequence[int]) -> list[ByteRange]:
+        """Return the bytes of fields, ascending; those of slices of bricks are whole bricks."""
+        numbers = np.unique(np.array(fields, np.int64))
+        is_stored = numbers < self.index.num_fields
+        stored = numbers[is_stored]
+        offsets = [self.index.field_offsets[stored].astype(np.int64)]
+        sizes = [self.index.field_num_bytes[stored].astype(np.int64)]
+        for plan, _ in self.slabs(numbers[~is_stored]):
+            offsets.append(plan.offsets)
+            sizes.append(plan.num_bytes)
+        both = np.stack([np.concatenate(offsets), np.concatenate(sizes)], axis=1)
+        return [ByteRange(*each) for each in both[np.argsort(both[:, 0], kind="stable")].tolist()]
+
+    def slabs(self, slices: NDArray[np.int64]) -> Iterator[tuple[RegionPlan, NDArray[np.int64]]]:
+        """Yield the reading of slices of bricks, a layer of bricks at a time.
+
+        Args:
+            slices: ``(n,)`` numbers, ascending.
+
+        Yields:
+            A region over all rows and columns, and the numbers of the slices in it; its first slice is the
+            first of them.
+        """
+        places, indexes = self.slice_places(slices)
+        for place in sorted({*places.tolist()}):
+            is_here = places == place
+            volume = self.index.volume(int(self.volumes[place]))
+            layers = indexes[is_here] // volume.brick_shape[0]
+            starts = np.flatnonzero(np.diff(layers, prepend=-1))
+            for numbers in np.split(slices[is_here], starts[1:]):
+                first, last = (numbers[[0, -1]] - self.first_slice[place]).tolist()
+                yield volume.plan((first, 0, 0), (last + 1, *volume.shape[1:])), numbers
 
     def masks(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the fields of a sample that hold masks of regions, ``(n,)``; series, region and slice."""
@@ -160,11 +222,15 @@ class Shard:
         return self._find(row, self.names.positions.get(name, -1))
 
     def field_name(self, field: int) -> str:
-        """Return the name of a field."""
+        """Return the name of a field; of a slice of bricks that of its volume."""
+        if field >= self.index.num_fields:
+            field = int(self.volumes[int(self.slice_places(np.array([field]))[0][0])])
         return self.index.field_names[int(self.index.field_name_ids[field])]
 
     def codec(self, field: int) -> str:
         """Return the codec of a slice or mask."""
+        if field >= self.index.num_fields:
+            return "npy"
         return self.names.codecs[int(self.index.field_name_ids[field])]
 
     def num_bytes(self, field: int) -> int:
@@ -247,7 +313,9 @@ class FieldReader:
         shard = self._shards.get(number)
         if shard is None or shard.index is not index:
             names = _read_names(index.field_names, index.text_field)
-            shard = Shard(number, entry.name, entry.path, index, names, dataset.store, place)
+            depths = np.zeros(0, np.int64) if index.bricks is None else index.bricks.shapes[:, 0]
+            first_slice = index.num_fields + np.append(0, np.cumsum(depths))
+            shard = Shard(number, entry.name, entry.path, index, names, dataset.store, place, first_slice)
             with self._lock:
                 while len(self._shards) >= _MAX_SHARDS:
                     self._shards.pop(next(iter(self._shards)))
@@ -287,7 +355,11 @@ class FieldReader:
         max_bytes = self.read_bytes
         if isinstance(shard.store, LocalStore):
             max_bytes = min(max_bytes, _LOCAL_READ_BYTES)
-        order = np.argsort(shard.index.field_offsets[fields], kind="stable")
+        is_stored = fields < shard.index.num_fields
+        if not is_stored.all():
+            yield from self._read_slabs(shard, fields, np.flatnonzero(~is_stored), thread)
+        order = np.flatnonzero(is_stored)
+        order = order[np.argsort(shard.index.field_offsets[fields[order]], kind="stable")]
         sizes = shard.index.field_num_bytes[fields[order]].tolist()
         first = 0
         while first < len(order):
@@ -297,6 +369,53 @@ class FieldReader:
                 stop += 1
             yield from self._read_group(shard, fields, order[first:stop], sizes[first:stop], thread)
             first = stop
+
+    def _read_slabs(
+        self, shard: Shard, fields: NDArray[np.int64], positions: NDArray[np.int64], thread: ThreadState
+    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
+        """Read slices of bricks; their payloads are NumPy files. A layer of bricks is decoded once."""
+        positions = positions[np.argsort(fields[positions], kind="stable")]
+        done = 0
+        for plan, numbers in shard.slabs(fields[positions]):
+            found = self._read_slab(shard, plan, thread)
+            for number in numbers.tolist():
+                position = int(positions[done])
+                done += 1
+                if isinstance(found, BadSample):
+                    yield position, found
+                else:
+                    index = int(shard.slice_places(np.array([number]))[1][0])
+                    yield position, found[index - int(plan.start[0])]
+
+    def _read_slab(
+        self, shard: Shard, plan: RegionPlan, thread: ThreadState
+    ) -> NDArray[np.uint8] | BadSample:
+        """Return the slices of a region as NumPy files, ``(slices, bytes)``, or what is wrong with it."""
+        volume, field = plan.volume, plan.volume.place.rpartition(" ")[2]
+        depth, rows, columns = plan.shape
+        header = npy_header((rows, columns), volume.dtype)
+        plane_num_bytes = rows * columns * volume.dtype.itemsize
+        files = thread.scratch.bytes("slab", depth * (len(header) + plane_num_bytes)).reshape(depth, -1)
+        files[:, : len(header)] = np.frombuffer(header, np.uint8)
+        pixels = files[:, len(header) :].view(volume.dtype).reshape(plan.shape)
+        memory = thread.scratch.bytes("read", plan.buffer_num_bytes)
+        for afresh in (False, True):
+            thread.enter("read", shard.place)
+            try:
+                with self._counters.timed("read", plan.buffer_num_bytes, plan.num_stored):
+                    plan.read(shard.store, shard.path, memory, afresh=afresh)
+                thread.enter("decode", shard.place)
+                with self._counters.timed("decode", plan.decoded_num_bytes):
+                    plan.decode(memory, pixels)
+            except ShortReadError:
+                return shard.bad(BadSampleReason.FIELD_TRUNCATED, field)
+            except ChecksumError:
+                # Retry once at the origin: a cache or the transfer may have corrupted the data.
+                continue
+            except FormatError as error:
+                return shard.bad(BadSampleReason.DECODE_FAILED, field, error.message)
+            return files
+        return shard.bad(BadSampleReason.CHECKSUM_MISMATCH, field)
 
     def _read_group(
         self,

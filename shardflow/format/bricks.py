@@ -2,9 +2,9 @@
 
 A volume is one member of a sample, a Blosc2 NDArray frame that plain blosc2 reads; each of its chunks is one
 *brick*, a box of about 16 x 64 x 64 voxels. Bricks are stored in Morton order (G. M. Morton, 1966: the bits
-of their coordinates interleaved), so that neighbors in space are neighbors in the file. The *brick table*
-beside a shard repeats where each brick lies, with its crc32c and the bounds of its values: a region is read
-by ranges of bytes, and bricks of one value are not read at all. docs/format.md, section 20, has the layout.
+of their coordinates interleaved), so that neighbors in space are neighbors in the file. The index
+of a shard repeats where each brick lies, with its crc32c and the bounds of its values: a region is read by
+ranges of bytes, and bricks of one value are not read at all. docs/format.md, section 20, has the layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,44 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, FormatError
-from shardflow.format.index import ShardIndex
-from shardflow.format.keys import Json
 from shardflow.format.slice_codecs import b2nd
-from shardflow.format.table import Table, crc32c, encode_table
+from shardflow.format.table import Table, crc32c
+from shardflow.storage import ByteRange, ByteStore
+from shardflow.storage.cache.store import read_afresh
 
-KIND: Final = "bricks"
-FORMAT_VERSION: Final = 1
-BRICK_SHAPE: Final = (16, 64, 64)
-"""Default size of a brick: slices, rows, columns."""
-_MAX_EXTENT: Final = 65535
+BRICKS_CODEC: Final = "bricks"
+"""Codec of a series in bricks, in ``study.json`` and the series table."""
 # Chunks of one value, which are never read, are the usual gaps between the bricks of a region.
 _MAX_GAP_NUM_BYTES: Final = 4096
-_FULL: Final = 255
-_COLUMNS: Final = {
+BRICK_COLUMNS: Final = {
     "num_bytes": "<u4",
     "crc32c": "<u4",
     "low": "<f4",
     "high": "<f4",
     "occupancy": "|u1",
 }
+"""Columns of a brick and their dtypes."""
 _SCRATCH: Final = threading.local()
 
 Extents = tuple[int, int, int]
-
-
-def fitting_brick_shape(shape: Sequence[int], wanted: Sequence[int] = BRICK_SHAPE) -> Extents:
-    """Return the brick size for a volume: at most the wanted one, and as even as the shape allows.
-
-    Args:
-        shape: ``(D, H, W)`` of the volume.
-        wanted: Largest size of a brick, in voxels.
-
-    Example:
-        >>> fitting_brick_shape((20, 512, 500))
-        (10, 64, 63)
-    """
-    z, y, x = (-(-size // -(-size // min(most, size))) for size, most in zip(shape, wanted, strict=True))
-    return z, y, x
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,275 +84,161 @@ def _stored_places(grid: Extents, brick_shape: Extents) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedVolume:
-    """A volume as it is stored: the member's bytes, and its rows of the brick table."""
+class StoredVolume:
+    """A volume as the index of its shard describes it."""
 
     shape: Extents
     brick_shape: Extents
     dtype: np.dtype[Any]
-    pieces: Sequence[bytes]
-    """The frame, in pieces that follow one another."""
     first_chunk: int
     """Where the first brick begins in the frame, in bytes."""
     columns: Mapping[str, NDArray[Any]]
     """Columns of the bricks, in the order of storage."""
 
-    @property
-    def frame(self) -> bytes:
-        """The whole frame."""
-        return b"".join(self.pieces)
 
-
-class VolumeEncoder:
-    """Encoder of a volume that arrives slab by slab, in the memory of its compressed bricks and one slab.
+def frame_around(
+    shape: Extents, dtype: np.dtype[Any], brick_shape: Extents, num_bytes: NDArray[Any]
+) -> tuple[bytes, bytes]:
+    """Return what precedes and what follows the bricks of a volume in its frame.
 
     Args:
-        shape: ``(D, H, W)``.
-        dtype: Integers or floats.
-        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
-
-    Attributes:
-        slab_num_slices: Slices of each slab but the last, which has what is left.
-
-    Raises:
-        FormatError: The shape or dtype is none of a volume.
+        shape: Of the volume.
+        dtype: Of the volume.
+        brick_shape: Of the bricks.
+        num_bytes: ``(n,)`` sizes of the bricks, in the order of storage.
     """
-
-    def __init__(
-        self, shape: Sequence[int], dtype: np.dtype[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE
-    ) -> None:
-        if len(shape) != 3 or not all(1 <= size <= _MAX_EXTENT for size in shape) or dtype.kind not in "iuf":
-            raise FormatError(
-                f"a volume must be (slices, rows, columns) numbers, each size at most {_MAX_EXTENT}, "
-                f"got {dtype} {tuple(shape)}."
-            )
-        if len(brick_shape) != 3 or min(brick_shape) < 1:
-            raise FormatError(f"a brick must have three sizes from 1, got {tuple(brick_shape)}.")
-        self._shape: Extents = (int(shape[0]), int(shape[1]), int(shape[2]))
-        self._dtype = dtype.newbyteorder("<")
-        self._brick_shape = fitting_brick_shape(self._shape, brick_shape)
-        self._grid = _grid(self._shape, self._brick_shape)
-        self.slab_num_slices = self._brick_shape[0]
-        self._chunks: list[bytes] = []
-        self._bounds: list[tuple[np.float32, np.float32]] = []
-        self._lowest: list[Any] = []
-        self._num_at_lowest: list[int] = []
-
-    def add(self, slab: NDArray[Any]) -> None:
-        """Encode the next slices.
-
-        Args:
-            slab: ``(slab_num_slices, H, W)`` of the dtype; the last one ``(the rest, H, W)``.
-
-        Raises:
-            FormatError: The slab has another shape or dtype.
-        """
-        depth, rows, columns = self._brick_shape
-        first = len(self._chunks) // (self._grid[1] * self._grid[2]) * depth
-        expected = (min(depth, self._shape[0] - first), *self._shape[1:])
-        if slab.shape != expected or slab.dtype.newbyteorder("<") != self._dtype:
-            raise FormatError(f"a slab must be {self._dtype} {expected}, got {slab.dtype} {slab.shape}.")
-        for top in range(0, self._shape[1], rows):
-            for left in range(0, self._shape[2], columns):
-                box = slab[:, top : top + rows, left : left + columns]
-                missing = [(0, size - has) for size, has in zip(self._brick_shape, box.shape, strict=True)]
-                # Repeated edges keep the bounds of the values and compress better than zeros.
-                whole = np.pad(box, missing, mode="edge") if any(add for _, add in missing) else box
-                self._add_brick(np.ascontiguousarray(whole, self._dtype))
-
-    def finish(self) -> EncodedVolume:
-        """Return the volume.
-
-        Raises:
-            FormatError: Slices are missing.
-        """
-        num_bricks = math.prod(self._grid)
-        if len(self._chunks) != num_bricks:
-            raise FormatError(
-                f"a volume must have all its slices, got {len(self._chunks)} of {num_bricks} bricks."
-            )
-        order = morton_order(self._grid, self._brick_shape)
-        chunks = [self._chunks[place] for place in order.tolist()]
-        sizes = np.array([len(chunk) for chunk in chunks], np.int64)
-        offsets = np.empty(num_bricks, "<i8")
-        offsets[order] = np.where(sizes > 0, np.cumsum(sizes) - sizes, b2nd.ZEROS_OFFSET)
-        header, ending = b2nd.frame_around(
-            self._shape, self._dtype, self._brick_shape, offsets, int(sizes.sum())
-        )
-        bounds = np.array(self._bounds, "<f4")[order]
-        columns = {
-            "num_bytes": sizes.astype("<u4"),
-            "crc32c": np.array([crc32c(chunk) for chunk in chunks], "<u4"),
-            "low": np.ascontiguousarray(bounds[:, 0]),
-            "high": np.ascontiguousarray(bounds[:, 1]),
-            "occupancy": self._occupancy()[order],
-        }
-        return EncodedVolume(
-            self._shape, self._brick_shape, self._dtype, [header, *chunks, ending], len(header), columns
-        )
-
-    def _add_brick(self, brick: NDArray[Any]) -> None:
-        lowest = brick.min()
-        self._chunks.append(b2nd.encode_chunk(brick))
-        self._bounds.append(_bounds(brick))
-        self._lowest.append(lowest)
-        self._num_at_lowest.append(int(np.count_nonzero(brick == lowest)))
-
-    def _occupancy(self) -> NDArray[np.uint8]:
-        """Return the share of the voxels of each brick above the lowest value of the volume, in C order."""
-        lowest = np.array(self._lowest, self._dtype)
-        num_voxels = math.prod(self._brick_shape)
-        num_low = np.where(lowest == np.fmin.reduce(lowest), self._num_at_lowest, 0)
-        return (-(-(num_voxels - num_low) * _FULL // num_voxels)).astype("|u1")
+    offsets = _chunk_offsets(shape, brick_shape, num_bytes)
+    return b2nd.frame_around(shape, dtype, brick_shape, offsets, int(num_bytes.sum(dtype=np.int64)))
 
 
-def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:
-    """Encode a volume that is in memory; the same bytes as slab by slab.
+def _chunk_offsets(shape: Extents, brick_shape: Extents, num_bytes: NDArray[Any]) -> NDArray[np.int64]:
+    """Return where each brick begins behind the header of its frame, in C order."""
+    sizes = num_bytes.astype(np.int64)
+    offsets = np.empty(len(sizes), "<i8")
+    places = np.where(sizes > 0, np.cumsum(sizes) - sizes, b2nd.ZEROS_OFFSET)
+    offsets[morton_order(grid_of(shape, brick_shape), brick_shape)] = places
+    return offsets
+
+
+def brick_columns(volumes: Sequence[tuple[int, StoredVolume]]) -> dict[str, NDArray[Any]]:
+    """Return the columns that describe the volumes of a shard in its index, by name.
 
     Args:
-        array: ``(D, H, W)``, integers or floats; any strides and byte order.
-        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
-
-    Raises:
-        FormatError: The shape or dtype is none of a volume.
+        volumes: Number of the field in the index, ascending, and the volume that it holds.
     """
-    encoder = VolumeEncoder(array.shape, array.dtype, brick_shape=brick_shape)
-    for first in range(0, array.shape[0], encoder.slab_num_slices):
-        encoder.add(array[first : first + encoder.slab_num_slices])
-    return encoder.finish()
-
-
-def _bounds(brick: NDArray[Any]) -> tuple[np.float32, np.float32]:
-    """Return bounds of a brick's values; equal ones (or two NaN) only where all voxels are that value."""
-    first, lowest, highest = brick.flat[0], brick.min(), brick.max()
-    with np.errstate(over="ignore"):
-        low, high = np.float32(lowest), np.float32(highest)
-    # Equal means equal in every bit: -0.0 is not 0.0, and a NaN has a payload.
-    bits = brick.view(f"<u{brick.itemsize}")
-    if (bits == bits.flat[0]).all() and _is_exact(low, first):
-        return low, low
-    if np.isnan(low):
-        return np.float32(-np.inf), np.float32(np.inf)
-    if low.item() > lowest.item():
-        low = np.nextafter(low, np.float32(-np.inf))
-    if high.item() < highest.item() or high == low:
-        high = np.nextafter(high, np.float32(np.inf))
-    return low, high
-
-
-def _is_exact(value: np.float32, original: Any) -> bool:
-    """Return whether a value is that of the dtype, and comes back from float32 with all its bits."""
-    if original.dtype.kind == "f":
-        return bool(value.astype(original.dtype).tobytes() == original.tobytes())
-    return bool(value.item() == original.item())
-
-
-def encode_brick_table(shard: str, volumes: Iterable[tuple[int, EncodedVolume]]) -> bytes:
-    """Encode the brick table of a shard.
-
-    Args:
-        shard: Name of the shard.
-        volumes: Number of the field in the shard's index, and the volume that it holds, by number.
-
-    Raises:
-        FormatError: The numbers do not ascend.
-    """
-    chosen = list(volumes)
-    fields = np.array([number for number, _ in chosen], "<u4")
-    if (np.diff(fields.astype(np.int64)) <= 0).any():
-        raise FormatError(f"volumes must ascend by field, got another order ({shard}).")
-    each = [volume for _, volume in chosen]
+    each = [volume for _, volume in volumes]
     first_brick = np.zeros(len(each) + 1, "<u8")
     np.cumsum([len(volume.columns["num_bytes"]) for volume in each], out=first_brick[1:])
     columns: dict[str, NDArray[Any]] = {
-        "field": fields,
-        "shape": np.array([volume.shape for volume in each], "<u4").reshape(-1, 3),
-        "brick_shape": np.array([volume.brick_shape for volume in each], "<u2").reshape(-1, 3),
-        "dtype": np.array([volume.dtype.str.encode("ascii") for volume in each], "S3"),
-        "first_chunk": np.array([volume.first_chunk for volume in each], "<u4"),
-        "first_brick": first_brick,
+        "volume_field": np.array([number for number, _ in volumes], "<u4"),
+        "volume_shape": np.array([volume.shape for volume in each], "<u4").reshape(-1, 3),
+        "volume_brick_shape": np.array([volume.brick_shape for volume in each], "<u2").reshape(-1, 3),
+        "volume_dtype": np.array([volume.dtype.str.encode("ascii") for volume in each], "S3"),
+        "volume_first_chunk": np.array([volume.first_chunk for volume in each], "<u4"),
+        "volume_first_brick": first_brick,
     }
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in BRICK_COLUMNS.items():
         parts = [volume.columns[name] for volume in each]
-        columns[name] = np.concatenate([np.zeros(0, dtype), *parts])
-    meta: dict[str, Json] = {"kind": KIND, "format_version": FORMAT_VERSION, "shard": shard}
-    return encode_table(columns, meta)
+        columns[f"brick_{name}"] = np.concatenate([np.zeros(0, dtype), *parts])
+    return columns
 
 
 class BrickTable:
-    """Brick table of a shard, open for reading. Safe for many threads; no object per brick.
+    """The volumes of a shard and their bricks, as its index has them. No object per brick.
+
+    Args:
+        table: The index of the shard.
 
     Attributes:
-        shard: Name of the shard.
-        num_volumes: Number of volumes.
-        fields: ``(num_volumes,)`` numbers of their fields in the shard's index, ascending.
+        fields: ``(num_volumes,)`` numbers of their fields in the index, ascending.
+        shapes: ``(num_volumes, 3)`` slices, rows, columns.
 
     Raises:
-        FormatError: The table is no brick table of format 1.
+        FormatError: The columns disagree with each other.
         ChecksumError: The table is damaged.
     """
 
     def __init__(self, table: Table) -> None:
-        table.expect_kind(KIND, FORMAT_VERSION)
         self.name = table.name
-        self.shard: str = table.meta.get("shard", "")
-        self.fields: NDArray[np.int64] = table.column("field").astype(np.int64)
-        self.num_volumes = len(self.fields)
-        self._shapes: NDArray[np.int64] = table.column("shape").astype(np.int64)
-        self._brick_shapes: NDArray[np.int64] = table.column("brick_shape").astype(np.int64)
-        self._dtypes: list[bytes] = table.column("dtype").tolist()
-        self._first_chunk: NDArray[np.int64] = table.column("first_chunk").astype(np.int64)
-        self._first_brick: NDArray[np.int64] = table.column("first_brick").astype(np.int64)
-        self._columns = {name: table.column(name) for name in _COLUMNS}
+        self.fields: NDArray[np.int64] = table.column("volume_field").astype(np.int64)
+        self.shapes: NDArray[np.int64] = table.column("volume_shape").astype(np.int64)
+        self._brick_shapes: NDArray[np.int64] = table.column("volume_brick_shape").astype(np.int64)
+        self._dtypes: list[bytes] = table.column("volume_dtype").tolist()
+        self._first_chunk: NDArray[np.int64] = table.column("volume_first_chunk").astype(np.int64)
+        self._first_brick: NDArray[np.int64] = table.column("volume_first_brick").astype(np.int64)
+        self._columns = {name: table.column(f"brick_{name}") for name in BRICK_COLUMNS}
         if not self._is_consistent():
             raise FormatError(
                 f"{table.name} must agree with itself, got columns that do not; verify the dataset."
             )
 
-    def volume(self, index: ShardIndex, field: int) -> BrickVolume:
+    @staticmethod
+    def is_in(table: Table) -> bool:
+        """Return whether the index of a shard has volumes."""
+        return "volume_field" in table.column_names
+
+    def row_of(self, field: int) -> int | None:
+        """Return the row of the volume that a field of the index holds; None if it holds none."""
+        row = int(np.searchsorted(self.fields, field))
+        return row if row < len(self.fields) and self.fields[row] == field else None
+
+    def volume(self, row: int, *, place: str, offset: int, num_bytes: int) -> BrickVolume:
         """Return the bricks of a volume.
 
         Args:
-            index: Index of the shard.
-            field: Number of the volume's field in the index.
+            row: Of the volume in the table.
+            place: Shard and field, for messages.
+            offset: Where the field begins in the shard, in bytes.
+            num_bytes: Size of the field.
 
         Raises:
-            FormatError: The field holds no volume, or lies elsewhere than the table says.
+            FormatError: The field is smaller than its bricks.
         """
-        row = int(np.searchsorted(self.fields, field))
-        if row == self.num_volumes or self.fields[row] != field:
-            raise FormatError(f"a field must be a volume of {self.name}, got another one (field {field}).")
-        first, stop = self._first_brick[row : row + 2].tolist()
-        sizes = self._columns["num_bytes"][first:stop].astype(np.int64)
+        columns = self._bricks(row)
+        sizes = columns["num_bytes"].astype(np.int64)
         stops = np.cumsum(sizes) + int(self._first_chunk[row])
-        if index.shard != self.shard or field >= index.num_fields or stops[-1] > index.field_num_bytes[field]:
-            raise FormatError(
-                f"{self.name} must describe the shard {index.shard}, got bricks that its fields do not hold; "
-                "run `shardflow verify`."
-            )
-        shape, brick_shape = self._shapes[row].tolist(), self._brick_shapes[row].tolist()
+        if stops[-1] > num_bytes:
+            raise FormatError(f"{self.name} has bricks that their field does not hold; verify the dataset.")
         return BrickVolume(
-            place=f"{self.shard}, {index.field_names[int(index.field_name_ids[field])]}",
-            shape=(shape[0], shape[1], shape[2]),
-            brick_shape=(brick_shape[0], brick_shape[1], brick_shape[2]),
-            dtype=np.dtype(self._dtypes[row].decode("ascii")),
-            starts=stops - sizes + int(index.field_offsets[field]),
-            columns={name: column[first:stop] for name, column in self._columns.items()},
+            place=place,
+            shape=_extents(self.shapes[row]),
+            brick_shape=_extents(self._brick_shapes[row]),
+            dtype=self._dtype(row),
+            starts=stops - sizes + offset,
+            columns=columns,
         )
+
+    def stored(self, row: int) -> StoredVolume:
+        """Return what the table says of a volume, to be written again."""
+        return StoredVolume(
+            _extents(self.shapes[row]),
+            _extents(self._brick_shapes[row]),
+            self._dtype(row),
+            int(self._first_chunk[row]),
+            self._bricks(row),
+        )
+
+    def _bricks(self, row: int) -> dict[str, NDArray[Any]]:
+        first, stop = self._first_brick[row : row + 2].tolist()
+        return {name: column[first:stop] for name, column in self._columns.items()}
+
+    def _dtype(self, row: int) -> np.dtype[Any]:
+        return np.dtype(self._dtypes[row].decode("ascii"))
 
     def _is_consistent(self) -> bool:
         """Tell whether lookups stay inside the columns."""
+        num_volumes = len(self.fields)
         lengths = {len(column) for column in self._columns.values()}
-        each = (self._shapes, self._brick_shapes, self._dtypes, self._first_chunk, self._first_brick[1:])
-        if len(lengths) != 1 or any(len(column) != self.num_volumes for column in each):
+        each = (self.shapes, self._brick_shapes, self._dtypes, self._first_chunk, self._first_brick[1:])
+        if len(lengths) != 1 or any(len(column) != num_volumes for column in each):
             return False
-        if self._shapes.shape[1:] != (3,) or self._brick_shapes.shape[1:] != (3,):
+        if self.shapes.shape[1:] != (3,) or self._brick_shapes.shape[1:] != (3,):
             return False
-        if (self._brick_shapes < 1).any() or (self._shapes < 1).any():
+        if (self._brick_shapes < 1).any() or (self.shapes < 1).any():
             return False
-        grids = -(-self._shapes // self._brick_shapes)
+        grids = -(-self.shapes // self._brick_shapes)
         return bool(
-            len(self._first_brick) == self.num_volumes + 1
+            len(self._first_brick) == num_volumes + 1
             and self._first_brick[0] == 0
             and self._first_brick[-1] in lengths
             and (np.diff(self._first_brick) == grids.prod(axis=1)).all()
@@ -392,31 +260,47 @@ class BrickVolume:
     starts: NDArray[np.int64]
     """``(n,)`` where each brick begins in the shard, in bytes, in the order of storage."""
     columns: Mapping[str, NDArray[Any]]
-    """``(n,)`` columns of the brick table, in the order of storage."""
+    """``(n,)`` columns of the bricks, in the order of storage."""
 
     @property
     def grid(self) -> Extents:
         """Number of bricks along slices, rows and columns."""
-        return _grid(self.shape, self.brick_shape)
+        return grid_of(self.shape, self.brick_shape)
 
     @property
     def low(self) -> NDArray[np.float32]:
         """Lower bounds of the values of the bricks, ``grid``; one of NaN and -inf where there are NaN."""
-        return self._on_grid("low")
+        return self._ongrid_of("low")
 
     @property
     def high(self) -> NDArray[np.float32]:
         """Upper bounds, ``grid``. Where both bounds are equal (or NaN), all voxels have that value."""
-        return self._on_grid("high")
+        return self._ongrid_of("high")
 
     @property
     def occupancy(self) -> NDArray[np.uint8]:
         """Share of the voxels above the lowest value of the volume, ``grid``, in 1/255, rounded up."""
-        return self._on_grid("occupancy")
+        return self._ongrid_of("occupancy")
 
-    def _on_grid(self, name: str) -> NDArray[Any]:
+    @property
+    def slice_num_bytes(self) -> NDArray[np.int64]:
+        """Stored bytes of each slice, ``(D,)``: an equal share of the bricks that it lies in, rounded up."""
+        layers = self._ongrid_of("num_bytes").sum(axis=(1, 2), dtype=np.int64)
+        return np.repeat(-(-layers // self.brick_shape[0]), self.brick_shape[0])[: self.shape[0]]
+
+    def _ongrid_of(self, name: str) -> NDArray[Any]:
         found: NDArray[Any] = self.columns[name][_stored_places(self.grid, self.brick_shape)]
         return found
+
+    def is_in(self, header: bytes, ending: bytes) -> bool:
+        """Return whether a frame has these bricks, of any writer, by what precedes and what follows them."""
+        found = b2nd.read_frame_around(header, ending)
+        offsets = _chunk_offsets(self.shape, self.brick_shape, self.columns["num_bytes"])
+        return (
+            found is not None
+            and found[0] == (self.shape, self.brick_shape, self.brick_shape, self.dtype)
+            and np.array_equal(found[1], offsets)
+        )
 
     def plan(
         self, start: Sequence[int], stop: Sequence[int], *, max_gap_num_bytes: int = _MAX_GAP_NUM_BYTES
@@ -508,6 +392,40 @@ class RegionPlan:
         """Size of the bricks to read, decoded."""
         return self.num_stored * math.prod(self.volume.brick_shape) * self.volume.dtype.itemsize
 
+    @property
+    def shape(self) -> Extents:
+        """Size of the region."""
+        return _extents(self.stop - self.start)
+
+    def read(
+        self, store: ByteStore, path: str, buffer: NDArray[np.uint8] | None = None, *, afresh: bool = False
+    ) -> NDArray[np.uint8]:
+        """Read the ranges, one after another.
+
+        Args:
+            store: Of the shard.
+            path: Of the shard.
+            buffer: ``(buffer_num_bytes,)`` to read into; a new one by default.
+            afresh: Read from the origin again, since what a cache or the transfer gave was wrong.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            ShortReadError: The shard ends early.
+            StorageError: It cannot be read.
+        """
+        found = np.empty(self.buffer_num_bytes, np.uint8) if buffer is None else buffer
+        sizes = self.num_bytes.tolist()
+        ranges = [ByteRange(*each) for each in zip(self.offsets.tolist(), sizes, strict=True)]
+        stops = np.cumsum(self.num_bytes).tolist()
+        buffers = [found[stop - size : stop].data for stop, size in zip(stops, sizes, strict=True)]
+        if afresh:
+            read_afresh(store, path, ranges, buffers)
+        elif ranges:
+            store.read_ranges(path, ranges, buffers)
+        return found
+
     def decode(self, buffer: Any, out: NDArray[Any], part: slice = slice(None)) -> None:
         """Decode the region into an array; without the GIL but for some microseconds a brick.
 
@@ -521,10 +439,10 @@ class RegionPlan:
             FormatError: A brick cannot be decoded, or buffer or array do not fit.
         """
         volume = self.volume
-        if out.shape != tuple((self.stop - self.start).tolist()) or not np.can_cast(volume.dtype, out.dtype):
+        if out.shape != self.shape or not np.can_cast(volume.dtype, out.dtype):
             raise FormatError(
-                f"an array for a region must be {volume.dtype} {tuple((self.stop - self.start).tolist())}, "
-                f"got {out.dtype} {out.shape} ({volume.place})."
+                f"an array for a region must be {volume.dtype} {self.shape}, got {out.dtype} {out.shape} "
+                f"({volume.place})."
             )
         data = memoryview(buffer).cast("B")
         if data.nbytes != self.buffer_num_bytes:
@@ -588,6 +506,12 @@ def _scratch(volume: BrickVolume) -> NDArray[Any]:
     return brick
 
 
-def _grid(shape: Extents, brick_shape: Extents) -> Extents:
+def _extents(sizes: NDArray[np.int64]) -> Extents:
+    z, y, x = sizes.tolist()
+    return z, y, x
+
+
+def grid_of(shape: Extents, brick_shape: Extents) -> Extents:
+    """Return the number of bricks along slices, rows and columns."""
     z, y, x = (-(-size // brick) for size, brick in zip(shape, brick_shape, strict=True))
     return z, y, x

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format import manifest as manifests
+from shardflow.format.bricks import BrickVolume
+from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.keys import sha256_hex
+from shardflow.format.keys import parse_slice_field, sha256_hex, slice_field
 from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
@@ -399,7 +401,8 @@ class Dataset:
                 logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
 
     def _collected_index(self, shard: int) -> ShardIndex | None:
-        if self.index is None:
+        # The bricks of volumes are in the index of the shard alone.
+        if self.index is None or self.manifest.shards[shard].num_volumes:
             return None
         try:
             return self.index.shard(shard)
@@ -440,7 +443,8 @@ class Dataset:
 
         Args:
             row: Row in the samples table.
-            names: The fields to read; all of them if not given.
+            names: The fields to read, slices of series in bricks among them, see `slice_names`; all that are
+                stored if not given.
 
         Returns:
             The bytes of each field, in the order of the tar.
@@ -451,9 +455,14 @@ class Dataset:
             ShortReadError: The shard ends early.
         """
         path, fields = self.sample_fields(row)
+        of_bricks: dict[str, bytes] = {}
         if names is not None:
             wanted = set(names)
             missing = wanted - {field.name for field in fields}
+            if missing:
+                of_bricks = self._slices_of_bricks(row, missing)
+                missing -= of_bricks.keys()
+                wanted -= of_bricks.keys()
             if missing:
                 raise FormatError(
                     f"a sample must have the field {min(missing)!a}, got none (samples row {row})."
@@ -466,7 +475,88 @@ class Dataset:
             if isinstance(self.store, CachedStore) and crc32c(memoryview(buffer)) != field.crc32c:
                 read_afresh(self.store, path, [span], [memoryview(buffer)])
             check_field_bytes(field, memoryview(buffer), path=path, sample_key=self.studies.sample_key(row))
-        return {field.name: bytes(buffer) for field, buffer in zip(fields, buffers, strict=True)}
+        return {field.name: bytes(buffer) for field, buffer in zip(fields, buffers, strict=True)} | of_bricks
+
+    def slice_names(self, row: int, series: int) -> list[str]:
+        """Return what `read_fields` calls the slices of a series, in geometric order; empty without any.
+
+        Of several codecs it is the one that a loader takes. A series in bricks has names of codec ``npy``.
+
+        Args:
+            row: Row in the samples table.
+            series: Number of the series.
+        """
+        _, fields = self.sample_fields(row)
+        found: dict[int, tuple[int, str]] = {}
+        for field in fields:
+            part = parse_slice_field(field.name)
+            rank = None if part is None or part.series != series else codec_rank(part.codec)
+            if part is not None and rank is not None:
+                ranked = (rank, field.name)
+                found[part.index] = min(ranked, found.get(part.index, ranked))
+        volume = None if found else self._volume(row, series)
+        if volume is not None:
+            return [slice_field(series, index, "npy") for index in range(volume.shape[0])]
+        return [found[index][1] for index in sorted(found)]
+
+    def read_volume(
+        self, row: int, series: int, start: Sequence[int] = (0, 0, 0), stop: Sequence[int] | None = None
+    ) -> NDArray[Any]:
+        """Read a region of a series in bricks, checked.
+
+        Args:
+            row: Row in the samples table.
+            series: Number of the series.
+            start: First slice, row and column.
+            stop: Those after the last; by default those of the volume.
+
+        Returns:
+            ``stop - start`` voxels in the stored dtype and unit.
+
+        Raises:
+            FormatError: The series is not stored in bricks, or a brick cannot be decoded.
+            ChecksumError: A brick has other bytes than its index says.
+            ShortReadError: The shard ends early.
+        """
+        volume = self._volume(row, series)
+        if volume is None:
+            raise FormatError(
+                f"series {series} of sample {self.studies.sample_key(row)} must be stored in bricks, and is "
+                "not; read its slices."
+            )
+        path, _ = self.sample_fields(row)
+        plan = volume.plan(start, volume.shape if stop is None else stop)
+        found = np.empty(plan.shape, volume.dtype)
+        try:
+            plan.decode(plan.read(self.store, path), found)
+        except ChecksumError:
+            if not isinstance(self.store, CachedStore):
+                raise
+            plan.decode(plan.read(self.store, path, afresh=True), found)
+        return found
+
+    def _slices_of_bricks(self, row: int, names: Iterable[str]) -> dict[str, bytes]:
+        """Read slices of series in bricks, each layer of bricks once; other names are left out."""
+        parsed = [part for part in map(parse_slice_field, names) if part is not None and part.codec == "npy"]
+        layers: dict[tuple[int, int], tuple[BrickVolume, list[int]]] = {}
+        volumes = {series: self._volume(row, series) for series in {part.series for part in parsed}}
+        for part in parsed:
+            volume = volumes[part.series]
+            if volume is not None and part.index < volume.shape[0]:
+                layer = part.series, part.index // volume.brick_shape[0]
+                layers.setdefault(layer, (volume, []))[1].append(part.index)
+        found = {}
+        for (series, _), (volume, indexes) in sorted(layers.items()):
+            first, last = min(indexes), max(indexes)
+            slab = self.read_volume(row, series, (first, 0, 0), (last + 1, *volume.shape[1:]))
+            for index in sorted(indexes):
+                found[slice_field(series, index, "npy")] = encode_array("npy", slab[index - first])
+        return found
+
+    def _volume(self, row: int, series: int) -> BrickVolume | None:
+        index = self.shard_index(int(self.studies.gather("shard", row)))
+        field = index.volumes_of(int(self.studies.gather("row_in_shard", row))).get(series)
+        return None if field is None else index.volume(field)
 
     def _open_index(self, shard: int) -> ShardIndex:
         entry = self.manifest.shards[shard]
@@ -480,8 +570,9 @@ class Dataset:
                 "run `shardflow verify`."
             )
         index = ShardIndex.decode(Table(memoryview(data), name=entry.index.path))
-        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields)
-        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields):
+        num_volumes = 0 if index.bricks is None else len(index.bricks.fields)
+        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields, num_volumes)
+        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields, entry.num_volumes):
             raise FormatError(
                 f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
             )

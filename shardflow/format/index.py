@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.keys import REPORT_FIELD, Json, check_field, check_sample_key
+from shardflow.format.bricks import BrickTable, BrickVolume, StoredVolume, brick_columns
+from shardflow.format.keys import REPORT_FIELD, Json, check_field, check_sample_key, parse_volume_field
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_num_bytes
 
@@ -87,6 +88,7 @@ class ShardIndex:
         is_foreign: Whether others wrote the tar: its headers are theirs, and fields may lie anywhere.
         text_field: The field whose size the samples table has as ``text_bytes``.
         original_keys: ``(num_samples,)`` bytes, the keys in a foreign tar; None for any other.
+        bricks: Volumes in bricks; None in a shard without any.
 
     Args:
         shard: Name of the shard.
@@ -94,6 +96,7 @@ class ShardIndex:
         field_names: The names that the column ``field_name`` points into.
         columns: The columns of docs/format.md, section 6.
         foreign_text_field: Text field of a tar that others wrote; None for any other.
+        bricks: Volumes in bricks; None for none.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class ShardIndex:
         field_names: tuple[str, ...],
         columns: Mapping[str, NDArray[Any]],
         foreign_text_field: str | None = None,
+        bricks: BrickTable | None = None,
     ) -> None:
         self.shard, self.shard_num_bytes, self.field_names = shard, shard_num_bytes, field_names
         self.sample_keys: NDArray[np.bytes_] = columns["sample_key"]
@@ -114,6 +118,7 @@ class ShardIndex:
         self.original_keys: NDArray[np.bytes_] | None = columns.get("original_key")
         self.is_foreign = foreign_text_field is not None
         self.text_field = foreign_text_field or REPORT_FIELD
+        self.bricks = bricks
         self.num_samples = len(self.sample_keys)
         self.num_fields = len(self.field_offsets)
 
@@ -138,7 +143,9 @@ class ShardIndex:
             name: table.column(name) for name in (*_COLUMNS, *(("original_key",) if is_foreign else ()))
         }
         # The same few names recur in every index of a dataset: keep one string of each per process.
-        found = cls(shard, num_bytes, tuple(sys.intern(str(name)) for name in names), columns, text_field)
+        interned = tuple(sys.intern(str(name)) for name in names)
+        bricks = BrickTable(table) if BrickTable.is_in(table) else None
+        found = cls(shard, num_bytes, interned, columns, text_field, bricks)
         if not found._is_consistent():
             raise FormatError(
                 f"{table.name} must agree with itself, got columns that do not; verify the dataset."
@@ -147,7 +154,10 @@ class ShardIndex:
 
     @staticmethod
     def encode(
-        shard: str, shard_num_bytes: int, samples: Sequence[tuple[str, Sequence[FieldLocation]]]
+        shard: str,
+        shard_num_bytes: int,
+        samples: Sequence[tuple[str, Sequence[FieldLocation]]],
+        volumes: Sequence[tuple[int, StoredVolume]] = (),
     ) -> bytes:
         """Encode the index of a shard.
 
@@ -155,6 +165,7 @@ class ShardIndex:
             shard: Name of the shard.
             shard_num_bytes: Size of the tar.
             samples: Sample keys with their fields, both in the order of the tar.
+            volumes: Volumes in bricks, by the number of their field, ascending.
 
         Raises:
             FormatError: A name is none, a sample is empty, its fields do not ascend by name, or the members
@@ -175,7 +186,10 @@ class ShardIndex:
                         f"({shard}, {field.name}); give samples and fields in the order of the tar."
                     )
                 end += member_num_bytes(field.num_bytes)
-        return encode_table(_columns(samples, number), _meta(shard, shard_num_bytes, names))
+        columns, meta = _columns(samples, number), _meta(shard, shard_num_bytes, names)
+        if volumes:
+            columns |= brick_columns(volumes)
+        return encode_table(columns, meta)
 
     @staticmethod
     def encode_columns(
@@ -274,6 +288,56 @@ class ShardIndex:
             self.field_crc32c[fields],
         )
 
+    def volume(self, field: int) -> BrickVolume:
+        """Return the bricks of a volume by the number of its field.
+
+        Raises:
+            FormatError: The field is no volume in bricks.
+        """
+        row = None if self.bricks is None else self.bricks.row_of(field)
+        if self.bricks is None or row is None:
+            raise FormatError(f"a field must be a volume in bricks, got another one ({self.shard}).")
+        return self.bricks.volume(
+            row,
+            place=f"{self.shard}, {self.field_names[int(self.field_name_ids[field])]}",
+            offset=int(self.field_offsets[field]),
+            num_bytes=int(self.field_num_bytes[field]),
+        )
+
+    def volumes_of(self, row: int) -> dict[int, int]:
+        """Return the fields of a sample that hold its series in bricks, by number of the series."""
+        found: dict[int, int] = {}
+        if self.bricks is None:
+            return found
+        for volume in self._volume_rows(row):
+            field = int(self.bricks.fields[volume])
+            parsed = parse_volume_field(self.field_names[int(self.field_name_ids[field])])
+            if parsed is not None and parsed[1] is None:
+                found[parsed[0]] = field
+        return found
+
+    def volumes_in(self, row: int, *, first_field: int) -> list[tuple[int, StoredVolume]]:
+        """Return the volumes of a sample for an index in which its fields have other numbers.
+
+        Args:
+            row: Place of the sample in the shard.
+            first_field: Number of its first field there.
+        """
+        if self.bricks is None:
+            return []
+        shift = first_field - self._span(row).start
+        return [
+            (int(self.bricks.fields[volume]) + shift, self.bricks.stored(volume))
+            for volume in self._volume_rows(row)
+        ]
+
+    def _volume_rows(self, row: int) -> range:
+        """Return the rows of a sample in the table of bricks."""
+        if self.bricks is None:
+            return range(0)
+        span = self._span(row)
+        return range(*np.searchsorted(self.bricks.fields, [span.start, span.stop]).tolist())
+
     def _span(self, row: int) -> slice:
         if not 0 <= row < self.num_samples:
             raise IndexError(f"a row must lie in [0, {self.num_samples}), got {row} ({self.shard}).")
@@ -294,6 +358,7 @@ class ShardIndex:
             and (np.diff(first) > 0).all()
             and (not self.num_fields or int(self.field_name_ids.max()) < len(self.field_names))
             and (not self.num_fields or int(stops.max()) <= self.shard_num_bytes)
+            and (self.bricks is None or self.bricks.fields.max(initial=0) < self.num_fields)
         )
 
 

@@ -29,6 +29,8 @@ from shardflow.storage import ByteStore, check_object_path
 
 FORMAT = "shardflow"
 FORMAT_VERSION = 1
+BRICKS_FORMAT_VERSION = 2
+"""Of a version in which a series has bricks and no slices."""
 _PAGE = "page"
 _LINES = "line_outcomes"
 # A copy may hold the newest version alone, so the first numbers may be missing.
@@ -76,6 +78,8 @@ class ShardEntry:
     num_fields: int
     num_removed: int = 0
     """Samples of them that this version does not have any more."""
+    num_volumes: int = 0
+    """Fields of them that are volumes in bricks."""
 
     def __post_init__(self) -> None:
         names = ((self.name, SHARD_NAME_PATTERN), (self.split, SPLIT_PATTERN))
@@ -84,6 +88,7 @@ class ShardEntry:
         check_count(self.num_samples, "num_samples")
         check_count(self.num_fields, "num_fields")
         check_count(self.num_removed, "num_removed")
+        check_count(self.num_volumes, "num_volumes")
         if self.num_removed and self.num_removed >= self.num_samples:
             raise ManifestError("a shard without any sample of a version must not be named by it, got one.")
         # Checks path, size and digest.
@@ -176,6 +181,12 @@ class Manifest:
         return str(self._digest)
 
     @property
+    def format_version(self) -> int:
+        """Version of the format that a reader has to know."""
+        has_volumes = any(shard.num_volumes for shard in self.shards)
+        return BRICKS_FORMAT_VERSION if has_volumes else FORMAT_VERSION
+
+    @property
     def splits(self) -> dict[str, dict[str, int]]:
         """Numbers of samples and shards of each split, sorted by name."""
         totals: dict[str, dict[str, int]] = {}
@@ -225,10 +236,10 @@ class Manifest:
         """
         body = _parse_object(data)
         found = (body.get("format"), body.get("format_version"))
-        if found != (FORMAT, FORMAT_VERSION):
+        if found not in ((FORMAT, FORMAT_VERSION), (FORMAT, BRICKS_FORMAT_VERSION)):
             raise ManifestError(
-                f"a manifest must be of format {FORMAT} {FORMAT_VERSION}, got {found[0]!a} {found[1]!a}; "
-                "newer formats need a newer shardflow."
+                f"a manifest must be of format {FORMAT} {FORMAT_VERSION} or {BRICKS_FORMAT_VERSION}, got "
+                f"{found[0]!a} {found[1]!a}; newer formats need a newer shardflow."
             )
         digest = body.pop("digest", None)
         # The bytes are canonical, and so are those without the digest: no second encoding.
@@ -251,7 +262,7 @@ class Manifest:
     def _body(self) -> dict[str, Json]:
         return {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "manifest_version": self.manifest_version,
             "parent": self.parent,
             "created_with": dict(self.created_with),
@@ -267,6 +278,7 @@ class Manifest:
                     "num_samples": shard.num_samples,
                     "num_fields": shard.num_fields,
                     **({"num_removed": shard.num_removed} if shard.num_removed else {}),
+                    **({"num_volumes": shard.num_volumes} if shard.num_volumes else {}),
                 }
                 for shard in self.shards
             ],
@@ -418,5 +430,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     if body["splits"] != manifest.splits:
         raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
     if manifest._body() != body:  # entries are of the types that the classes check, so 1 is not True
-        raise ManifestError("a manifest must hold the entries of format 1 and no others; see docs/format.md.")
+        raise ManifestError(
+            "a manifest must hold the entries of its format and no others; see docs/format.md."
+        )
     return manifest

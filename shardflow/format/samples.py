@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.index import ShardIndex
-from shardflow.format.keys import check_sample_key, parse_slice_field
+from shardflow.format.keys import check_sample_key, parse_slice_field, parse_volume_field
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES
 
@@ -218,8 +218,16 @@ def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
     series = np.array([part.series if part else -1 for part in parsed], np.int64)[index.field_name_ids]
     slices = np.array([part.index if part else -1 for part in parsed], np.int64)[index.field_name_ids]
     triples = np.stack([samples, series, slices], axis=1)[series >= 0]
-    if not len(triples):
-        return np.zeros(index.num_samples, np.int64)  # np.unique would import numpy.ma
-    # A slice in several codecs counts once.
-    owners = np.unique(triples[:, : 2 if name == "num_series" else 3], axis=0)[:, 0]
-    return np.bincount(owners, minlength=index.num_samples)
+    found = np.zeros(index.num_samples, np.int64)
+    if len(triples):  # np.unique would import numpy.ma
+        # A slice in several codecs counts once.
+        owners = np.unique(triples[:, : 2 if name == "num_series" else 3], axis=0)[:, 0]
+        found = np.bincount(owners, minlength=index.num_samples)
+    if index.bricks is not None:
+        is_series = np.array(
+            [(parse_volume_field(field) or (0, 0))[1] is None for field in index.field_names], bool
+        )
+        of_series = is_series[index.field_name_ids[index.bricks.fields]]
+        counts = 1 if name == "num_series" else index.bricks.shapes[of_series, 0]
+        np.add.at(found, samples[index.bricks.fields[of_series]], counts)
+    return found

@@ -16,7 +16,8 @@ import google_crc32c
 import numpy as np
 
 from shardflow.errors import FormatError, NotFoundError, StorageError
-from shardflow.format.index import ShardIndex
+from shardflow.format.bricks import BrickVolume
+from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import DERIVED_COLUMNS, SamplesTable, derived_column
@@ -151,7 +152,11 @@ class _Walk:
                 self._compare(
                     member_header(f"{key}.{field.name}", field.num_bytes), f"header of {member}", names
                 )
-                self._payload(field.num_bytes, field.crc32c, f"payload of {member}", names)
+                place = f"payload of {member}"
+                if index.bricks is not None and index.bricks.row_of(number) is not None:
+                    self._volume(index.volume(number), field, place, names)
+                else:
+                    self._payload(field.num_bytes, field.crc32c, place, names)
                 self._compare(padding(field.num_bytes), f"padding after {member}", names)
                 number += 1
         self._end(END_OF_ARCHIVE)
@@ -207,6 +212,33 @@ class _Walk:
             self._fail(self._stream.position, place, "the end of the file", names)
         if found != expected:
             self._fail(start, place, f"crc32c {found:08x} instead of {expected:08x}", names)
+
+    def _volume(self, volume: BrickVolume, field: FieldLocation, place: str, names: tuple[str, str]) -> None:
+        """Check a volume in bricks, and that the index describes its frame and each of its bricks."""
+        start = self._stream.position
+        sizes = volume.columns["num_bytes"].tolist()
+        header = self._stream.take_bytes(int(volume.starts[0]) - start)
+        found, wrong = google_crc32c.value(header), None
+        for number, (size, expected) in enumerate(zip(sizes, volume.columns["crc32c"].tolist(), strict=True)):
+            at, chunk = self._stream.position, self._stream.take_bytes(size)
+            found = google_crc32c.extend(found, chunk)
+            if google_crc32c.value(chunk) != expected and wrong is None:
+                wrong = at, f"brick {number} has another crc32c than in the index"
+        ending = self._stream.take_bytes(start + field.num_bytes - self._stream.position)
+        found = google_crc32c.extend(found, ending)
+        if self._stream.position < start + field.num_bytes:
+            self._fail(self._stream.position, place, "the end of the file", names)
+        if found != field.crc32c:
+            self._fail(
+                wrong[0] if wrong else start,
+                place,
+                f"crc32c {found:08x} instead of {field.crc32c:08x}",
+                names,
+            )
+        if wrong is None and not volume.is_in(header, ending):
+            wrong = start, "a frame of another shape, dtype or order than in the index"
+        if wrong is not None:
+            self._fail(wrong[0], place, wrong[1], names)
 
     def _compare(self, expected: bytes, place: str, names: tuple[str, str] | None = None) -> None:
         """Compare the next bytes with the expected ones; report the first that differs."""

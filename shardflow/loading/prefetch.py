@@ -388,10 +388,7 @@ class StreamReads:
                             int(inside[place]), int(rows[place]), int(planned_rows[place]), planned
                         )
                         fields += {number for one in of for number in one.needed(shard, request)}
-            fields = sorted({*fields})
-            offsets = shard.index.field_offsets[fields].tolist()
-            sizes = shard.index.field_num_bytes[fields].tolist()
-            ranges = [ByteRange(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+            ranges = shard.ranges(fields)
             if ranges:
                 found.append(ShardRead(shard.store, shard.path, ranges))
         return found

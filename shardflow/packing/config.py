@@ -26,6 +26,7 @@ from shardflow.packing.settings import (
     ReportsConfig,
     TableFile,
     VariantsConfig,
+    VolumesConfig,
 )
 from shardflow.packing.sources.layouts.base import LayoutConfig
 from shardflow.reports.alignment.evidence import AlignmentRules
@@ -210,6 +211,7 @@ class PackConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     page: PageConfig = field(default_factory=PageConfig)
     variants: VariantsConfig = field(default_factory=VariantsConfig)
+    volumes: VolumesConfig = field(default_factory=VolumesConfig)
     deid: DeidConfig = field(default_factory=DeidConfig)
     reports: ReportsConfig = field(default_factory=ReportsConfig)
     alignment: AlignmentRules = field(default_factory=AlignmentRules)
@@ -242,6 +244,7 @@ class PackConfig:
             "layout": self.inputs.layout.content(),
             "records": self.records.content(),
             "reports": self.reports.content(),
+            "volumes": self.volumes.content(),
         }
         return {
             # Left out at their defaults: settings older than these sections keep their digest.

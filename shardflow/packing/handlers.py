@@ -14,7 +14,13 @@ from shardflow.packing.engines.base import decode
 from shardflow.packing.engines.worker import answering
 from shardflow.packing.registry import attachment_kinds
 from shardflow.packing.scan import AttachmentFinder, Scanner
-from shardflow.packing.settings import AttachmentsConfig, BadInstancePolicy, DeidConfig, VariantsConfig
+from shardflow.packing.settings import (
+    AttachmentsConfig,
+    BadInstancePolicy,
+    DeidConfig,
+    VariantsConfig,
+    VolumesConfig,
+)
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.studies.assembly import Assembler
 from shardflow.packing.studies.privacy import PrivacyRules
@@ -43,6 +49,7 @@ class PackSetup:
     limits: HeaderLimits
     on_bad_instance: BadInstancePolicy
     variants: VariantsConfig
+    volumes: VolumesConfig
     deid: DeidConfig
     pixel_rules: tuple[str, ...]
     """Texts of the site's own rules, because their file may change while the job runs."""
@@ -83,6 +90,7 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         ),
         on_bad_instance=config.policy.on_bad_instance,
         variants=config.variants,
+        volumes=config.volumes,
         deid=replace(config.deid, rules_file=None),
         pixel_rules=config.deid.rules_text(),
         attachments=config.attachments,
@@ -125,6 +133,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             limits=setup.limits,
             codec=setup.codec,
             variants=setup.variants,
+            volumes=setup.volumes,
             on_bad_instance=setup.on_bad_instance,
             privacy=PrivacyRules(key=key, settings=setup.deid, pixels=load_rules(*setup.pixel_rules)),
             records=setup.clinical,

@@ -61,6 +61,8 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
         key_id: Of the secret key.
     """
     settings = [content[name] for name in ("deid", "limits", "on_bad_instance", "variants")]
+    # Settings older than this section keep their fragments.
+    settings += [content["volumes"]] if "volumes" in content else []
     facts = [created_with(), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
 
@@ -228,4 +230,5 @@ def _shard_entry(split: str, record: dict[str, Any]) -> ShardEntry:
         index=FileEntry(path=f"shards/{name}.idx", **record["index"]),
         num_samples=len(record["samples"]),
         num_fields=sum(sample["num_fields"] for sample in record["samples"]),
+        num_volumes=record.get("num_volumes", 0),
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.tables import check_table_name
+from shardflow.format.volume_encoder import BRICK_SHAPE
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode
@@ -33,6 +34,7 @@ KeyKind: TypeAlias = Literal[
 
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
 _GIB = 1 << 30
+_MAX_BRICK_SIDE = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +211,52 @@ class DeidConfig:
             del content["times"]
         # Sorted: fragments depend on a digest of this very text.
         return dict(sorted(content.items()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VolumesConfig:
+    """Storage of series that are volumes: 3-D, of one value a voxel."""
+
+    storage: Literal["slices", "bricks"] = "slices"
+    """``bricks`` stores each as one member of small boxes, for crops; shardflow before format 2 cannot read
+    it. ``slices`` stores one member a slice."""
+    modalities: tuple[str, ...] = ()
+    """Modalities to store in bricks, such as CT and MR; empty for all."""
+    brick_shape: tuple[int, ...] = BRICK_SHAPE
+    """Largest size of a brick: slices, rows, columns."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.brick_shape) != len(BRICK_SHAPE) or not all(
+            1 <= size <= _MAX_BRICK_SIDE for size in self.brick_shape
+        ):
+            raise ConfigError(
+                "volumes.brick_shape must be three sizes (slices, rows, columns) from 1 to "
+                f"{_MAX_BRICK_SIDE}, got {list(self.brick_shape)}; {list(BRICK_SHAPE)} suits most volumes."
+            )
+
+    def content(self) -> dict[str, Any] | None:
+        """Return the settings as JSON; None for slices, so that older settings keep their digest."""
+        if self.storage == "slices":
+            return None
+        return {
+            "brick_shape": list(self.brick_shape),
+            "modalities": sorted({*self.modalities}),
+            "storage": self.storage,
+        }
+
+    def has_bricks(self, *, kind: str, modality: Any, num_slices: int, num_samples: int) -> bool:
+        """Return whether a series is stored in bricks.
+
+        Args:
+            kind: ``volume`` or another kind of series.
+            modality: Of the series, if known.
+            num_slices: Of the series.
+            num_samples: Values a pixel.
+        """
+        is_volume = kind == "volume" and num_slices > 1 and num_samples == 1
+        is_wanted = not self.modalities or modality in self.modalities
+        return self.storage == "bricks" and is_volume and is_wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
 from shardflow.viewing.planes import Picture, encode_thumbnail, pixel_spacing
-from shardflow.viewing.study import choose_slices, generated_mark, made_by_synth, place_of, slice_names
+from shardflow.viewing.study import choose_slices, generated_mark, made_by_synth, place_of
 
 if TYPE_CHECKING:
     from shardflow.format.samples import SamplesTable
@@ -307,7 +307,7 @@ def _read_facts(dataset: Dataset, scope: _Scope, row: int) -> StudyFacts:
     counts: NDArray[np.int64] | None = None
     num_slices = num_counted = 0
     for number in scope.ct_series(row, series or []):
-        names = slice_names(fields, number)
+        names = dataset.slice_names(row, number)
         num_slices += len(names)
         chosen = [names[i] for i in choose_slices(len(names), scope.slices_per_series or len(names))]
         num_counted += len(chosen)
@@ -344,7 +344,7 @@ def _series_of(payload: bytes | None) -> list[dict[str, Any]] | None:
 def _thumbnail(
     dataset: Dataset, row: int, series: dict[str, Any], fields: list[FieldLocation], generated: str
 ) -> Thumbnail | None:
-    names = slice_names(fields, 0)
+    names = dataset.slice_names(row, 0)
     if not names:
         return None
     picture = _packed_thumbnail(dataset, row, fields) or _make_thumbnail(dataset, row, series, names)

@@ -18,7 +18,7 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
 from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_gray, to_size
-from shardflow.viewing.study import StudyView, decode_slice, read_study, slice_names
+from shardflow.viewing.study import StudyView, decode_slice, read_study
 from shardflow.viewing.typeface import (
     FAINT,
     INK,
@@ -131,7 +131,7 @@ def read_findings(dataset: Dataset, row: int, *, num_findings: int = 8) -> Findi
         if number not in best or entry["confidence"] > best[number]["confidence"]:
             best[number] = entry
     chosen = sorted(best, key=lambda number: report["entities"][number]["span"])
-    names = {one["series"]: slice_names(fields, one["series"]) for one in best.values()}
+    names = {one["series"]: dataset.slice_names(row, one["series"]) for one in best.values()}
     rows = []
     for number in chosen[:num_findings]:
         entry = best[number]

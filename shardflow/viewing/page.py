@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 
 from shardflow.format import Dataset
-from shardflow.format.manifest import FORMAT_VERSION, manifest_path
+from shardflow.format.manifest import manifest_path
 from shardflow.viewing.dataset_facts import DatasetFacts
 from shardflow.viewing.markup import document, section, table
 from shardflow.viewing.page_sections import (
@@ -98,7 +98,7 @@ def _head(dataset: Dataset, facts: DatasetFacts, *, is_inside: bool) -> str:
     identity = "" if is_inside else f"<p class=id>{dataset.dataset_id}</p>"
     return (
         f"<header><h1>Dataset</h1>{identity}"
-        f"<p>version {dataset.manifest_version}, format {FORMAT_VERSION}</p>{mark}</header>"
+        f"<p>version {dataset.manifest_version}, format {dataset.manifest.format_version}</p>{mark}</header>"
         f"<div class=cards>{cards}</div>"
     )
 

@@ -21,7 +21,7 @@ from shardflow.format.ledger import LineOutcomes
 from shardflow.format.table import Table
 from shardflow.sampling import BatchSpec, EpochPlan
 from shardflow.viewing.catalog import CONTENT_FIELD, Catalog
-from shardflow.viewing.study import generated_mark, made_by_synth, slice_names
+from shardflow.viewing.study import generated_mark, made_by_synth
 
 _FIELD: Final = "waveforms.json"
 _MAX_COLUMNS: Final = 8192
@@ -189,7 +189,7 @@ class Studies:
             **parts,
             "report": text,
             "generated": made_by_synth(series) or generated_mark(text),
-            "slice_counts": [len(names) for _, names in sorted(_slices(fields).items())],
+            "slice_counts": [len(names) for _, names in sorted(_slices(self._dataset, row).items())],
             "fields": [{"name": field.name, "num_bytes": field.num_bytes} for field in fields],
             "problems": problems,
         }
@@ -247,7 +247,7 @@ class Studies:
                 self._open.move_to_end(row)
                 return known
         _, fields = self._dataset.sample_fields(row)
-        made = _Open(_slices(fields), _masks(fields))
+        made = _Open(_slices(self._dataset, row), _masks(fields))
         with self._lock:
             self._open[row] = made
             while len(self._open) > _MAX_OPEN:
@@ -266,10 +266,10 @@ class Studies:
             return None
 
 
-def _slices(fields: list[FieldLocation]) -> dict[int, list[str]]:
+def _slices(dataset: Dataset, row: int) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     series = 0
-    while names := slice_names(fields, series):
+    while names := dataset.slice_names(row, series):
         found[series] = names
         series += 1
     return found

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format import Dataset, FieldLocation, decode_array
-from shardflow.format.codecs import codec_rank
-from shardflow.format.keys import REPORT_FIELD, SAMPLE_KEY_PATTERN, STUDY_FIELD, parse_slice_field
+from shardflow.format import Dataset, decode_array
+from shardflow.format.keys import REPORT_FIELD, SAMPLE_KEY_PATTERN, STUDY_FIELD
 
 _ROW = re.compile(r"([a-z0-9]{1,32}):(\d{1,12})", re.ASCII)
 # Beginnings of the first lines of reports that shardflow's own generators write.
@@ -111,7 +110,7 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
         )
     if series >= len(all_series):
         raise ConfigError(f"--series must be below {len(all_series)} in this study, got {series}.")
-    names = slice_names(fields, series)
+    names = dataset.slice_names(row, series)
     indexes = choose_slices(len(names), num_slices)
     payloads = dataset.read_fields(row, [names[index] for index in indexes])
     report = texts[REPORT_FIELD].decode("utf-8", errors="replace") if REPORT_FIELD in texts else None
@@ -127,20 +126,6 @@ def read_study(dataset: Dataset, row: int, *, series: int = 0, num_slices: int =
         indexes=indexes,
         generated=made_by_synth(all_series) or generated_mark(report),
     )
-
-
-def slice_names(fields: Sequence[FieldLocation], series: int) -> list[str]:
-    """Return the field of each slice of a series, by index; of several codecs the preferred one."""
-    found: dict[int, tuple[int, str]] = {}
-    for field in fields:
-        part = parse_slice_field(field.name)
-        if part is None or part.series != series:
-            continue
-        rank = codec_rank(part.codec)
-        if rank is not None:
-            ranked = (rank, field.name)
-            found[part.index] = min(ranked, found.get(part.index, ranked))
-    return [found[index][1] for index in sorted(found)]
 
 
 def choose_slices(num_slices: int, num_wanted: int) -> tuple[int, ...]:

@@ -206,6 +206,27 @@ def frame_around(
     return bytes(header), ending
 
 
+def read_frame_around(
+    header: bytes, ending: bytes
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], np.dtype[Any]], NDArray[np.int64]] | None:
+    """Return what `frame_around` was given: shape, chunk shape, block shape and dtype; offsets of the chunks.
+
+    Returns:
+        None if this is no frame, or none of a little-endian array of numbers.
+    """
+    try:
+        layout = _array_layout(header[_AFTER_LENGTHS:])
+        num_bytes, _, chunk_num_bytes = _CHUNK_HEADER.unpack_from(ending)
+        offsets = np.empty(num_bytes // 8, "<i8")
+        num_chunks = math.prod(-(-size // part) for size, part in zip(*layout[:2], strict=True))
+        if offsets.nbytes != num_bytes or len(offsets) != num_chunks:
+            return None
+        _blosc2().decompress2(ending[:chunk_num_bytes], dst=offsets, nthreads=1)
+    except (ValueError, TypeError, IndexError, RuntimeError, struct.error):
+        return None
+    return layout, offsets
+
+
 @functools.cache
 def _frame_trailer() -> bytes:
     """What follows the offsets of a frame, without metadata of its own; the same for all frames."""

@@ -5,6 +5,7 @@ The header is matched, not evaluated: NumPy's own reader parses it as Python sou
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from typing import Any
@@ -20,6 +21,14 @@ _HEADER = re.compile(
     rb"\{'descr': '(<[iuf][248]|\|[iu]1)', 'fortran_order': False, "
     rb"'shape': \((\d+), (\d+)(?:, (\d+))?\), \} *\n"
 )
+
+
+@functools.lru_cache(maxsize=256)
+def npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Return what precedes the numbers of an array; its size is a multiple of 64."""
+    stream = io.BytesIO()
+    npy_format.write_array_header_1_0(stream, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
 
 
 def encode(array: NDArray[Any]) -> bytes:

@@ -32,6 +32,7 @@ from shardflow.packing.studies.tasks import CheckDone, ShardDone
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
+    from shardflow.format.bricks import StoredVolume
     from shardflow.format.manifest import FileEntry
     from shardflow.packing.studies.tasks import CheckTask, ShardTask
     from shardflow.packing.workspace import Workspace
@@ -64,6 +65,7 @@ class Assembler:
             "name": name,
             "tar": None,
             "index": None,
+            "num_volumes": 0,
             "samples": [],
         }
         if packed:
@@ -75,6 +77,7 @@ class Assembler:
                 return ShardDone(missing=(error.sample_key,))
             num_bytes = record["tar"]["num_bytes"]
             record["samples"], table = _index(name, num_bytes, [part for _, part in packed])
+            record["num_volumes"] = sum(len(part.volumes) for _, part in packed)
             record["index"] = _entry(write_file(output, f"shards/{name}.idx", [table]))
             # The tables of facts are made of these parts, wherever the shards are by then.
             studies = _studies(output / f"shards/{name}.tar", [part for _, part in packed])
@@ -147,8 +150,12 @@ def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[d
     """Locate the fields in the shard; return one row for each sample, and the index."""
     samples: list[dict[str, Any]] = []
     located = []
-    offset = 0
+    volumes: list[tuple[int, StoredVolume]] = []
+    offset = num_fields = 0
     for part in parts:
+        numbers = {place.name: num_fields + number for number, place in enumerate(part.fields)}
+        volumes += [(numbers[name], volume) for name, volume in part.volumes]
+        num_fields += len(part.fields)
         places = [
             FieldLocation(place.name, place.offset + offset, place.num_bytes, place.crc32c)
             for place in part.fields
@@ -164,7 +171,7 @@ def _index(name: str, num_bytes: int, parts: Sequence[Fragment]) -> tuple[list[d
             }
         )
         offset += part.num_bytes
-    return samples, ShardIndex.encode(name, num_bytes, located)
+    return samples, ShardIndex.encode(name, num_bytes, located, volumes)
 
 
 def _has_digest(path: Path, entry: Mapping[str, Any]) -> bool:

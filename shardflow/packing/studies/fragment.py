@@ -14,12 +14,15 @@ import json
 import os
 import secrets
 import struct
+from base64 import b64decode, b64encode
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
 import google_crc32c
+import numpy as np
 
+from shardflow.format.bricks import BRICK_COLUMNS, Extents, StoredVolume
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
 from shardflow.format.shard_files import naming_os_errors
@@ -28,12 +31,14 @@ from shardflow.packing.engines.base import decode
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
+    from shardflow.format.volume_encoder import EncodedVolume
+
 _FOOTER: Final = struct.Struct("<II8s")
-_MAGIC: Final = b"SFFRAG02"
+_MAGIC: Final = b"SFFRAG03"
 # Small enough to stay in the second-level cache between read, checksum, digest and write.
 _COPY_BYTES: Final = 1 << 18
 
@@ -67,6 +72,8 @@ class Fragment:
     """Bytes of all members."""
     crc32c: int
     """Of all members."""
+    volumes: tuple[tuple[str, StoredVolume], ...] = ()
+    """Fields that are volumes in bricks."""
 
 
 class DamagedFragmentError(Exception):
@@ -123,6 +130,19 @@ class FragmentWriter:
             self._append(*heapq.heappop(self._held))
         self._append(name, payload)
 
+    def add_volume(self, name: str, volume: EncodedVolume) -> None:
+        """Append a volume in bricks, see `add`."""
+        while self._held and self._held[0][0] < name:
+            self._append(*heapq.heappop(self._held))
+        start, checksum = self._num_bytes + BLOCK_NUM_BYTES, 0
+        self._append_bytes(member_header(f"{self._sample_key}.{name}", volume.num_bytes))
+        for piece in volume.pieces:
+            checksum = google_crc32c.extend(checksum, piece)
+            self._append_bytes(piece)
+        self._append_bytes(padding(volume.num_bytes))
+        self._fields.append(FieldLocation(name, start, volume.num_bytes, checksum))
+        self._volumes.append((name, volume.stored))
+
     def _append(self, name: str, payload: bytes) -> None:
         parts = [member_header(f"{self._sample_key}.{name}", len(payload)), payload, padding(len(payload))]
         self._fields.append(
@@ -133,6 +153,9 @@ class FragmentWriter:
                 crc32c=google_crc32c.value(payload),
             )
         )
+        self._append_bytes(*parts)
+
+    def _append_bytes(self, *parts: bytes) -> None:
         self._write(*parts)
         for part in parts:
             self._crc32c.update(part)
@@ -148,6 +171,7 @@ class FragmentWriter:
     def _forget(self) -> None:
         self._held: list[tuple[str, bytes]] = []
         self._fields: list[FieldLocation] = []
+        self._volumes: list[tuple[str, StoredVolume]] = []
         self._crc32c = google_crc32c.Checksum()
         self._num_bytes = 0
 
@@ -165,11 +189,14 @@ class FragmentWriter:
             fields=tuple(self._fields),
             num_bytes=self._num_bytes,
             crc32c=int.from_bytes(self._crc32c.digest(), "big"),
+            volumes=tuple(self._volumes),
         )
         # Thousands of fields: lists are cheaper than `asdict`, which deep-copies every value.
         fields = [[field.name, field.offset, field.num_bytes, field.crc32c] for field in self._fields]
-        rest = asdict(replace(fragment, fields=()))
-        trailer = json.dumps({**rest, "fields": fields}, separators=(",", ":")).encode("ascii")
+        rest = asdict(replace(fragment, fields=(), volumes=()))
+        volumes = [_volume_to_json(name, volume) for name, volume in self._volumes]
+        whole = {**rest, "fields": fields, "volumes": volumes}
+        trailer = json.dumps(whole, separators=(",", ":")).encode("ascii")
         self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
         with naming_os_errors("writing a fragment"):
             self._file.close()
@@ -225,7 +252,20 @@ def read_fragment(path: Path, task_digest: str) -> Fragment | None:
         fields=tuple(FieldLocation(*location) for location in fields["fields"]),
         num_bytes=fields["num_bytes"],
         crc32c=fields["crc32c"],
+        volumes=tuple(_volume_from_json(*volume) for volume in fields["volumes"]),
     )
+
+
+def _volume_to_json(name: str, volume: StoredVolume) -> list[Any]:
+    columns = {key: b64encode(column.tobytes()).decode("ascii") for key, column in volume.columns.items()}
+    return [name, volume.shape, volume.brick_shape, volume.dtype.str, volume.first_chunk, columns]
+
+
+def _volume_from_json(
+    name: str, shape: Extents, brick_shape: Extents, dtype: str, first_chunk: int, columns: Mapping[str, str]
+) -> tuple[str, StoredVolume]:
+    found = {key: np.frombuffer(b64decode(columns[key]), kind) for key, kind in BRICK_COLUMNS.items()}
+    return name, StoredVolume(shape, brick_shape, np.dtype(dtype), first_chunk, found)
 
 
 def copy_members(path: Path, fragment: Fragment) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import SourceError, StorageError
+from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_for
 from shardflow.format.keys import (
     FIELD_PATTERN,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardflow.packing.header_rows import AttachmentRow
+    from shardflow.packing.settings import VolumesConfig
     from shardflow.packing.sources.attachments import Attached, AttachmentKind
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.dicom.headers import InstanceHeader
@@ -64,7 +66,11 @@ _ACQUIRED_DAYS: Final = (-1, 7)
 
 
 def describe_series(
-    stack: Stack, attributes: Mapping[str, AttributeValue], privacy: StudyPrivacy, codec: str
+    stack: Stack,
+    attributes: Mapping[str, AttributeValue],
+    privacy: StudyPrivacy,
+    codec: str,
+    volumes: VolumesConfig,
 ) -> dict[str, Any]:
     """Return the ``study.json`` object of a series, as far as it is known before a pixel is read.
 
@@ -73,6 +79,7 @@ def describe_series(
         attributes: Of its first file, not filtered by the allowlist yet.
         privacy: Of the study.
         codec: Codec of the settings.
+        volumes: Settings of volumes.
     """
     form = form_of([part.instance for part in stack.slices])
     technical = allow_technical(attributes)
@@ -81,7 +88,14 @@ def describe_series(
     return {
         "affine_lps": geometry.affine_lps,
         "body_part": technical.get("body_part_examined"),
-        "codec": codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype)),
+        "codec": BRICKS_CODEC
+        if volumes.has_bricks(
+            kind=stack.kind,
+            modality=technical.get("modality"),
+            num_slices=len(stack.slices),
+            num_samples=stack.samples_per_pixel,
+        )
+        else codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype)),
         "columns": stack.columns,
         "dtype": form.dtype,
         "deidentification": privacy.series_facts(first),

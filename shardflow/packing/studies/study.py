@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
+from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_for, encode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
@@ -69,11 +70,12 @@ from shardflow.packing.studies.records import (
 )
 from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
+from shardflow.packing.studies.volumes import VolumeWriter
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
-    from shardflow.packing.settings import BadInstancePolicy, VariantsConfig
+    from shardflow.packing.settings import BadInstancePolicy, VariantsConfig, VolumesConfig
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.placement import Placement
     from shardflow.packing.studies.fragment import Fragment
@@ -91,6 +93,7 @@ class StudyRules:
     limits: HeaderLimits
     codec: str
     variants: VariantsConfig
+    volumes: VolumesConfig
     privacy: PrivacyRules
     on_bad_instance: BadInstancePolicy
     reading: ReportParser | None = None
@@ -220,7 +223,9 @@ class StudyMembers:
         numbers = {(one.series_instance_uid, one.stack_index): place for place, one in enumerate(stacks)}
         described = [
             {
-                **describe_series(stack, self._attributes(stack), self._privacy, self.rules.codec),
+                **describe_series(
+                    stack, self._attributes(stack), self._privacy, self.rules.codec, self.rules.volumes
+                ),
                 **series_axis(stack, numbers),
                 **series_times(
                     stack, self._facts(stack), None if origin is None else origin[1], self._privacy
@@ -231,7 +236,7 @@ class StudyMembers:
         ]
         self._write_contents(stacks, described, report)
         series = [
-            {**facts, **self._write_stack(number, stack, facts["modality"])}
+            {**facts, **self._write_stack(number, stack, facts)}
             for number, (stack, facts) in enumerate(zip(stacks, described, strict=True))
         ]
         patient = allow_patient(self._attributes(stacks[0]))
@@ -319,8 +324,8 @@ class StudyMembers:
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
 
-    def _write_stack(self, number: int, stack: Stack, modality: str | None) -> dict[str, Any]:
-        """Write the slices of a series; return the facts that they determine."""
+    def _write_stack(self, number: int, stack: Stack, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the slices of a series, or its volume; return the facts that they determine."""
         form = form_of([part.instance for part in stack.slices])
         display = DisplayRange(stack, form)
         num_clipped = num_padding = 0
@@ -328,21 +333,32 @@ class StudyMembers:
         codec = codec_for(self.rules.codec, (stack.rows, stack.columns), np.dtype(form.dtype))
         draws = draw_variants(
             self.rules.variants.augment,
-            modality=modality,
+            modality=facts["modality"],
             sample_key=self.sample_key,
             has_sides=self._has_sides,
         )
-        with SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants:
+        bricks = None
+        if facts["codec"] == BRICKS_CODEC:
+            bricks = VolumeWriter(self.writer, number, stack, form, self.rules.volumes)
+        with (
+            SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants,
+            bricks or nullcontext(),
+        ):
             for index, decoded in enumerate(self._decode(stack, form)):
                 display.add(decoded)
-                payload = encode_array(codec, decoded.pixels)
+                payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
                 variants.add(index, decoded, payload)
                 num_clipped += decoded.num_clipped
                 num_padding += decoded.num_padding
                 decoders.add(decoded.decoder)
-                self.writer.add(slice_field(number, index, codec), payload)
+                if bricks is None:
+                    self.writer.add(slice_field(number, index, codec), payload)
+                else:
+                    bricks.add(decoded.pixels)
             display_range = display.result()
             made = variants.finish(display_range)
+            if bricks is not None:
+                bricks.finish()
         return {
             "decoders": sorted(decoders),
             "display_range": list(display_range),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import ConfigError
+from shardflow.format.bricks import StoredVolume
 from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
 from shardflow.format.index import FieldLocation, ShardIndex
@@ -335,12 +336,14 @@ def _rewrite(
     source = dataset.store.map(old.path)
     located: list[tuple[str, list[FieldLocation]]] = []
     samples: list[SampleEntry] = []
-    offset = 0
+    volumes: list[tuple[int, StoredVolume]] = []
+    offset = num_fields = 0
 
     def pieces() -> Iterator[bytes]:
-        nonlocal offset
+        nonlocal offset, num_fields
         for row, entry in enumerate(kept):
             start, fields = offset, []
+            volumes.extend(index.volumes_in(entry.row_in_shard, first_field=num_fields))
             for field in index.fields(entry.row_in_shard):
                 payload = source[field.offset : field.offset + field.num_bytes]
                 check_field_bytes(field, payload, path=old.path, sample_key=entry.sample_key)
@@ -348,6 +351,7 @@ def _rewrite(
                 member = encode_member(f"{entry.sample_key}.{field.name}", payload)
                 offset += len(member)
                 yield member
+            num_fields += len(fields)
             located.append((entry.sample_key, fields))
             samples.append(replace(entry, row_in_shard=row, offset_bytes=start, num_bytes=offset - start))
         offset += len(END_OF_ARCHIVE)
@@ -355,15 +359,17 @@ def _rewrite(
 
     root = LocalStore(dataset.store.url).root
     tar = write_file(root, f"shards/{name}.tar", pieces())
+    table = ShardIndex.encode(name, tar.num_bytes, located, volumes)
     shard = ShardEntry(
         name=name,
         split=old.split,
         path=tar.path,
         num_bytes=tar.num_bytes,
         sha256=tar.sha256,
-        index=write_file(root, f"shards/{name}.idx", [ShardIndex.encode(name, tar.num_bytes, located)]),
+        index=write_file(root, f"shards/{name}.idx", [table]),
         num_samples=len(samples),
-        num_fields=sum(len(fields) for _, fields in located),
+        num_fields=num_fields,
+        num_volumes=len(volumes),
     )
     return shard, samples
 

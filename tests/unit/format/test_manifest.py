@@ -59,7 +59,8 @@ def test_every_file_is_named(folder: Path, manifest: Manifest) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format_version": 2}, "newer formats need a newer shardflow"),
+        ({"format_version": 3}, "newer formats need a newer shardflow"),
+        ({"format_version": 2}, "and no others"),
         ({"format": "other"}, "got 'other' 1"),
         ({"splits": {}}, "the sums of its shards"),
         ({"shards": None}, "every entry of format 1"),

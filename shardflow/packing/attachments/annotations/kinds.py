@@ -11,6 +11,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
+from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.attachments import Attached, AttachmentItem, StoredSeries, StudyContext
 
@@ -90,7 +91,8 @@ def target_of(series: StoredSeries) -> Target:
         slice_offsets_mm=facts.get("slice_offsets_mm"),
         pixel_spacing_mm=facts.get("pixel_spacing_mm"),
         slice_spacing_mm=facts.get("slice_spacing_mm"),
-        codec=str(facts.get("codec", "b2nd")),
+        # Masks are slices, also those of a volume in bricks.
+        codec=str(facts.get("codec", "b2nd")).replace(BRICKS_CODEC, "b2nd"),
     )
 
 

@@ -1,0 +1,214 @@
+"""Encoder of volumes in bricks: a slab of slices at a time, each brick one chunk of a Blosc2 frame.
+
+`shardflow.format.bricks` reads them. The bytes depend on the values, the dtype and the brick size alone.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.bricks import (
+    BRICK_COLUMNS,
+    Extents,
+    StoredVolume,
+    frame_around,
+    grid_of,
+    morton_order,
+)
+from shardflow.format.slice_codecs import b2nd
+from shardflow.format.table import crc32c
+
+BRICK_SHAPE: Final = (16, 64, 64)
+"""Default size of a brick: slices, rows, columns."""
+_MAX_EXTENT: Final = 65535
+_FULL: Final = 255
+
+
+def fitting_brick_shape(shape: Sequence[int], wanted: Sequence[int] = BRICK_SHAPE) -> Extents:
+    """Return the brick size for a volume: at most the wanted one, and as even as the shape allows.
+
+    Args:
+        shape: ``(D, H, W)`` of the volume.
+        wanted: Largest size of a brick, in voxels.
+
+    Example:
+        >>> fitting_brick_shape((20, 512, 500))
+        (10, 64, 63)
+    """
+    z, y, x = (-(-size // -(-size // min(most, size))) for size, most in zip(shape, wanted, strict=True))
+    return z, y, x
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedVolume:
+    """A volume as it is stored: its description, and the bytes of its member."""
+
+    stored: StoredVolume
+    num_bytes: int
+    """Size of the frame."""
+    pieces: Iterable[bytes]
+    """The frame, in pieces that follow one another; read once."""
+
+    @property
+    def frame(self) -> bytes:
+        """The whole frame."""
+        return b"".join(self.pieces)
+
+
+class VolumeEncoder:
+    """Encoder of a volume that arrives slab by slab, in the memory of one brick beside the slab.
+
+    Args:
+        shape: ``(D, H, W)``.
+        dtype: Integers or floats.
+        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
+        spool: Empty file for the encoded bricks, which are stored in another order than they come; in
+            memory by default.
+
+    Attributes:
+        slab_num_slices: Slices of each slab but the last, which has what is left.
+
+    Raises:
+        FormatError: The shape or dtype is none of a volume.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        *,
+        brick_shape: Sequence[int] = BRICK_SHAPE,
+        spool: IO[bytes] | None = None,
+    ) -> None:
+        if len(shape) != 3 or not all(1 <= size <= _MAX_EXTENT for size in shape) or dtype.kind not in "iuf":
+            raise FormatError(
+                f"a volume must be (slices, rows, columns) numbers, each size at most {_MAX_EXTENT}, "
+                f"got {dtype} {tuple(shape)}."
+            )
+        if len(brick_shape) != 3 or min(brick_shape) < 1:
+            raise FormatError(f"a brick must have three sizes from 1, got {tuple(brick_shape)}.")
+        self._shape: Extents = (int(shape[0]), int(shape[1]), int(shape[2]))
+        self._dtype = dtype.newbyteorder("<")
+        self._brick_shape = fitting_brick_shape(self._shape, brick_shape)
+        self._grid = grid_of(self._shape, self._brick_shape)
+        self.slab_num_slices = self._brick_shape[0]
+        self._spool: IO[bytes] = io.BytesIO() if spool is None else spool
+        num_bricks = math.prod(self._grid)
+        self._num_bricks = 0
+        self._columns = {name: np.zeros(num_bricks, dtype) for name, dtype in BRICK_COLUMNS.items()}
+        self._lowest = np.zeros(num_bricks, self._dtype)
+        self._num_at_lowest = np.zeros(num_bricks, np.int64)
+
+    def add(self, slab: NDArray[Any]) -> None:
+        """Encode the next slices.
+
+        Args:
+            slab: ``(slab_num_slices, H, W)`` of the dtype; the last one ``(the rest, H, W)``.
+
+        Raises:
+            FormatError: The slab has another shape or dtype.
+        """
+        depth, rows, columns = self._brick_shape
+        first = self._num_bricks // (self._grid[1] * self._grid[2]) * depth
+        expected = (min(depth, self._shape[0] - first), *self._shape[1:])
+        if slab.shape != expected or slab.dtype.newbyteorder("<") != self._dtype:
+            raise FormatError(f"a slab must be {self._dtype} {expected}, got {slab.dtype} {slab.shape}.")
+        for top in range(0, self._shape[1], rows):
+            for left in range(0, self._shape[2], columns):
+                box = slab[:, top : top + rows, left : left + columns]
+                missing = [(0, size - has) for size, has in zip(self._brick_shape, box.shape, strict=True)]
+                # Repeated edges keep the bounds of the values and compress better than zeros.
+                whole = np.pad(box, missing, mode="edge") if any(add for _, add in missing) else box
+                self._add_brick(np.ascontiguousarray(whole, self._dtype))
+
+    def finish(self) -> EncodedVolume:
+        """Return the volume.
+
+        Raises:
+            FormatError: Slices are missing.
+        """
+        num_bricks = len(self._lowest)
+        if self._num_bricks != num_bricks:
+            raise FormatError(
+                f"a volume must have all its slices, got {self._num_bricks} of {num_bricks} bricks."
+            )
+        num_voxels = math.prod(self._brick_shape)
+        num_low = np.where(self._lowest == np.fmin.reduce(self._lowest), self._num_at_lowest, 0)
+        self._columns["occupancy"][:] = -(-(num_voxels - num_low) * _FULL // num_voxels)
+        order = morton_order(self._grid, self._brick_shape)
+        arrived = self._columns["num_bytes"].astype(np.int64)
+        sizes = arrived[order]
+        header, ending = frame_around(self._shape, self._dtype, self._brick_shape, sizes)
+        columns = {name: column[order] for name, column in self._columns.items()}
+        stored = StoredVolume(self._shape, self._brick_shape, self._dtype, len(header), columns)
+        places = (np.cumsum(arrived) - arrived)[order]
+        chunks = self._chunks(places.tolist(), sizes.tolist())
+        num_bytes = len(header) + int(sizes.sum()) + len(ending)
+        return EncodedVolume(stored, num_bytes, itertools.chain([header], chunks, [ending]))
+
+    def _chunks(self, places: list[int], sizes: list[int]) -> Iterator[bytes]:
+        for place, size in zip(places, sizes, strict=True):
+            self._spool.seek(place)
+            yield self._spool.read(size)
+
+    def _add_brick(self, brick: NDArray[Any]) -> None:
+        number = self._num_bricks
+        chunk = b2nd.encode_chunk(brick)
+        self._spool.write(chunk)
+        self._lowest[number] = np.fmin.reduce(brick, axis=None)  # NaN is above everything
+        self._num_at_lowest[number] = np.count_nonzero(brick == self._lowest[number])
+        low, high = _bounds(brick)
+        facts = {"num_bytes": len(chunk), "crc32c": crc32c(chunk), "low": low, "high": high}
+        for name, value in facts.items():
+            self._columns[name][number] = value
+        self._num_bricks += 1
+
+
+def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:
+    """Encode a volume that is in memory; the same bytes as slab by slab.
+
+    Args:
+        array: ``(D, H, W)``, integers or floats; any strides and byte order.
+        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
+
+    Raises:
+        FormatError: The shape or dtype is none of a volume.
+    """
+    encoder = VolumeEncoder(array.shape, array.dtype, brick_shape=brick_shape)
+    for first in range(0, array.shape[0], encoder.slab_num_slices):
+        encoder.add(array[first : first + encoder.slab_num_slices])
+    return encoder.finish()
+
+
+def _bounds(brick: NDArray[Any]) -> tuple[np.float32, np.float32]:
+    """Return bounds of a brick's values; equal ones (or two NaN) only where all voxels are that value."""
+    first, lowest, highest = brick.flat[0], brick.min(), brick.max()
+    with np.errstate(over="ignore"):
+        low, high = np.float32(lowest), np.float32(highest)
+    # Equal means equal in every bit: -0.0 is not 0.0, and a NaN has a payload.
+    bits = brick.view(f"<u{brick.itemsize}")
+    if (bits == bits.flat[0]).all() and _is_exact(low, first):
+        return low, low
+    if np.isnan(low):
+        return np.float32(-np.inf), np.float32(np.inf)
+    if low.item() > lowest.item():
+        low = np.nextafter(low, np.float32(-np.inf))
+    if high.item() < highest.item() or high == low:
+        high = np.nextafter(high, np.float32(np.inf))
+    return low, high
+
+
+def _is_exact(value: np.float32, original: Any) -> bool:
+    """Return whether a value is that of the dtype, and comes back from float32 with all its bits."""
+    if original.dtype.kind == "f":
+        return bool(value.astype(original.dtype).tobytes() == original.tobytes())
+    return bool(value.item() == original.item())
