@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.reader import Samples
 from shardflow.format import Dataset
+from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_rank
 from shardflow.format.entities import EntityTable
 from shardflow.format.keys import sha256_hex
@@ -190,7 +191,7 @@ class SelectedSeries:
                 f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
             )
         for codec in self.values("codec"):
-            if codec and codec_rank(codec) is None:
+            if codec not in ("", BRICKS_CODEC) and codec_rank(codec) is None:
                 raise ConfigError(
                     f"Images of the field {name!r} are stored as {codec!r}, which no installed codec reads; "
                     f'install the package that offers it, or select others by series="codec != {codec!r}".'
