@@ -12,9 +12,13 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import pydicom
 import pytest
 
+import shardflow as sf
 from shardflow.errors import ChecksumError, ConfigError
+from shardflow.format import Dataset
+from shardflow.format.columns import open_columns
 from shardflow.format.copying import copy_object
 from shardflow.format.manifest import FileEntry
 from shardflow.format.verification import verify
@@ -85,6 +89,43 @@ def test_the_dataset_is_there_and_is_sent_once(case: PackCase, address: str, sen
     sent.clear()
     assert case.pack(setting).status == "already_packed"
     assert sent == []
+
+
+@pytest.mark.parametrize("keeps_local", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_tables_are_there_with_every_version(case: PackCase, address: str, keeps_local: bool) -> None:
+    """Joined by series, whose keys are read from shards, which need not be local any more."""
+    uids = {
+        pydicom.dcmread(path, stop_before_pixels=True).SeriesInstanceUID: path.parent.name
+        for path in sorted(case.dicom.rglob("*"))
+        if path.is_file()
+    }
+    rows = [f"{uid},{place}" for place, uid in enumerate(uids)]
+    (case.folder / "grades.csv").write_text("\n".join(["SeriesInstanceUID,grade", *rows]), encoding="utf-8")
+    entry = '[[tables]]\nfile = "grades.csv"\nname = "grades"\non = "series_instance_uid"\n'
+    text = case.config_path.read_text(encoding="utf-8")
+    case.config_path.write_text(f"{text}\n{entry}", encoding="utf-8")
+    settings = (f"upload_to={address}", f"keep_local={str(keeps_local).lower()}")
+    assert case.pack(*settings).status == "packed"
+    make_study(case.dicom / "later", patient="later", num_slices=2, seed=99)
+    assert case.pack(*settings, mode="append").notes == ()
+    for version in (1, 2):
+        dataset = Dataset.open(address, version=version)
+        assert set(dataset.tables) == {"grades"}
+        columns = open_columns(dataset)
+        found = columns.stored("grades.grade")
+        missing = [False] * 5 if found.is_missing is None else found.is_missing.tolist()
+        assert sorted(
+            value for value, gone in zip(found.values.tolist(), missing, strict=True) if not gone
+        ) == list(range(5))
+        assert len(missing) == 4 + version
+    where = "any(grades.grade >= 2)"
+    split = "+".join(name for name, span in dataset.splits.items() if span)
+    spec = sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
+    fields = {"report": sf.Text(missing="pad")}
+    with sf.Loader(dataset, split=split, seed=1, batch=spec, where=where, fields=fields) as loader:
+        assert sum(1 for _ in loader) == 3
+        assert set(loader.lock()["datasets"][0]["tables"]) == {"grades"}
+    assert verify(address).is_whole
 
 
 @pytest.mark.parametrize("point", ["phase:samples", pytest.param("phase:upload", marks=pytest.mark.slow)])
