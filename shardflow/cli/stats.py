@@ -32,7 +32,7 @@ of the selected series. They are what a normalization and a target spacing are c
 Numbers are those of the training split, so that nothing of the others enters a training. Integers of at most
 16 bits are counted exactly; of other numbers percentiles are right to 0.03 %. Memory does not grow with the
 dataset, and the result depends neither on threads nor on machines. Resizing in the fields changes pixels; a
-field without size= shows them as they are stored.
+field without size= shows them as they are stored. Of a volume all stored slices count, whatever is cut of it.
 """
 EXAMPLES = """\
 examples:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.field import Field
+from shardflow.fields.types.pictures import Slices
+from shardflow.fields.volumes.field import DEFAULT_VOLUMES, Volume
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.loader import Loader
@@ -29,8 +31,8 @@ from shardflow.telemetry import StageCounters
 
 PERCENTILES: Final = (0.5, 5.0, 25.0, 50.0, 75.0, 95.0, 99.5)
 """In percent; the outer ones are those that nnU-Net clips at."""
-_PICTURES: Final = frozenset({"image", "slices", "volume"})
-"""Types of fields whose pictures are (C, H, W), or (C, D, H, W)."""
+_PICTURES: Final = frozenset({"image", "slices"})
+"""Types of fields whose pictures are (C, H, W)."""
 _REGIONS: Final = "mask"
 _LOW_BITS: Final = 12
 _BLOCK: Final = 1 << 20
@@ -172,7 +174,8 @@ def field_statistics(
 
     Args:
         selection: The samples.
-        fields: The fields; each is delivered as for an evaluation, without augmentation.
+        fields: The fields; each is delivered as for an evaluation, without augmentation. Of a volume all
+            stored slices count, neither cut nor resampled.
         percentiles: In percent.
         config: How samples are read.
         progress: Called with the samples done, and all of them.
@@ -187,7 +190,7 @@ def field_statistics(
         )
     if any(not 0 <= one <= 100 for one in percentiles):
         raise ConfigError("Percentiles are from 0 to 100, in percent, such as 0.5 and 99.5; got others.")
-    chosen = {name: one.for_evaluation() for name, one in fields.items()}
+    chosen = {name: _as_stored(one) for name, one in fields.items()}
     pictures = [name for name, one in chosen.items() if one.type_name in _PICTURES]
     masks = {str(getattr(one, "like", "")): name for name, one in chosen.items() if one.type_name == _REGIONS}
     tiled = [name for name in pictures if getattr(chosen[name], "tiles", None) is not None]
@@ -222,6 +225,13 @@ def field_statistics(
         if isinstance(selected, SelectedSeries):
             shown[name] |= _of_series(selected, percentiles)
     return {"num_samples": num - num_bad, "num_bad": num_bad, "fields": shown}
+
+
+def _as_stored(field: Field) -> Field:
+    """Return a field without random choices; of volumes all slices, whatever is cut from them."""
+    if isinstance(field, Volume):
+        return Slices(series=field.series or DEFAULT_VOLUMES, missing=field.missing)
+    return field.for_evaluation()
 
 
 class _OfField:

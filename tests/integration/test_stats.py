@@ -139,6 +139,16 @@ def test_spacings_are_percentiles_of_the_table(tmp_path: Path) -> None:
         assert found == ([None, None] if not len(known) else np.percentile(known, [10, 50]).tolist())
 
 
+def test_of_volumes_all_stored_voxels_count(dataset: Dataset) -> None:
+    volume = sf.Volume(series=CT, roi_size=(2, 3, 4), windows=["lung"], missing="drop")
+    slices = sf.Slices(series=CT, missing="drop")
+    organ = sf.Mask(like="ct", missing="pad")
+    found = [
+        field_statistics(select(dataset, "train"), {"ct": one, "organ": organ}) for one in (volume, slices)
+    ]
+    assert found[0] == found[1]
+
+
 def test_images_of_several_sizes_and_color_and_units_are_counted_by_channel(dataset: Dataset) -> None:
     fields = {"views": sf.Image(series="modality in ('CR', 'DX')", num_images="all", missing="drop")}
     found = field_statistics(select(dataset, "train"), fields, config=LoaderConfig(num_threads=2))
