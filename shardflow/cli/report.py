@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from shardflow.cli.common import (
     add_json,
@@ -39,6 +40,10 @@ Of a training run, which is a folder with metrics.jsonl: the time of its steps, 
 to do, stages, tiers, ranks, memory, loss, restarts, goodput, what the tuner did, settings. Of two runs: the
 same charts overlaid, and a table of what differs. The run may continue meanwhile.
 Nothing of a patient is in it.
+
+For the privacy officer of a packed dataset (--privacy DIR): rules and counts, DICOM PS3.15 options, dates and
+ages, recall on generated identifiers with the dataset's settings, images that were held back, open questions.
+It is signed with the secret key and stays in the private folder.
 """
 EXAMPLES = """\
 examples:
@@ -46,6 +51,8 @@ examples:
   shardflow report my-dataset --thumbnails 0 --ct-slices 4 -o shareable.html
   shardflow report runs/first -o run.html
   shardflow report runs/first runs/second -o compare.html
+  shardflow report my-dataset --privacy private
+  shardflow report my-dataset --privacy private --check
 """
 _NUM_THUMBNAILS, _MOST_THUMBNAILS = 24, 500
 
@@ -60,7 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "other", metavar="RUN", nargs="?", help="folder of another run, which the first is compared with"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="HTML file to write")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="HTML file to write")
+    parser.add_argument(
+        "--privacy",
+        metavar="DIR",
+        type=Path,
+        help="private folder of the dataset: write the signed page for its privacy officer there",
+    )
+    parser.add_argument("--key-file", metavar="FILE", type=Path, help="secret key, if elsewhere")
+    parser.add_argument(
+        "--check", action="store_true", help="with --privacy: only check the signature of the page"
+    )
     parser.add_argument("--thumbnails", metavar="N", type=natural_number, help="studies in the gallery (24)")
     parser.add_argument(
         "--ct-slices", metavar="K", type=positive_number, help="slices of each CT series to count (all)"
@@ -70,10 +87,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit code is 0, or an error is raised."""
+    """Run the command; the exit code is 0, 1 for a page that was changed, or an error is raised."""
+    if arguments.privacy is not None:
+        return _report_privacy(arguments)
+    if arguments.output is None or arguments.check:
+        raise ConfigError("report needs -o FILE, and --check needs --privacy DIR; add it.")
     if arguments.other is not None or _is_run(arguments.dataset):
         return _report_runs(arguments)
     return _report_dataset(arguments)
+
+
+def _report_privacy(arguments: argparse.Namespace) -> int:
+    """Write the officer's page into the private folder, or check the one that is there."""
+    # Packing needs pydicom, which the training image does not carry.
+    from shardflow.packing.deid.known_values import KnownValues
+    from shardflow.packing.deid.pseudonyms import SecretKey
+    from shardflow.packing.deid.report_text import find_spans
+    from shardflow.packing.privacy_page import is_signed, privacy_page_path, render_privacy_page
+    from shardflow.synthetic.identifiers import measure, plant
+
+    dataset = open_dataset(arguments.dataset)
+    private: Path = arguments.privacy
+    path = privacy_page_path(private, dataset.manifest_version)
+    key = SecretKey.load(arguments.key_file or private / "secret.key")
+    if arguments.check:
+        if not path.is_file():
+            raise ConfigError("the private folder has no page of this version; write it without --check.")
+        is_good = is_signed(path.read_bytes(), key)
+        said = "the page is as it was signed" if is_good else "the page was changed after it was signed"
+        write_result(arguments, {"page": str(path), "signed": is_good}, [said])
+        return 0 if is_good else 1
+    extra: Any = dataset.manifest.extra
+    settings = extra.get("config", {}).get("deid", {})
+    mode, order = settings.get("report_text", "keep"), settings.get("date_order", "unknown")
+    nobody = KnownValues(())
+    measured = measure(
+        plant("test", num_values=8),
+        lambda text: ((span.start, span.end) for span in find_spans(text, nobody, mode=mode, order=order)),
+    ).table()
+    page = render_privacy_page(dataset, private, key, measured)
+    write_atomic(path, [page], replace=True, mode=0o600)
+    facts = {"page": str(path), "bytes": len(page), "recall": measured["recall"]}
+    write_result(arguments, facts, [f"recall on generated identifiers {measured['recall']:.4f}: {path}"])
+    return 0
 
 
 def _is_run(text: str) -> bool:

@@ -31,6 +31,7 @@ from shardflow.packing.workspace import Workspace
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
+    from shardflow.packing.deid.text_model import TextModel
     from shardflow.packing.engines.worker import Handler
 
 
@@ -70,6 +71,8 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
     # Checked once, here: in a packing process it would fail every input.
     if reading is not None and (reading.findings or reading.anatomy or reading.extractors):
         ReportParser(reading).check()
+    if config.deid.model is not None:
+        _load_model(config.deid.model)
     if config.attachments.leave_out:
         known = {kind.name for kind in attachment_kinds(clinical)}
         unknown = sorted(set(config.attachments.leave_out) - known)
@@ -135,7 +138,12 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             variants=setup.variants,
             volumes=setup.volumes,
             on_bad_instance=setup.on_bad_instance,
-            privacy=PrivacyRules(key=key, settings=setup.deid, pixels=load_rules(*setup.pixel_rules)),
+            privacy=PrivacyRules(
+                key=key,
+                settings=setup.deid,
+                pixels=load_rules(*setup.pixel_rules),
+                recognize=None if setup.deid.model is None else _load_model(setup.deid.model).find,
+            ),
             records=setup.clinical,
             reading=None if setup.reading is None else ReportParser(setup.reading),
         ),
@@ -150,3 +158,14 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             "study": (StudyTask, packer.pack),
         }
     )
+
+
+def _load_model(folder: Path) -> TextModel:
+    """Load the model that searches texts; torch is imported for it alone.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    from shardflow.packing.deid.text_model import TextModel
+
+    return TextModel(folder)

@@ -149,6 +149,9 @@ class DeidConfig:
     report_text: ReportTextMode = "strict"
     """``strict``: values of the study's headers, patterns, and words that are on no list are replaced.
     ``scrub``: without the last. ``keep``: reports stay unchanged, because they are already de-identified."""
+    model: Path | None = None
+    """Local folder of a token-classification model of transformers that searches reports beside the rules
+    (extra ``deid-model``; raise ``execution.memory_bytes`` by its size and about 2 GiB)."""
     date_order: DateOrder = "unknown"
     """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which removes such dates."""
     dates: DatesMode = "days"
@@ -205,8 +208,12 @@ class DeidConfig:
         """Return what decides bytes, as JSON."""
         content = {**asdict(self), "accept": sorted(self.accept), "rules_sha256": self.rules().digest}
         # The splits show in the plan's digest; decisions must not end a dataset.
-        for name in ("rules_file", "identity_map", "on_uncertain_identity"):
+        for name in ("rules_file", "identity_map", "on_uncertain_identity", "model"):
             del content[name]
+        if self.model is not None:
+            from shardflow.packing.deid.text_model import model_digest
+
+            content["model_sha256"] = model_digest(self.model)
         if self.times == "second":  # settings older than this one keep their digest
             del content["times"]
         # Sorted: fragments depend on a digest of this very text.

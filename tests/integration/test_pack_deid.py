@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
+from shardflow.cli.main import main
 from shardflow.format.codecs import decode_array
 from shardflow.packing import PackSummary
 from shardflow.viewing.page_sections import Treatment, summarize
@@ -161,3 +162,35 @@ def test_settings_decide(packed: tuple[PackCase, PackSummary, dict[str, MadeStud
     )
     assert summary.reasons == {"BURNED_IN_ANNOTATION": 2, "FACE_RISK": 12}
     assert summary.studies == {"packed": 2, "skipped": 0, "quarantined": 1}
+
+
+def test_the_officers_page_shows_what_was_held_back_and_a_change_of_it_is_seen(
+    packed: tuple[PackCase, PackSummary, dict[str, MadeStudy]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, _, _ = packed
+    command = ["report", str(case.output), "--privacy", str(case.private)]
+    assert main(command) == 0
+    page = case.private / "privacy-000001.html"
+    assert page.stat().st_mode & 0o077 == 0
+    assert not list(case.output.rglob("privacy*")), "the page shows what must not be in the dataset"
+    text = page.read_text(encoding="utf-8")
+    first = page.read_bytes()
+    for said in (
+        "113107",
+        "Clean Recognizable Visual Features",
+        "blackout slices",
+        "report_text</code></td><td>&quot;strict&quot;",
+        "90 stands for every age above 89",
+        "pydicom",
+        "heads were packed with a flag",
+    ):
+        assert said in text
+    assert text.count("data:image/png;base64,") == 2
+    assert "http" not in text.replace("http-equiv", "")
+    assert "Okonkwo" not in text
+    assert main([*command, "--check"]) == 0
+    assert main(command) == 0
+    assert page.read_bytes() == first, "the same version gives the same page"
+    page.write_bytes(first.replace(b"113107", b"113106"))
+    assert main([*command, "--check"]) == 1
+    assert "was changed" in capsys.readouterr().out

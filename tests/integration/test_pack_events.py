@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import edfio
 import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
@@ -224,3 +225,70 @@ def test_a_version_that_extends_one_without_times_has_none(tmp_path: Path) -> No
     make_study(case.dicom / "b", study="another", num_slices=1)
     case.pack(mode="append")
     assert case.open().manifest.extra["record_times"] == "hour"
+
+
+def _on(day: date, patient_age: str = "097Y") -> Any:
+    def change(dataset: FileDataset, number: int) -> None:
+        _of_patient(dataset, number)
+        dataset.StudyDate = dataset.AcquisitionDate = day.strftime("%Y%m%d")
+        dataset.PatientAge = patient_age
+
+    return change
+
+
+def test_all_dates_of_a_person_move_by_one_shift_in_every_kind_and_in_later_versions(tmp_path: Path) -> None:
+    """Studies, reports, records and recordings; ages above 89 are one class in all of them."""
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    with case.config_path.open("a", encoding="utf-8") as file:
+        file.write('[attachments]\nwindow_hours = 48\n[deid]\ndates = "shift"\ntimes = "second"\n')
+    days = [ACQUIRED.date() + timedelta(days=10 * number) for number in range(3)]
+    studies = [
+        make_study(case.dicom / f"s{n}", study=f"S{n}", num_slices=1, change=_on(days[n])) for n in range(2)
+    ]
+    texts = {
+        study.study_instance_uid: f"A 97-year-old, 97F. Compared with {days[0] - timedelta(days=11)}."
+        for study in studies
+    }
+    case.write_reports(texts)
+    vital = ACQUIRED - timedelta(hours=30, seconds=1)
+    (case.dicom / "vital.hl7").write_bytes(_vital(vital.strftime("%Y%m%d%H%M%S"), 60))
+    signal = edfio.EdfSignal(np.arange(256.0), sampling_frequency=128, label="ECG I", physical_dimension="uV")
+    start = ACQUIRED - timedelta(hours=2)
+    edfio.Edf(
+        [signal],
+        patient=edfio.Patient(code="P-17", birthdate=date(1917, 3, 4), name="Jo_Doe"),
+        recording=edfio.Recording(startdate=start.date()),
+        starttime=start.time(),
+    ).write(case.dicom / "ecg.edf")
+    case.pack()
+    shift = _shift(case, studies[0], days[0])
+    assert 1 <= shift.days <= 365
+    studies.append(make_study(case.dicom / "s2", study="S2", num_slices=1, change=_on(days[2])))
+    case.write_reports({**texts, studies[2].study_instance_uid: texts[studies[0].study_instance_uid]})
+    case.pack(mode="append")
+    for study, day in zip(studies, days, strict=True):
+        assert _shift(case, study, day) == shift
+        fields = _fields(case, study)
+        assert json.loads(fields["study.json"])["patient"]["age_years"] == 90
+        compared = (days[0] - timedelta(days=11) - shift).isoformat()
+        said = f"A [AGE]-year-old, [AGE]F. Compared with [DATE {compared}].".encode()
+        assert fields["report.txt"].strip() == said
+    fields = _fields(case, studies[0])
+    whens = [fact["when"] for fact in json.loads(fields["records.json"])["facts"] if "when" in fact]
+    moved = (vital.date() - shift).isoformat()
+    assert {"date": moved, "day_offset": -1, "seconds": -(30 * 3600 + 1)} in whens
+    (recording,) = json.loads(fields["waveforms.json"])["recordings"]
+    assert "1917" not in json.dumps(recording)
+    assert recording["start"] == {"date": (start.date() - shift).isoformat(), "day_offset": 0}
+    assert recording["seconds_from_study"] == -7200
+
+
+def _fields(case: PackCase, study: MadeStudy) -> dict[str, bytes]:
+    dataset = case.open()
+    return dataset.read_fields(dataset.samples.find(case.sample_key(study.study_instance_uid)))
+
+
+def _shift(case: PackCase, study: MadeStudy, day: date) -> timedelta:
+    dates = json.loads(_fields(case, study)["study.json"])["dates"]
+    return day - date.fromisoformat(dates["study_date"])

@@ -85,7 +85,12 @@ class ScrubbedText:
 
 
 def find_spans(
-    text: str, known: KnownValues, *, mode: ReportTextMode, order: DateOrder = "unknown"
+    text: str,
+    known: KnownValues,
+    *,
+    mode: ReportTextMode,
+    order: DateOrder = "unknown",
+    recognize: Family | None = None,
 ) -> list[Span]:
     """Find text that identifies a person.
 
@@ -94,6 +99,7 @@ def find_spans(
         known: Values of the study's headers.
         mode: How much is found; nothing with ``keep``.
         order: How the source writes 03/04/2019.
+        recognize: Finds more than the rules do.
 
     Returns:
         Sorted spans without overlaps. Birth dates have no day.
@@ -116,6 +122,8 @@ def find_spans(
     covered = {position for span in times for position in range(span.start, span.end)}
     spans += times
     spans += [span for span in find_numbers(plain) if not covered.issuperset(range(span.start, span.end))]
+    if recognize is not None:
+        spans += recognize(text)
     if mode == "strict":
         for find in STRICT_FAMILIES.values():
             spans += find(plain)
@@ -133,6 +141,7 @@ def scrub(
     *,
     mode: ReportTextMode,
     order: DateOrder = "unknown",
+    recognize: Family | None = None,
     date_placeholder: Callable[[date], str | None] = lambda _: None,
 ) -> ScrubbedText:
     """Replace text that identifies a person.
@@ -142,6 +151,7 @@ def scrub(
         known: Values of the study's headers.
         mode: How much is replaced.
         order: How the source writes 03/04/2019.
+        recognize: Finds more, such as `shardflow.packing.deid.text_model.TextModel.find`.
         date_placeholder: Returns what replaces a single day inside the brackets, such as its distance from
             the study; None removes the day.
 
@@ -154,7 +164,7 @@ def scrub(
     parts: list[str] = []
     counts: Counter[str] = Counter()
     position = 0
-    for span in find_spans(text, known, mode=mode, order=order):
+    for span in find_spans(text, known, mode=mode, order=order, recognize=recognize):
         placeholder = None if span.day is None else date_placeholder(span.day)
         parts += [text[position : span.start], f"[{placeholder or span.category}]"]
         counts[span.category.lower()] += 1

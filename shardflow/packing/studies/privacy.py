@@ -21,7 +21,7 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
-from shardflow.packing.deid.report_text import ReportTextMode, ScrubbedText, scrub
+from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.headers import InstanceHeader
@@ -58,6 +58,8 @@ class PrivacyRules:
     key: SecretKey
     settings: DeidConfig
     pixels: PixelRules
+    recognize: Family | None = None
+    """Finds more in texts than the rules: the model of the settings."""
 
 
 def profile_codes(dates: DatesMode, *, has_blackout: bool) -> list[str]:
@@ -189,6 +191,7 @@ class StudyPrivacy:
             KnownValues([*people, {"PatientID": (self._patient_id,)}]),
             mode=mode,
             order=self._rules.settings.date_order,
+            recognize=self._rules.recognize,
             date_placeholder=self._dates().placeholder,
         )
 

@@ -1,0 +1,280 @@
+"""The officer's page: what de-identification did to one version of a dataset, signed, for the private folder.
+
+It shows images that were held back, which are pixels of patients and may show their names: the page never
+belongs in the dataset. The signature is a keyed hash of the page with the dataset's secret key: whoever has
+the private folder can tell a page that was changed.
+
+Source: DICOM PS3.15 Annex E (Table E.1-1) and PS3.16 CID 7050, edition 2024b; 45 CFR 164.514(b)(2).
+"""
+# ruff: noqa: E501, ISC004 - sentences of the page stand in one line each
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import cv2
+import numpy as np
+
+from shardflow.errors import ConfigError
+from shardflow.format import Dataset
+from shardflow.format.manifest import Manifest
+from shardflow.format.reasons import Reason
+from shardflow.packing.deid.allowlist import MAX_AGE_YEARS
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.workspace import Workspace
+from shardflow.viewing.markup import document, note, section, table
+
+_HELD_BACK: Final = (Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value)
+_THUMBNAIL_PX: Final = 160
+_MARK: Final = '<meta name="shardflow-signature" content="'
+_KIND: Final = "privacy-page-1"
+_OPTIONS: Final = (
+    (
+        "113100",
+        "Basic Application Confidentiality Profile",
+        "only listed attributes are read into the dataset",
+    ),
+    ("113101", "Clean Pixel Data Option", "boxes of the rules are blanked; suspect images are held back"),
+    (
+        "113102",
+        "Clean Recognizable Visual Features Option",
+        "volumes of heads are held back or flagged, by deid.face_risk",
+    ),
+    ("113103", "Clean Graphics Option", "overlays, curves and graphics are never kept"),
+    (
+        "113104",
+        "Clean Structured Content Option",
+        "of structured documents only codes, numbers and scrubbed texts",
+    ),
+    ("113105", "Clean Descriptors Option", "descriptions are not kept; reports are scrubbed"),
+    ("113106", "Retain Longitudinal Temporal Information Full Dates Option", "never"),
+    ("113107", "Retain Longitudinal Temporal Information Modified Dates Option", "by deid.dates"),
+    ("113108", "Retain Patient Characteristics Option", "sex, and age in years up to 89"),
+    ("113109", "Retain Device Identity Option", "never; the manufacturer alone is kept"),
+    ("113110", "Retain UIDs Option", "never; keyed surrogates"),
+    ("113111", "Retain Safe Private Option", "never"),
+    ("113112", "Retain Institution Identity Option", "never"),
+)
+_ALWAYS: Final = frozenset({"113103", "113104"})
+"""Options that hold because nothing of the kind is kept; they are no code of the dataset."""
+_DATES: Final = {
+    "days": "days between studies, from an origin of the person's own; no calendar date",
+    "shift": "calendar dates, moved by a number of days of the person's own",
+    "remove": "none",
+}
+_MIN_RECALL: Final = 0.995
+
+
+def privacy_page_path(private: Path, version: int) -> Path:
+    """Return where the page of a version is written: ``privacy-000001.html`` in the private folder."""
+    return private / f"privacy-{version:06d}.html"
+
+
+def render_privacy_page(
+    dataset: Dataset, private: Path, key: SecretKey, measured: Mapping[str, Any], *, num_thumbnails: int = 24
+) -> bytes:
+    """Write the page of a version.
+
+    Args:
+        dataset: The version.
+        private: Its private folder.
+        key: Its secret key.
+        measured: Results on the planted corpus with the settings of the version, as
+            `shardflow.synthetic.identifiers.Measured.table` returns them.
+        num_thumbnails: Largest number of images to show that were held back.
+
+    Returns:
+        HTML in UTF-8, self-contained. The same version, key, measurement and inputs give the same bytes.
+
+    Raises:
+        ConfigError: The dataset was not packed with this key, or records no de-identification.
+    """
+    manifest = dataset.manifest
+    deid, config = manifest.extra.get("deidentification"), manifest.extra.get("config")
+    if not isinstance(deid, dict) or not isinstance(config, dict):
+        raise ConfigError("this dataset records no de-identification; only datasets of shardflow pack do.")
+    if manifest.key_id != key.key_id:
+        raise ConfigError("this secret key is not the dataset's; give that of its private folder.")
+    settings = config["deid"]
+    body = "".join(
+        [
+            f"<header><h1>De-identification</h1><p class=id>{dataset.dataset_id}</p>"
+            f"<p>version {dataset.manifest_version}, key {escape(key.key_id)}. Not for the dataset: it may show "
+            "what was held back.</p></header>",
+            section("Open questions", _questions(manifest, settings, measured)),
+            section("Rules and counts", _counts(manifest, deid, settings)),
+            section("Dates and ages", _dates(settings)),
+            section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
+            section("Measured on generated texts", _measured(measured)),
+            section("Held back", _thumbnails(manifest, private, num_thumbnails)),
+            section("Software", table(("", ""), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
+        ]
+    )  # fmt: skip
+    style = resources.files("shardflow.viewing").joinpath("assets", "page.css").read_text(encoding="utf-8")
+    page = document(
+        f"De-identification of version {dataset.manifest_version}",
+        body,
+        style=style,
+        policy="style-src 'unsafe-inline'; img-src data:",
+    )
+    return _sign(page, key).encode("utf-8")
+
+
+def is_signed(page: bytes, key: SecretKey) -> bool:
+    """Return whether a page is exactly as it was written with this key."""
+    text = page.decode("utf-8", "replace")
+    before, mark, rest = text.partition(_MARK)
+    signature, end, after = rest.partition('">\n')
+    if not mark or not end:
+        return False
+    return hmac.compare_digest(signature.encode(), _signature(before + after, key).encode())
+
+
+def _sign(page: str, key: SecretKey) -> str:
+    head = "<head>\n"
+    before, _, after = page.partition(head)
+    return f'{before}{head}{_MARK}{_signature(page, key)}">\n{after}'
+
+
+def _signature(page: str, key: SecretKey) -> str:
+    return key.surrogate(_KIND, hashlib.sha256(page.encode("utf-8")).hexdigest())
+
+
+def _counts(manifest: Manifest, deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    reasons: Any = manifest.extra.get("reasons", {})
+    held = [(f"<code>{name}</code>", f"{int(reasons.get(name, 0)):,}") for name in _HELD_BACK]
+    counts = [
+        (escape(name.replace("_", " ")), f"{count:,}")
+        for name, count in sorted(deid.get("counts", {}).items())
+    ]
+    rules = [
+        (f"<code>deid.{escape(name)}</code>", escape(json.dumps(value)))
+        for name, value in sorted(settings.items())
+    ]
+    return (
+        table(("images held back, by reason", "#inputs"), held)
+        + table(("replaced, blanked or flagged", "#places"), counts)
+        + table(("setting", "value"), rules)
+    )  # fmt: skip
+
+
+def _dates(settings: Mapping[str, Any]) -> str:
+    rows = [
+        ("dates", _DATES[settings["dates"]]),
+        ("consistency", "one origin or shift a person, from key and patient identifier: the same in studies, reports,"
+         " records, waveforms and later versions"),
+        ("times between images and records", "whole days" if settings.get("times") == "day"
+         else f"to the {escape(str(settings.get('times', 'second')))}; no time of day"),
+        ("ages", f"whole years; {MAX_AGE_YEARS} stands for every age above {MAX_AGE_YEARS - 1}; removed from texts above"
+         f" {MAX_AGE_YEARS - 1}; no date of a record that would tell one"),
+    ]  # fmt: skip
+    return table(("", ""), rows)
+
+
+def _profile(deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    codes = {str(code) for code in deid.get("profile_codes", ())}
+    rows = []
+    for code, name, how in _OPTIONS:
+        state = "yes" if code in codes or code in _ALWAYS else "no"
+        if code == "113102":
+            state = (
+                "held back"
+                if settings.get("face_risk") == "quarantine"
+                else str(settings.get("face_risk", "no"))
+            )
+        rows.append((code, escape(name), escape(state), escape(how)))
+    return table(("code", "profile or option", "applied", "how"), rows)
+
+
+def _measured(measured: Mapping[str, Any]) -> str:
+    languages = list(measured["by_language"])
+    rows = [
+        (escape(category), *(f"{found} of {planted}" for found, planted in (row[name] for name in languages)))
+        for category, row in measured["by_category"].items()
+    ]
+    rows.append(("<b>all</b>", *(f"{measured['by_language'][name]['recall']:.4f}" for name in languages)))
+    text = (
+        f"{measured['identifiers']:,} generated identifiers of 18 categories, with this dataset's settings and nothing "
+        f"known from headers: recall {measured['recall']:.4f}; lost: {100 * measured['clinical_words_lost_share']:.2f} % of the words of "
+        f"findings, {100 * measured['other_words_lost_share']:.2f} % of those around identifiers. Generated sentences are no measure of "
+        "your reports: read a sample of these before a release."
+    )
+    return note(escape(text)) + table(("found", *(f"#{name}" for name in languages)), rows)
+
+
+def _questions(manifest: Manifest, settings: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    done: Any = manifest.extra["deidentification"]
+    flags = int(done.get("counts", {}).get("face_risk_series", 0))
+    asked = [
+        (settings["report_text"] == "keep", "Reports are unchanged (deid.report_text = keep): who de-identified them?"),
+        (settings["report_text"] == "scrub", "Reports keep words on no list (deid.report_text = scrub): are names in them known from headers?"),
+        (bool(settings["accept"]), f"Images of these rules were packed although they may show text: {', '.join(settings['accept'])}. Who looked at them?"),
+        (bool(settings["trust_declared_clean"]), "BurnedInAnnotation = NO was trusted. Is it true on every device?"),
+        (flags > 0 and settings["face_risk"] == "flag", f"{flags:,} series of heads were packed with a flag: may their faces be published?"),
+        (settings["dates"] != "remove" and settings.get("times", "second") == "second", "Intervals are exact to the second: does the dataset leave the circle of those who may see the records?"),
+        (float(measured["recall"]) < _MIN_RECALL, f"Recall on generated identifiers is below {_MIN_RECALL}: which settings lower it?"),
+        (True, "Combinations (a rare disease, a small hospital) may identify a person. Has an expert judged that?"),
+    ]  # fmt: skip
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for is_open, text in asked if is_open) + "</ul>"
+
+
+def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
+    shown, num_unreadable = [], 0
+    entries = list(itertools.islice(_held_back(manifest, private), limit)) if limit else []
+    for entry in entries:
+        picture = _thumbnail(Path(entry["path"]))
+        num_unreadable += picture is None
+        if picture is not None:
+            shown.append(
+                f'<figure><img alt="" src="data:image/png;base64,{picture}"><figcaption>{escape(entry["reason"])}<br>'
+                f"<code>{escape(entry['input'])}</code></figcaption></figure>"
+            )
+    if not entries:
+        return "<p>No image was held back.</p>"
+    remark = (
+        f"The first {len(entries):,} images; {num_unreadable:,} could not be read here."
+        if num_unreadable
+        else ""
+    )
+    return f"<div class=gallery>{''.join(shown)}</div>" + (note(escape(remark)) if remark else "")
+
+
+def _held_back(manifest: Manifest, private: Path) -> Iterator[dict[str, Any]]:
+    """Yield entries of the private ledger whose images were held back."""
+    path = Workspace(output=private, private=private).private_ledger(
+        str(manifest.extra.get("plan_digest", ""))
+    )
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if any(reason.encode() in line for reason in _HELD_BACK):
+                entry = json.loads(line)
+                if entry.get("reason") in _HELD_BACK and "path" in entry:
+                    yield entry
+
+
+def _thumbnail(path: Path) -> str | None:
+    """Return a small PNG of the first frame of a file, as base64; None if it cannot be read."""
+    import pydicom
+
+    try:
+        pixels = np.asarray(pydicom.dcmread(path).pixel_array)
+        frame = pixels.reshape(-1, *pixels.shape[-2 - (pixels.shape[-1] == 3) :])[0].astype(np.float32)
+        low, high = float(frame.min()), float(frame.max())
+        grey = (255 * (frame - low) / max(high - low, 1e-6)).astype(np.uint8)
+        scale = _THUMBNAIL_PX / max(grey.shape[:2])
+        size = [max(1, round(edge * scale)) for edge in grey.shape[1::-1]]
+        small = cv2.resize(grey, size, interpolation=cv2.INTER_AREA)
+        return base64.b64encode(cv2.imencode(".png", small)[1].tobytes()).decode("ascii")
+    except Exception:  # noqa: BLE001 - an image that cannot be shown hides nothing: it stays counted and listed
+        return None
