@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -260,7 +260,7 @@ class Execution:
             return run.unpublished("quarantine_limit", ingested, self.engine)
         if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
             return leave(run, self.base.manifest, ingested, self.engine)
-        self._write_private_ledger()
+        self._write_private_ledger(settled.rules)
         if run.uploader is not None:
             # The page reads shards, which must not be removed meanwhile.
             run.uploader.wait()
@@ -318,9 +318,11 @@ class Execution:
             "task_done", self.ingested, self.engine, studies=studies, num_shards=num_shards
         )
 
-    def _write_private_ledger(self) -> None:
+    def _write_private_ledger(self, rules: Mapping[int, Sequence[str]] | None = None) -> None:
         run = self.run
-        write_private_ledger(run.workspace, self.plan.digest, self.ingested, run.config.inputs, self.base)
+        write_private_ledger(
+            run.workspace, self.plan.digest, self.ingested, run.config.inputs, self.base, rules or {}
+        )
 
     def _study_pass(self) -> StudyPass:
         run, ingested = self.run, self.ingested

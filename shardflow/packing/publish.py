@@ -81,6 +81,8 @@ class Settled:
     """Studies by outcome."""
     tallies: dict[str, int]
     """Counts of what de-identification did."""
+    rules: dict[int, tuple[str, ...]]
+    """Names of the rules that hold files back, by row; for the private ledger alone."""
 
 
 def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
@@ -93,6 +95,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     samples: list[SampleEntry] = []
     study_reason = plan.study_reason.copy()
     tallies: Counter[str] = Counter()
+    rules: dict[int, tuple[str, ...]] = {}
     for planned in plan.shards:
         record = load_record(workspace.records, planned.name)
         if record is None:
@@ -102,6 +105,9 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
             files.decide(study, outcome.reason, outcome.instances)
             study_reason[study] = reason_code(outcome.reason)
             tallies.update(outcome.tallies)
+            if outcome.rules:
+                rows = files.files_of(study)
+                rules.update({int(rows[at]): names for at, names in outcome.rules.items()})
         if record["tar"] is not None:
             samples.extend(_entries(record, len(shards)))
             shards.append(_shard_entry(planned.split, record))
@@ -119,6 +125,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
         reasons=count_reasons(files.reason, reports.reason),
         studies=studies,
         tallies=dict(sorted(tallies.items())),
+        rules=rules,
     )
 
 
@@ -191,7 +198,9 @@ def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | No
     former = {} if base is None else base.extra.get("deidentification", {})
     counts = Counter(former.get("counts", {}))
     counts.update(settled.tallies)
-    codes = profile_codes(deid["dates"], has_blackout=counts["blackout_slices"] > 0)
+    codes = profile_codes(
+        deid["dates"], has_blackout=counts["blackout_slices"] > 0, is_defaced=counts["defaced_slices"] > 0
+    )
     return {
         "counts": dict(sorted((name, count) for name, count in counts.items() if count)),
         "dates": "REMOVED" if deid["dates"] == "remove" else "MODIFIED",

@@ -166,8 +166,9 @@ class DeidConfig:
     """Names of rules for burned-in text whose images are packed nevertheless, such as ``ultrasound``."""
     trust_declared_clean: bool = False
     """Whether BurnedInAnnotation = NO in a file clears a suspicion."""
-    face_risk: Literal["flag", "quarantine"] = "flag"
-    """Treatment of head volumes, whose surface is a face."""
+    face_risk: Literal["flag", "quarantine", "deface"] = "flag"
+    """Treatment of head volumes, whose surface is a face; found by words of the header, and by the volume.
+    ``deface`` cuts the face off for good, and holds back what it cannot cut."""
     on_uncertain_identity: UncertainIdentity = "warn"
     """Treatment of patient IDs that may be one person: ``join`` puts them into one split, ``warn`` lists them
     in the private folder, ``stop`` lists them and packs nothing."""

@@ -1,8 +1,7 @@
 """Pixel rules: a table over header values that finds images which may show text or a face; sites extend it.
 
 An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds of
-images that often have it are suspect. Pixels are not examined; docs/deidentification.md describes what that
-leaves open.
+images that often have it are suspect. Pixels themselves are examined by `heads` and `pixel_text`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,25 +22,61 @@ Box = tuple[int, int, int, int]
 
 Values = Mapping[str, Sequence[str | int | float]]
 
+_CONDITIONS: Final = frozenset({"when", "words", "unless", "unless_words"})
 _TABLES: Final = {
-    "burned_in": ({"name", "verdict", "when"}, {"unless"}),
-    "blackout": ({"name", "when", "boxes", "clears"}, frozenset[str]()),
-    "face": ({"name", "when"}, {"unless"}),
+    "accept": (frozenset({"name", "rules"}), _CONDITIONS),
+    "burned_in": (frozenset({"name", "verdict"}), _CONDITIONS),
+    "blackout": (frozenset({"name", "boxes", "clears"}), _CONDITIONS),
+    "face": (frozenset({"name"}), _CONDITIONS),
 }
 _VERDICTS: Final = ("dirty", "suspect")
 _NAME: Final = re.compile(r"[a-z0-9_]{1,64}")
 _NOT_READ: Final = frozenset({"SOPClassUID", "Rows", "Columns", "BurnedInAnnotation", "ImageType"})
 
 
+_SEAMS: Final = re.compile(
+    r"(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\W_]+"
+)
+"""Where words meet: letters and digits, a change of case, and signs."""
+
+
+def split_words(text: str) -> str:
+    """Return the words of a description in lower case without accents, separated by single blanks.
+
+    Example:
+        >>> split_words("t1_mprage_sag"), split_words("3D_BRAVO"), split_words("DoseReport-1")
+        ('t 1 mprage sag', '3 d bravo', 'dose report 1')
+    """
+    decomposed = unicodedata.normalize("NFKD", text)
+    plain = unicodedata.normalize("NFC", "".join(one for one in decomposed if not unicodedata.combining(one)))
+    return " ".join(part for part in _SEAMS.sub(" ", plain).casefold().split(" ") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """One line of a condition: any value of any of its attributes matches."""
+
+    keywords: tuple[str, ...]
+    pattern: re.Pattern[str]
+    is_words: bool
+    """Whether the pattern is searched for among the words of a value, instead of matching it as a whole."""
+
+    def matches(self, values: Values) -> bool:
+        texts = (str(value).strip() for keyword in self.keywords for value in values.get(keyword, ()))
+        if self.is_words:
+            return any(self.pattern.search(f" {split_words(text)} ") for text in texts)
+        return any(self.pattern.fullmatch(text) for text in texts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     name: str
     verdict: str
-    when: tuple[tuple[str, re.Pattern[str]], ...]
-    unless: tuple[tuple[str, re.Pattern[str]], ...]
+    when: tuple[_Condition, ...]
+    unless: tuple[_Condition, ...]
 
     def matches(self, values: Values) -> bool:
-        return _has_all(self.when, values) and not (self.unless and _has_all(self.unless, values))
+        return _all_match(self.when, values) and not (self.unless and _all_match(self.unless, values))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +109,18 @@ class PixelRules:
     burned_in: tuple[_Rule, ...]
     faces: tuple[_Rule, ...]
     blackouts: tuple[tuple[_Rule, Blackout], ...]
+    accepted: tuple[tuple[_Rule, frozenset[str]], ...]
+    """Devices, with the rules whose images are packed all the same."""
     digest: str
     """SHA-256 of the shipped table and the added ones."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
         """Attributes to be read of a file, beside what its header row holds."""
-        rules = [*self.burned_in, *self.faces, *(rule for rule, _ in self.blackouts)]
-        named = {keyword for rule in rules for keyword, _ in (*rule.when, *rule.unless)}
+        tables = (*self.blackouts, *self.accepted)
+        rules = [*self.burned_in, *self.faces, *(rule for rule, _ in tables)]
+        conditions = [one for rule in rules for one in (*rule.when, *rule.unless)]
+        named = {keyword for one in conditions for keyword in one.keywords}
         return tuple(sorted(named - _NOT_READ))
 
     def judge(self, values: Values, *, accept: Iterable[str], trusts_no: bool) -> PixelVerdict:
@@ -98,7 +138,7 @@ class PixelRules:
             matched = [rule for rule in matched if rule.verdict == "dirty"]
         if blackout is not None:
             matched = [rule for rule in matched if rule.name not in blackout.clears]
-        accepted = frozenset(accept)
+        accepted = frozenset(accept).union(*(names for rule, names in self.accepted if rule.matches(values)))
         return PixelVerdict(
             held_back=tuple(rule.name for rule in matched if rule.name not in accepted),
             accepted=tuple(rule.name for rule in matched if rule.name in accepted),
@@ -130,7 +170,7 @@ def load_rules(*added: str) -> PixelRules:
     Raises:
         ConfigError: A table is not as the shipped one describes it.
     """
-    shipped = (files("shardflow.packing.deid") / "pixel_rules.toml").read_text(encoding="ascii")
+    shipped = (files("shardflow.packing.deid") / "pixel_rules.toml").read_text(encoding="utf-8")
     texts = [shipped, *added]
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in _TABLES}
     for text in texts:
@@ -141,10 +181,12 @@ def load_rules(*added: str) -> PixelRules:
     if len(set(names)) != len(names):
         raise _problem("burned_in", "names that are used once")
     blackouts = tuple((_rule(entry, ""), _blackout(entry, set(names))) for entry in tables["blackout"])
+    accepted = tuple((_rule(entry, ""), _names(entry, "rules", set(names))) for entry in tables["accept"])
     return PixelRules(
         burned_in,
         tuple(_rule(entry, "") for entry in tables["face"]),
         blackouts,
+        accepted,
         hashlib.sha256("\0".join(texts).encode("utf-8")).hexdigest(),
     )
 
@@ -171,16 +213,19 @@ def _parse(text: str) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _rule(entry: Mapping[str, Any], verdict: str) -> _Rule:
-    if not entry["when"]:
+    when = (*_conditions(entry, "when"), *_conditions(entry, "words"))
+    if not when:
         raise _problem(entry["name"], "a condition")
-    return _Rule(entry["name"], verdict, _conditions(entry, "when"), _conditions(entry, "unless"))
+    unless = (*_conditions(entry, "unless"), *_conditions(entry, "unless_words"))
+    return _Rule(entry["name"], verdict, when, unless)
 
 
-def _conditions(entry: Mapping[str, Any], key: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _conditions(entry: Mapping[str, Any], key: str) -> tuple[_Condition, ...]:
     table = entry.get(key, {})
     if not isinstance(table, dict):
         raise _problem(entry["name"], f"a table under {key!r}")
     conditions = []
+    is_words = key.endswith("words")
     for keyword, expressions in sorted(table.items()):
         if (
             not isinstance(expressions, list)
@@ -189,10 +234,11 @@ def _conditions(entry: Mapping[str, Any], key: str) -> tuple[tuple[str, re.Patte
         ):
             raise _problem(entry["name"], f"a list of expressions for {keyword!r}")
         try:
-            pattern = re.compile("|".join(f"(?:{one})" for one in expressions), re.IGNORECASE)
+            whole = "|".join(f"(?:{one})" for one in expressions)
+            pattern = re.compile(f" (?:{whole})(?= )" if is_words else whole, re.IGNORECASE)
         except re.error as error:
             raise _problem(entry["name"], f"expressions that compile ({error})") from None
-        conditions.append((keyword, pattern))
+        conditions.append(_Condition(tuple(keyword.split()), pattern, is_words))
     return tuple(conditions)
 
 
@@ -200,13 +246,17 @@ def _blackout(entry: Mapping[str, Any], names: set[str]) -> Blackout:
     boxes = entry["boxes"]
     if not isinstance(boxes, list) or not boxes or not all(map(_is_box, boxes)):
         raise _problem(entry["name"], "boxes of [first row, first column, end row, end column]")
-    if not isinstance(entry["clears"], list) or not set(entry["clears"]) <= names:
-        raise _problem(entry["name"], "names of rules under 'clears'")
     return Blackout(
         name=entry["name"],
         boxes=tuple((box[0], box[1], box[2], box[3]) for box in boxes),
-        clears=frozenset(entry["clears"]),
+        clears=_names(entry, "clears", names),
     )
+
+
+def _names(entry: Mapping[str, Any], key: str, known: set[str]) -> frozenset[str]:
+    if not isinstance(entry[key], list) or not set(entry[key]) <= known:
+        raise _problem(entry["name"], f"names of rules under {key!r}")
+    return frozenset(entry[key])
 
 
 def _is_box(box: object) -> bool:
@@ -216,11 +266,8 @@ def _is_box(box: object) -> bool:
     return 0 <= top < bottom and 0 <= left < right
 
 
-def _has_all(conditions: Sequence[tuple[str, re.Pattern[str]]], values: Values) -> bool:
-    return all(
-        any(pattern.fullmatch(str(value).strip()) for value in values.get(keyword, ()))
-        for keyword, pattern in conditions
-    )
+def _all_match(conditions: Sequence[_Condition], values: Values) -> bool:
+    return all(condition.matches(values) for condition in conditions)
 
 
 def _problem(name: str, expected: str) -> ConfigError:

@@ -55,6 +55,8 @@ class StudyOutcome:
     """Reason of each file whose outcome differs from the study's, by position in the study's list."""
     tallies: dict[str, int] = field(default_factory=dict)
     """Counts of what de-identification did."""
+    rules: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the rules that hold files back, by position; for the private ledger alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

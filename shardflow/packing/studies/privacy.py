@@ -19,6 +19,7 @@ import numpy as np
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
+from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
 from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
@@ -30,10 +31,14 @@ from shardflow.packing.sources.dicom.pixels import DecodedSlice
 if TYPE_CHECKING:
     from datetime import date
 
+    from numpy.typing import NDArray
+
     from shardflow.format.dataset import Dataset
+    from shardflow.packing.deid.heads import Head
     from shardflow.packing.deid.pixel_rules import Blackout, PixelRules, PixelVerdict
     from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey
     from shardflow.packing.settings import DeidConfig, TimeResolution
+    from shardflow.packing.sources.dicom.stacks import Stack
 
 Attributes: TypeAlias = Mapping[str, Sequence[str | int | float]]
 """Values by DICOM keyword."""
@@ -41,11 +46,13 @@ Attributes: TypeAlias = Mapping[str, Sequence[str | int | float]]
 _STUDY_DATE: Final = "StudyDate"
 _BLACKOUT: Final = "blackout_slices"
 RESOLUTIONS_S: Final[Mapping[TimeResolution, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": DAY_S}
-_MIN_FACE_FRAMES: Final = 12
-"""Number of slices from which a surface can be rendered."""
+_DEFACED: Final = "defaced_slices"
+_BY_CONTENT: Final = "volume"
+"""Name of the rule that finds heads in volumes."""
 
 _BASIC: Final = "113100"
 _CLEAN_PIXELS: Final = "113101"
+_CLEAN_FACES: Final = "113102"
 _CLEAN_DESCRIPTORS: Final = "113105"
 _MODIFIED_DATES: Final = "113107"
 _PATIENT_CHARACTERISTICS: Final = "113108"
@@ -62,13 +69,15 @@ class PrivacyRules:
     """Finds more in texts than the rules: the model of the settings."""
 
 
-def profile_codes(dates: DatesMode, *, has_blackout: bool) -> list[str]:
+def profile_codes(dates: DatesMode, *, has_blackout: bool, is_defaced: bool = False) -> list[str]:
     """Return the codes of DICOM PS3.16 CID 7050 for the profile and its options, sorted."""
     codes = {_BASIC, _CLEAN_DESCRIPTORS, _PATIENT_CHARACTERISTICS}
     if dates != "remove":
         codes.add(_MODIFIED_DATES)
     if has_blackout:
         codes.add(_CLEAN_PIXELS)
+    if is_defaced:
+        codes.add(_CLEAN_FACES)
     return sorted(codes)
 
 
@@ -110,9 +119,12 @@ class StudyPrivacy:
             self._num_frames[header.series_instance_uid] += header.image.num_frames
         self._patient_id = headers[0].patient_id if headers else ""
         self._tallies: Counter[str] = Counter()
+        self._heads: dict[str, Head] = {}
+        self.rules: dict[int, tuple[str, ...]] = {}
+        """Names of the rules that hold images back, by position; for the private folder."""
 
     def held_back(self) -> dict[int, str]:
-        """Return the reasons of images that are not packed, by position."""
+        """Return the reasons of images that are not packed, by position, as headers alone tell."""
         reasons: dict[int, str] = {}
         for group in self._groups:
             for header in group.headers:
@@ -120,14 +132,41 @@ class StudyPrivacy:
                     reasons[header.file_index] = str(group.problem)
                 elif group.verdict.held_back:
                     reasons[header.file_index] = Reason.BURNED_IN_ANNOTATION.value
-                elif self._rules.settings.face_risk == "quarantine" and self.has_face_risk(header):
+                    self.rules[header.file_index] = group.verdict.held_back
+                elif self._rules.settings.face_risk == "quarantine" and self._is_called_head(header):
                     reasons[header.file_index] = Reason.FACE_RISK.value
+                    self.rules[header.file_index] = group.verdict.face
         return reasons
+
+    @property
+    def looks_for_heads(self) -> bool:
+        """Whether volumes have to be examined for heads before anything is written."""
+        return self._rules.settings.face_risk != "flag"
+
+    def take_head(self, stack: Stack, head: Head | None) -> dict[int, str]:
+        """Take note of the head in a volume; return the reasons of its images if they are held back.
+
+        A volume that is called a head, but whose head cannot be found with its vertex, cannot be defaced.
+        """
+        first = stack.slices[0].instance
+        if head is None and not self._is_called_head(first):
+            return {}
+        if self._rules.settings.face_risk == "deface" and head is not None and head.vertex_mm is not None:
+            self._heads.setdefault(first.series_instance_uid, head)
+            return {}
+        verdict = self._group_of[first.file_index].verdict
+        names = (*(verdict.face if verdict is not None else ()), *((_BY_CONTENT,) if head else ()))
+        files = {one.instance.file_index for one in stack.slices}
+        self.rules.update(dict.fromkeys(files, names))
+        return dict.fromkeys(files, Reason.FACE_RISK.value)
 
     def has_face_risk(self, header: InstanceHeader) -> bool:
         """Return whether the series of an image is a volume of a head."""
+        return self._is_called_head(header) or header.series_instance_uid in self._heads
+
+    def _is_called_head(self, header: InstanceHeader) -> bool:
         verdict = self._group_of[header.file_index].verdict
-        is_volume = self._num_frames[header.series_instance_uid] >= _MIN_FACE_FRAMES
+        is_volume = self._num_frames[header.series_instance_uid] >= MIN_SLICES
         return verdict is not None and bool(verdict.face) and is_volume
 
     def clean(self, header: InstanceHeader, decoded: DecodedSlice) -> DecodedSlice:
@@ -136,13 +175,19 @@ class StudyPrivacy:
         if blackout is None:
             return decoded
         self._tallies[_BLACKOUT] += 1
-        outside = np.ones(decoded.pixels.shape[:2], bool)
+        hidden = np.zeros(decoded.pixels.shape[:2], bool)
         for top, left, bottom, right in blackout.boxes:
-            outside[top:bottom, left:right] = False
-        pixels = decoded.pixels.copy()
-        # The darkest remaining value, so that the range of the image does not change.
-        pixels[~outside] = pixels[outside].min() if outside.any() else 0
-        return dataclasses.replace(decoded, pixels=pixels)
+            hidden[top:bottom, left:right] = True
+        return _without(decoded, hidden)
+
+    def deface(self, stack: Stack, index: int, decoded: DecodedSlice) -> DecodedSlice:
+        """Cut the face off a slice of a head, if the settings say so; return other slices themselves."""
+        head = self._heads.get(stack.series_instance_uid)
+        affine = stack.geometry.affine_lps
+        if head is None or affine is None or self._rules.settings.face_risk != "deface":
+            return decoded
+        self._tallies[_DEFACED] += 1
+        return _without(decoded, head.face_mask(affine, index, (stack.rows, stack.columns)))
 
     def series_facts(self, header: InstanceHeader) -> dict[str, Any]:
         """Return the de-identification object of a series for ``study.json``."""
@@ -152,8 +197,15 @@ class StudyPrivacy:
         return {
             "accepted_rules": [] if verdict is None else list(verdict.accepted),
             "blackout": None if blackout is None else blackout.name,
+            **({"defaced": True} if has_face and self._rules.settings.face_risk == "deface" else {}),
             "face_risk": has_face,
         }
+
+    def flag_head(self, facts: dict[str, Any]) -> None:
+        """Flag a series in whose slices a head was found while they were written."""
+        if not facts["face_risk"]:
+            facts["face_risk"] = True
+            self._tallies["face_risk_series"] += 1
 
     def examples(self) -> list[InstanceHeader]:
         """Return one image of each kind: the headers of a kind name the same people."""
@@ -224,7 +276,9 @@ class StudyPrivacy:
         has_blackout = self._tallies[_BLACKOUT] > 0
         return {
             "dates": "REMOVED" if settings.dates == "remove" else "MODIFIED",
-            "profile_codes": profile_codes(settings.dates, has_blackout=has_blackout),
+            "profile_codes": profile_codes(
+                settings.dates, has_blackout=has_blackout, is_defaced=self._tallies[_DEFACED] > 0
+            ),
             "report_text": {"mode": settings.report_text, "replaced": dict(report_counts)},
         }
 
@@ -281,6 +335,13 @@ class StudyPrivacy:
         return _Group(tuple(headers), None, problem)
 
 
+def _without(decoded: DecodedSlice, hidden: NDArray[np.bool_]) -> DecodedSlice:
+    """Return a slice whose hidden pixels have the darkest remaining value, so that its range stays."""
+    pixels = decoded.pixels.copy()
+    pixels[hidden] = pixels[~hidden].min() if not hidden.all() else 0
+    return dataclasses.replace(decoded, pixels=pixels)
+
+
 def _kind(header: InstanceHeader) -> tuple[object, ...]:
     image = header.image
     return (
@@ -326,7 +387,9 @@ def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable
             continue
     kept = {name: count for name, count in sorted(counts.items()) if count > 0}
     codes = [
-        code for code in recorded.get("profile_codes", ()) if code != _CLEAN_PIXELS or kept.get(_BLACKOUT)
+        code
+        for code in recorded.get("profile_codes", ())
+        if (code != _CLEAN_PIXELS or kept.get(_BLACKOUT)) and (code != _CLEAN_FACES or kept.get(_DEFACED))
     ]
     return {**recorded, "counts": kept, "profile_codes": codes}
 
@@ -341,4 +404,6 @@ def _tallies(study: Mapping[str, Any]) -> Counter[str]:
         found["face_risk_series"] += bool(done["face_risk"])
         if done["blackout"] is not None:
             found[_BLACKOUT] += int(series["num_slices"])
+        if done.get("defaced"):
+            found[_DEFACED] += int(series["num_slices"])
     return found

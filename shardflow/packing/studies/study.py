@@ -24,6 +24,7 @@ from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
 from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
+from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
@@ -156,6 +157,8 @@ class StudyMembers:
     def write(self) -> Fragment:
         """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
+        if self._privacy.looks_for_heads:
+            self._bad.update(self._held_back_heads())
         while True:
             outcome = self._settled()
             if outcome is not None:
@@ -178,8 +181,36 @@ class StudyMembers:
                     outcome=Outcome.PACKED,
                     instances={**self._left_out, **self._bad, **self._attached.reasons},
                     tallies=self._privacy.tallies(),
+                    rules=self._privacy.rules,
                 )
                 return self.writer.commit(packed, facts)
+
+    def _held_back_heads(self) -> dict[int, str]:
+        """Look for heads in the volumes; return the reasons of images that are held back."""
+        reasons: dict[int, str] = {}
+        for study in build_studies(self._usable()).studies:
+            for stack in study.stacks:
+                finder = self._head_finder(stack)
+                if finder is not None:
+                    self._show(stack, finder)
+                reasons.update(self._privacy.take_head(stack, None if finder is None else finder.find()))
+        return reasons
+
+    def _show(self, stack: Stack, finder: HeadFinder) -> None:
+        """Decode the slices that a finder wants; what cannot be decoded is named when it is packed."""
+        with suppress(SourceError):
+            for index in finder.indices:
+                part = stack.slices[index]
+                for decoded in self._iter_slices(part.instance, [part.frame]):
+                    finder.add(index, decoded.pixels)
+
+    def _head_finder(self, stack: Stack) -> HeadFinder | None:
+        """Return a finder of the head in a volume; None for series that show no surface."""
+        affine = stack.geometry.affine_lps
+        is_volume = affine is not None and len(stack.slices) >= MIN_SLICES and stack.samples_per_pixel == 1
+        if affine is None or not is_volume or stack.modality not in MODALITIES:
+            return None
+        return HeadFinder(affine, len(stack.slices), (stack.rows, stack.columns), stack.modality)
 
     def _settled(self) -> StudyOutcome | None:
         """Return the outcome if there is nothing left to pack."""
@@ -187,11 +218,16 @@ class StudyMembers:
         is_bad = any(outcome_of(code) is Outcome.QUARANTINED and code not in HELD_BACK for code in codes)
         if is_bad and self.rules.on_bad_instance == "quarantine_study":
             return StudyOutcome(
-                outcome=Outcome.QUARANTINED, reason=Reason.STUDY_QUARANTINED, instances=self._bad
+                outcome=Outcome.QUARANTINED,
+                reason=Reason.STUDY_QUARANTINED,
+                instances=self._bad,
+                rules=self._privacy.rules,
             )
         if not self._usable():
             reason = next((code for code in codes if outcome_of(code) is Outcome.QUARANTINED), codes[0])
-            return StudyOutcome(outcome=outcome_of(reason), reason=reason, instances=self._bad)
+            return StudyOutcome(
+                outcome=outcome_of(reason), reason=reason, instances=self._bad, rules=self._privacy.rules
+            )
         return None
 
     def _usable(self) -> list[InstanceHeader]:
@@ -340,12 +376,16 @@ class StudyMembers:
         bricks = None
         if facts["codec"] == BRICKS_CODEC:
             bricks = VolumeWriter(self.writer, number, stack, form, self.rules.volumes)
+        finder = None if self._privacy.looks_for_heads else self._head_finder(stack)
+        wanted = frozenset(finder.indices if finder is not None else ())
         with (
             SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants,
             bricks or nullcontext(),
         ):
             for index, decoded in enumerate(self._decode(stack, form)):
                 display.add(decoded)
+                if finder is not None and index in wanted:
+                    finder.add(index, decoded.pixels)
                 payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
                 variants.add(index, decoded, payload)
                 num_clipped += decoded.num_clipped
@@ -359,6 +399,8 @@ class StudyMembers:
             made = variants.finish(display_range)
             if bricks is not None:
                 bricks.finish()
+        if finder is not None and finder.find() is not None:
+            self._privacy.flag_head(facts["deidentification"])
         return {
             "decoders": sorted(decoders),
             "display_range": list(display_range),
@@ -369,18 +411,28 @@ class StudyMembers:
 
     def _decode(self, stack: Stack, form: SliceForm) -> Iterator[DecodedSlice]:
         """Decode in geometric order, file by file, so that a bad file can be named."""
+        index = itertools.count()
         for _, parts in itertools.groupby(stack.slices, key=lambda part: part.instance.file_index):
             together = list(parts)
             instance, frames = together[0].instance, [part.frame for part in together]
-            path, limits = self._locate(instance), self.rules.limits
-            slices = iter_slices(
-                path, instance, form=form, frames=frames, limits=limits, read=iter_stored_image
-            )
             try:
-                for decoded in slices:
-                    yield self._privacy.clean(instance, decoded)
+                for decoded in self._iter_slices(instance, frames, form):
+                    cleaned = self._privacy.clean(instance, decoded)
+                    yield self._privacy.deface(stack, next(index), cleaned)
             except SourceError as error:
                 raise _BadInstanceError({instance.file_index: error.reason}) from None
+
+    def _iter_slices(
+        self, header: InstanceHeader, frames: Sequence[int] | None = None, form: SliceForm | None = None
+    ) -> Iterator[DecodedSlice]:
+        return iter_slices(
+            self._locate(header),
+            header,
+            form=form,
+            frames=frames,
+            limits=self.rules.limits,
+            read=iter_stored_image,
+        )
 
     def _find_other_bad_instances(self) -> None:
         """Decode the remaining files, so that all bad ones are known and packing restarts only once."""
@@ -392,8 +444,7 @@ class StudyMembers:
     def _problem(self, header: InstanceHeader) -> str | None:
         """Decode an instance only to find the reason why it cannot be decoded."""
         try:
-            limits = self.rules.limits
-            for _ in iter_slices(self._locate(header), header, limits=limits, read=iter_stored_image):
+            for _ in self._iter_slices(header):
                 pass
         except SourceError as error:
             return error.reason

@@ -148,9 +148,14 @@ def write_ledger(output: Path, path: str, columns: LedgerColumns) -> LedgerEntry
 
 
 def write_private_ledger(
-    workspace: Workspace, plan_digest: str, ingested: Ingested, inputs: InputsConfig, base: Base | None = None
+    workspace: Workspace,
+    plan_digest: str,
+    ingested: Ingested,
+    inputs: InputsConfig,
+    base: Base | None,
+    rules: Mapping[int, Sequence[str]],
 ) -> None:
-    """Write one JSON line for each input: surrogate, path or place, sample key, outcome, content.
+    """Write one JSON line for each input: surrogate, path or place, sample key, outcome, rules, content.
 
     The file is named after the plan, so that it never replaces that of another run. The reason is
     ``"UNDECIDED"`` for inputs that an interrupted job did not reach. Inputs that the job took over keep their
@@ -160,7 +165,7 @@ def write_private_ledger(
         StorageError: It cannot be written.
     """
     write_atomic(
-        workspace.private_ledger(plan_digest), _lines(ingested, inputs, base), replace=True, mode=0o600
+        workspace.private_ledger(plan_digest), _lines(ingested, inputs, base, rules), replace=True, mode=0o600
     )
     if ingested.identities is not None:
         write_evidence(ingested.identities, workspace.people_ledger(plan_digest))
@@ -171,7 +176,9 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Iterator[bytes]:
+def _lines(
+    ingested: Ingested, inputs: InputsConfig, base: Base | None, rules: Mapping[int, Sequence[str]]
+) -> Iterator[bytes]:
     files, reports, studies = ingested.files, ingested.reports, ingested.files.studies
     if base is not None and ingested.scope is not None:
         for entry in base.known.entries(np.flatnonzero(~ingested.scope.is_decided).tolist()):
@@ -204,7 +211,11 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
     identities = file_identity(files.digest, sizes[files.source])
     for number, source_file in enumerate(files.source.tolist()):
         if files.reason[number] != CARRIED:
-            path = str(ingested.discovered[source_file].path(inputs.roots).absolute())
+            where: dict[str, Any] = {
+                "path": str(ingested.discovered[source_file].path(inputs.roots).absolute())
+            }
+            if number in rules:
+                where["rules"] = list(rules[number])
             code, study = int(files.reason[number]), int(files.study[number])
             kind = INPUT_KINDS[int(files.kind[number])]
             yield line(
@@ -212,7 +223,7 @@ def _lines(ingested: Ingested, inputs: InputsConfig, base: Base | None) -> Itera
                 code,
                 study,
                 kind,
-                {"path": path},
+                where,
                 int(identities[number]),
                 int(files.pixels[number]),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardflow.errors import ConfigError
-from shardflow.packing.deid.pixel_rules import load_rules
+from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 
 pytestmark = pytest.mark.fast
 
@@ -15,6 +15,7 @@ _CT = {
     "ImageType": ("ORIGINAL", "PRIMARY", "AXIAL"),
     "PhotometricInterpretation": ("MONOCHROME2",),
 }
+RULES: PixelRules = load_rules()
 _SITE = """
 [[blackout]]
 name = "corner"
@@ -95,7 +96,7 @@ def test_what_is_a_head(changes: dict[str, tuple[str, ...]], is_head: bool) -> N
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[[burned_in]]\nname = 'x'", "the keys name, verdict, when"),
+        ("[[burned_in]]\nname = 'x'", "the keys name, verdict"),
         ("[[burned_in]]\nname = 'x'\nverdict = 'perhaps'\nwhen = { Modality = ['US'] }", "dirty or suspect"),
         ("[[burned_in]]\nname = 'x'\nverdict = 'dirty'\nwhen = {}", "a condition"),
         (
@@ -118,3 +119,60 @@ def test_a_table_that_says_something_else_is_refused(text: str, match: str) -> N
 def test_accepting_what_is_no_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"which is no rule for burned-in text"):
         load_rules().check_names(["ultrasounds"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "t1_mprage_sag",
+        "MEMPRAGE",
+        "CT_HEAD_WO",
+        "3D_BRAVO",
+        "CTHead",
+        "MRT Schaedel",
+        "MRT Sch\xe4del",
+        "IRM cerebrale",
+        "TC cr\xe1neo",
+        "ax_T2_FLAIR_fs",
+        "Ganzk\xf6rperMRT",
+        "\u5934\u9885CT",
+        "\u982d\u90e8",
+        "\ub1cc MRI",
+        "\u041c\u0420\u0422 \u0433\u043e\u043b\u043e\u0432\u043d\u043e\u0433\u043e",
+    ],
+)
+def test_a_head_is_known_by_words_in_several_languages(text: str) -> None:
+    for keyword in ("SeriesDescription", "StudyDescription", "ProtocolName"):
+        assert RULES.judge({"Modality": ("MR",), keyword: (text,)}, accept=(), trusts_no=False).face == (
+            "head",
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["CT hip femoral neck", "head of pancreas", "overhead", "LSPINE", "Thorax", "kneeface2x", "220FOV"],
+)
+def test_words_inside_words_are_no_heads(text: str) -> None:
+    assert not RULES.judge(
+        {"Modality": ("CT",), "SeriesDescription": (text,)}, accept=(), trusts_no=False
+    ).face
+
+
+@pytest.mark.parametrize(
+    "text", ["Dose_Report", "DoseReport", "DOSE REPORT", "PatientProtocol", "ScreenSave_1", "screen-shot2"]
+)
+def test_pages_are_known_however_they_are_written(text: str) -> None:
+    values = {"Modality": ("CT",), "SeriesDescription": (text,)}
+    assert RULES.judge(values, accept=(), trusts_no=True).held_back == ("report_page",)
+    assert RULES.judge(values, accept=["report_page"], trusts_no=True).held_back == ()
+
+
+def test_a_rule_is_accepted_for_a_device() -> None:
+    rules = load_rules(
+        '[[accept]]\nname = "ours"\nwhen = { ManufacturerModelName = ["US-1"] }\nrules = ["ultrasound"]\n'
+    )
+    device = {"Modality": ("US",), "ManufacturerModelName": ("US-1",)}
+    verdict = rules.judge(device, accept=(), trusts_no=False)
+    assert (verdict.held_back, verdict.accepted) == ((), ("ultrasound",))
+    assert rules.judge({"Modality": ("US",)}, accept=(), trusts_no=False).held_back == ("ultrasound",)
+    assert "ManufacturerModelName" in rules.keywords

@@ -1,0 +1,81 @@
+"""Heads: found whatever a series is called, and freed of the face without the brain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardflow.packing.deid.heads import Head, HeadFinder
+from tests.phantoms import CONTRASTS, Scan, head, heads, limb, scan, strangers, torso
+
+
+def _find(volume: Scan) -> Head | None:
+    finder = HeadFinder(
+        volume.affine_lps.tolist(), len(volume.pixels), volume.pixels.shape[1:], volume.modality
+    )
+    for index in finder.indices:
+        finder.add(index, volume.pixels[index])
+    return finder.find()
+
+
+def _cut(volume: Scan, found: Head) -> Any:
+    affine = volume.affine_lps.tolist()
+    shape = volume.pixels.shape[1:]
+    return np.stack([found.face_mask(affine, index, shape) for index in range(len(volume.pixels))])
+
+
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_a_head_is_found_in_every_contrast(contrast: str) -> None:
+    found = _find(scan(head(), contrast=contrast, center=(0, -8, -30), count=(128, 128, 64)))
+    assert found is not None
+    assert found.vertex_mm == pytest.approx(110, abs=8)
+    assert found.length_mm == pytest.approx(198, abs=16)
+
+
+@pytest.mark.parametrize("plane", ["axial-down", "sagittal", "coronal"])
+def test_the_plane_of_acquisition_does_not_matter(plane: str) -> None:
+    volume = scan(head(), contrast="T1", plane=plane, center=(0, -8, -30), count=(128, 140, 64))
+    found = _find(volume)
+    assert found is not None
+    assert found.vertex_mm is not None
+    cut = _cut(volume, found)
+    assert volume.brain is not None
+    assert volume.face is not None
+    assert (cut & volume.brain).sum() <= 0.003 * volume.brain.sum()
+    assert not (volume.face & ~cut).any()
+    # No brain is beside the head: something was cut, and most was not.
+    assert 0.02 < cut.mean() < 0.4
+
+
+def test_the_brain_without_a_vertex_cannot_be_cut() -> None:
+    slab = scan(head(), contrast="T1", center=(0, 0, 20), spacing=(2, 2, 3), count=(128, 128, 24))
+    found = _find(slab)
+    assert found is not None
+    assert found.vertex_mm is None
+    with pytest.raises(ValueError, match="vertex"):
+        _cut(slab, found)
+
+
+@pytest.mark.parametrize(
+    "shapes", [torso(), torso(0.5), limb(82, 88), limb(58, 62), [("water", (0, 0, 0), (100, 100, np.inf))]]
+)
+@pytest.mark.parametrize("contrast", ["CT", "T2"])
+def test_other_parts_are_no_heads(shapes: Any, contrast: str) -> None:
+    assert _find(scan(shapes, contrast=contrast, spacing=(3.5, 3.5, 5.0), count=(128, 128, 48))) is None
+
+
+def test_an_empty_volume_is_no_head() -> None:
+    empty = scan([], contrast="T1", count=(32, 32, 20))
+    assert _find(empty) is None
+    finder = HeadFinder(empty.affine_lps.tolist(), 20, (32, 32), "MR")
+    assert finder.find() is None
+
+
+@pytest.mark.slow
+def test_recall_and_false_alarms() -> None:
+    found = [_find(volume) is not None for _, volume in heads(num=120)]
+    assert np.mean(found) >= 0.97
+    wrong = [name for name, volume in strangers(num=120) if _find(volume) is not None]
+    assert len(wrong) <= 2
