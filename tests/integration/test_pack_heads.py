@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from pydicom.dataset import Dataset as Attributes
@@ -107,3 +108,24 @@ def test_faces_are_cut_off_and_what_cannot_be_cut_is_held_back(case: PackCase) -
     # The face is gone, whatever it was before; the brain is bit for bit the same.
     assert (slices == hidden)[whole.face].all()
     assert (slices == before)[whole.brain].mean() > 0.997
+
+
+def test_a_page_of_text_is_held_back_whatever_it_declares(case: PackCase) -> None:
+    page = np.zeros((512, 640), np.uint8)
+    for line in range(12):
+        cv2.putText(page, "Total exam DLP 980.44 mGy-cm", (16, 30 + 24 * line), 0, 0.5, 255, 1, cv2.LINE_AA)
+
+    def change(dataset: Attributes, index: int) -> None:
+        dataset.SeriesDescription, dataset.BurnedInAnnotation = "vol", "NO"
+        dataset.Rows, dataset.Columns = page.shape
+        dataset.PixelData = (page.astype(np.uint16) * 8).tobytes()
+
+    make_study(case.dicom / "page", patient="P1", study="A", num_slices=1, change=change)
+    kept = make_study(case.dicom / "image", patient="P1", study="B", num_slices=1)
+    summary = case.pack(*LOOSE, "deid.trust_declared_clean=true")
+    assert summary.reasons == {"BURNED_IN_ANNOTATION": 1}
+    assert case.open().samples.find(case.key.surrogate("study", kept.study_instance_uid)) == 0
+    (ledger,) = case.private.glob("inputs-*.jsonl")
+    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()]
+    assert [line["rules"] for line in lines if "rules" in line] == [["page"]]
+    assert case.pack(*LOOSE, 'deid.accept=["page"]', is_dry_run=True).studies["packed"] == 2

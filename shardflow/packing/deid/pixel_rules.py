@@ -1,7 +1,7 @@
 """Pixel rules: a table over header values that finds images which may show text or a face; sites extend it.
 
 An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds of
-images that often have it are suspect. Pixels themselves are examined by `heads` and `pixel_text`.
+images that often have it are suspect. Pixels themselves are examined by `heads` and `pages`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Box = tuple[int, int, int, int]
 
 Values = Mapping[str, Sequence[str | int | float]]
 
+PAGE: Final = "page"
+"""Name of the rule that recognizes pages of text by their pixels (`pages`)."""
 _CONDITIONS: Final = frozenset({"when", "words", "unless", "unless_words"})
 _TABLES: Final = {
     "accept": (frozenset({"name", "rules"}), _CONDITIONS),
@@ -95,6 +97,8 @@ class PixelVerdict:
 
     held_back: tuple[str, ...]
     """Names of the rules that hold the images back; none if they may be packed."""
+    accepts_pages: bool
+    """Whether pages of text are packed."""
     accepted: tuple[str, ...]
     """Names of the rules that matched and were accepted by the settings."""
     blackout: Blackout | None
@@ -141,6 +145,7 @@ class PixelRules:
         accepted = frozenset(accept).union(*(names for rule, names in self.accepted if rule.matches(values)))
         return PixelVerdict(
             held_back=tuple(rule.name for rule in matched if rule.name not in accepted),
+            accepts_pages=PAGE in accepted,
             accepted=tuple(rule.name for rule in matched if rule.name in accepted),
             blackout=blackout,
             face=tuple(rule.name for rule in self.faces if rule.matches(values)),
@@ -152,7 +157,7 @@ class PixelRules:
         Raises:
             ConfigError: One is not.
         """
-        known = {rule.name for rule in self.burned_in}
+        known = {PAGE, *(rule.name for rule in self.burned_in)}
         for name in names:
             if name not in known:
                 raise ConfigError(
@@ -177,7 +182,7 @@ def load_rules(*added: str) -> PixelRules:
         for name, entries in _parse(text).items():
             tables[name] += entries
     burned_in = tuple(_rule(entry, entry["verdict"]) for entry in tables["burned_in"])
-    names = [rule.name for rule in burned_in]
+    names = [PAGE, *(rule.name for rule in burned_in)]
     if len(set(names)) != len(names):
         raise _problem("burned_in", "names that are used once")
     blackouts = tuple((_rule(entry, ""), _blackout(entry, set(names))) for entry in tables["blackout"])

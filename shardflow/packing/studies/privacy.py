@@ -21,6 +21,7 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.pixel_rules import PAGE
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
 from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.attachments import DAY_S
@@ -49,6 +50,9 @@ RESOLUTIONS_S: Final[Mapping[TimeResolution, int]] = {"second": 1, "minute": 60,
 _DEFACED: Final = "defaced_slices"
 _BY_CONTENT: Final = "volume"
 """Name of the rule that finds heads in volumes."""
+
+_PROJECTIONS: Final = frozenset({"CR", "DX", "MG", "PX", "IO"})
+"""Modalities whose images are large, and no pages."""
 
 _BASIC: Final = "113100"
 _CLEAN_PIXELS: Final = "113101"
@@ -137,6 +141,18 @@ class StudyPrivacy:
                     reasons[header.file_index] = Reason.FACE_RISK.value
                     self.rules[header.file_index] = group.verdict.face
         return reasons
+
+    def may_be_page(self, header: InstanceHeader) -> bool:
+        """Return whether an image has to be examined: of a short series, and no radiograph."""
+        verdict = self._group_of[header.file_index].verdict
+        is_short = self._num_frames[header.series_instance_uid] < MIN_SLICES
+        is_pictured = header.modality in _PROJECTIONS
+        return is_short and not is_pictured and verdict is not None and not verdict.accepts_pages
+
+    def hold_page(self, header: InstanceHeader) -> str:
+        """Take note of a page of text; return its reason."""
+        self.rules[header.file_index] = (PAGE,)
+        return Reason.BURNED_IN_ANNOTATION.value
 
     @property
     def looks_for_heads(self) -> bool:

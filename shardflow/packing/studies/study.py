@@ -26,6 +26,7 @@ from shardflow.format.samples import SampleFacts
 from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
+from shardflow.packing.deid.pages import is_page
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
 from shardflow.packing.sources.dicom.attributes import AttributeValue
@@ -157,6 +158,7 @@ class StudyMembers:
     def write(self) -> Fragment:
         """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
+        self._bad.update(self._held_back_pages())
         if self._privacy.looks_for_heads:
             self._bad.update(self._held_back_heads())
         while True:
@@ -184,6 +186,17 @@ class StudyMembers:
                     rules=self._privacy.rules,
                 )
                 return self.writer.commit(packed, facts)
+
+    def _held_back_pages(self) -> dict[int, str]:
+        """Look for pages of text in short series; return the reasons of images that are held back."""
+        reasons: dict[int, str] = {}
+        for header in filter(self._privacy.may_be_page, self._usable()):
+            # What cannot be decoded is found, and named, when it is packed.
+            with suppress(SourceError):
+                first = next(self._iter_slices(header, [0]))
+                if is_page(first.pixels):
+                    reasons[header.file_index] = self._privacy.hold_page(header)
+        return reasons
 
     def _held_back_heads(self) -> dict[int, str]:
         """Look for heads in the volumes; return the reasons of images that are held back."""
