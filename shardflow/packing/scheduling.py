@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import ArrayTask, Workspace
 
 
-_FRAGMENT_VERSION: Final = 4
+_FRAGMENT_VERSION: Final = 5
 """Incremented whenever fragments of equal inputs and settings change."""
 _MAX_ASSEMBLIES: Final = 3
 
