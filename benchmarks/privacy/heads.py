@@ -60,7 +60,14 @@ def real(folder: Path) -> Iterator[tuple[str, Scan]]:
             except SourceError:
                 continue
             place = paths[stack.slices[0].instance.file_index].parent.relative_to(folder)
-            yield str(place), Scan(np.stack(pixels).astype(np.float32), np.array(affine), stack.modality)
+            yield (
+                str(place),
+                Scan(
+                    pixels=np.stack(pixels).astype(np.float32),
+                    affine_lps=np.array(affine),
+                    modality=stack.modality,
+                ),
+            )
 
 
 def main() -> None:
