@@ -128,4 +128,5 @@ def test_a_page_of_text_is_held_back_whatever_it_declares(case: PackCase) -> Non
     (ledger,) = case.private.glob("inputs-*.jsonl")
     lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()]
     assert [line["rules"] for line in lines if "rules" in line] == [["page"]]
-    assert case.pack(*LOOSE, 'deid.accept=["page"]', is_dry_run=True).studies["packed"] == 2
+    other = ('output="out2"', 'private_dir="private2"', 'deid.accept=["page"]')
+    assert case.pack(*LOOSE, *other).studies["packed"] == 2
