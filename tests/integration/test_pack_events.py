@@ -260,6 +260,7 @@ def test_all_dates_of_a_person_move_by_one_shift_in_every_kind_and_in_later_vers
         patient=edfio.Patient(code="P-17", birthdate=date(1917, 3, 4), name="Jo_Doe"),
         recording=edfio.Recording(startdate=start.date()),
         starttime=start.time(),
+        annotations=[edfio.EdfAnnotation(0, None, "begin")],  # makes it EDF+, whose patient field has a code
     ).write(case.dicom / "ecg.edf")
     case.pack()
     shift = _shift(case, studies[0], days[0])
