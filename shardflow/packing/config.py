@@ -21,8 +21,8 @@ from shardflow.format.keys import canonical_json
 from shardflow.packing.attachments.records.mapping import RecordsConfig
 from shardflow.packing.settings import (
     AttachmentsConfig,
-    BadInstancePolicy,
     DeidConfig,
+    PolicyConfig,
     ReportsConfig,
     TableFile,
     VariantsConfig,
@@ -84,21 +84,6 @@ class ShardsConfig:
     codec: Literal["b2nd", "htj2k", "npy", "png16"] = "b2nd"
     """Codec of the slices, lossless all: ``b2nd`` (fastest to decode), ``htj2k`` (smallest), ``npy`` (raw),
     ``png16`` (for other tools). Series that it cannot hold, such as float32, are stored as ``b2nd``."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyConfig:
-    """Treatment of defective inputs."""
-
-    require_report: bool = False
-    """Skip studies that no report names."""
-    on_bad_instance: BadInstancePolicy = "quarantine_study"
-    """Whether one unreadable image quarantines its study, or is left out and reported."""
-    max_quarantined_share: Annotated[float, Bounds(0, 1)] = 0.05
-    """Largest share of inputs (files and reports) that may be quarantined; above it nothing is published."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -242,6 +227,9 @@ class PackConfig:
             "alignment": None if self.alignment == AlignmentRules() else self.alignment.digest(),
             "attachments": self.attachments.content(),
             "layout": self.inputs.layout.content(),
+            "drop_reasons": None
+            if self.policy.drop_reasons == PolicyConfig().drop_reasons
+            else sorted(self.policy.drop_reasons),
             "records": self.records.content(),
             "reports": self.reports.content(),
             "volumes": self.volumes.content(),

@@ -16,8 +16,8 @@ from shardflow.packing.registry import attachment_kinds
 from shardflow.packing.scan import AttachmentFinder, Scanner
 from shardflow.packing.settings import (
     AttachmentsConfig,
-    BadInstancePolicy,
     DeidConfig,
+    PolicyConfig,
     VariantsConfig,
     VolumesConfig,
 )
@@ -48,7 +48,7 @@ class PackSetup:
     codec: str
     splits: tuple[str, ...]
     limits: HeaderLimits
-    on_bad_instance: BadInstancePolicy
+    policy: PolicyConfig
     variants: VariantsConfig
     volumes: VolumesConfig
     deid: DeidConfig
@@ -91,7 +91,7 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         limits=HeaderLimits(
             **{field.name: getattr(config.limits, field.name) for field in fields(HeaderLimits)}
         ),
-        on_bad_instance=config.policy.on_bad_instance,
+        policy=config.policy,
         variants=config.variants,
         volumes=config.volumes,
         deid=replace(config.deid, rules_file=None),
@@ -137,7 +137,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             codec=setup.codec,
             variants=setup.variants,
             volumes=setup.volumes,
-            on_bad_instance=setup.on_bad_instance,
+            policy=setup.policy,
             privacy=PrivacyRules(
                 key=key,
                 settings=setup.deid,

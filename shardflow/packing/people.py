@@ -75,8 +75,8 @@ class Identities:
     links: tuple[Link, ...]
     persons: NDArray[np.int64]
     """``(num_patients,)``: number of the first patient of the person."""
-    num_copies: int
-    """Pairs of studies of one patient that share an image."""
+    copies: NDArray[np.int64]
+    """``(n, 2)``: pairs of studies of one patient that share an image."""
     counts: dict[str, int] = field(default_factory=dict)
     """For the summary: ``joined`` patient identifiers, ``uncertain`` pairs, ``decided`` pairs,
     ``in_two_splits`` persons, ``copied_studies``; zeros are left out."""
@@ -166,7 +166,10 @@ class Identities:
                 "IDs: only packing anew moves them"
             )
         if counts.get("copied_studies"):
-            yield f"{counts['copied_studies']} pairs of studies share an image, and are packed both"
+            yield (
+                f"{counts['copied_studies']} pairs of studies of one patient share an image, and are packed "
+                "both; copies.csv in private_dir lists them"
+            )
 
 
 def identify(
@@ -190,7 +193,7 @@ def identify(
         ConfigError: The map cannot be used, or calls patients different whom other links join.
     """
     evidence = files.studies.evidence
-    copies, num_copies = _copies(files, evidence, known)
+    copies, copied_studies = _copies(files, evidence, known)
     decided = {} if identity_map is None else read_map(identity_map, key, evidence)
     ordered = evidence.sorted()
     same_pixels = set(map(tuple, copies.tolist()))
@@ -216,12 +219,12 @@ def identify(
             f"deid.identity_map calls {broken} pairs of patient IDs different that further links make one "
             "person; decide those links too, they are in identities.csv in private_dir."
         )
-    people = Identities(evidence=evidence, links=tuple(links), persons=persons, num_copies=num_copies)
+    people = Identities(evidence=evidence, links=tuple(links), persons=persons, copies=copied_studies)
     counts = {
         "joined": sum(map(len, people.members().values())),
         "uncertain": len(people.uncertain),
         "decided": len(decided),
-        "copied_studies": num_copies,
+        "copied_studies": len(copied_studies),
     }
     people.counts.update({name: count for name, count in counts.items() if count})
     return people
@@ -245,8 +248,8 @@ def join(num_patients: int, pairs: Iterable[tuple[int, int]]) -> NDArray[np.int6
 
 def _copies(
     files: FileTable, evidence: PatientEvidence, known: KnownImages | None
-) -> tuple[NDArray[np.int64], int]:
-    """Return pairs of patients that share an image, and the number of pairs of studies of one that do."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return pairs of patients that share an image, and the pairs of studies of one that do."""
     studies = files.studies
     patient_of = np.full(len(studies) + 1, _NOBODY, np.int64)  # NO_STUDY selects the last
     for study in range(len(studies)):
@@ -262,7 +265,7 @@ def _copies(
     pixels, study_of = pixels[chosen], study_of[chosen].astype(np.int64)
     of_studies = pairs_of_equal(pixels, study_of)
     is_one = patient_of[of_studies[:, 0]] == patient_of[of_studies[:, 1]]
-    return pairs_of_equal(pixels, patient_of[study_of]), int(is_one.sum())
+    return pairs_of_equal(pixels, patient_of[study_of]), of_studies[is_one]
 
 
 def read_map(path: Path, key: SecretKey, evidence: PatientEvidence) -> dict[tuple[int, int], bool]:
@@ -309,9 +312,18 @@ def _patient(text: str, key: SecretKey, evidence: PatientEvidence) -> int | None
 def write_list(identities: Identities, files: FileTable, workspace: Workspace) -> None:
     """Write the links into the private folder, as a table that may be given back as ``deid.identity_map``.
 
+    ``copies.csv`` lists the pairs of studies of one patient that share an image, by their sample keys.
+
     Raises:
         StorageError: It cannot be written, or a header row cannot be read back.
     """
+    copies, keys = workspace.private / "copies.csv", files.studies.keys
+    lines = [f"{keys[first]},{keys[second]}\n" for first, second in identities.copies[:_MAX_LISTED].tolist()]
+    if lines:
+        table = "".join(["sample_key,other_sample_key\n", *sorted(lines)]).encode("ascii")
+        write_atomic(copies, [table], replace=True, mode=0o600)
+    else:
+        copies.unlink(missing_ok=True)
     listed = identities.links[:_MAX_LISTED]
     path = workspace.private / "identities.csv"
     if not listed:

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardflow.format.manifest import Manifest
-    from shardflow.packing.config import PolicyConfig, ShardsConfig
+    from shardflow.packing.config import ShardsConfig
     from shardflow.packing.inventory import StudyTable
     from shardflow.packing.linking import ReportTable
     from shardflow.packing.progress import Progress
+    from shardflow.packing.settings import PolicyConfig
     from shardflow.storage import ByteStore
 
 
@@ -235,7 +236,7 @@ def _judge_bad_file(rules: PlanRules, files: FileTable, file: int, reasons: NDAr
 
 def _takes_study(rules: PlanRules, reason: str) -> bool:
     is_bad = outcome_of(reason) is Outcome.QUARANTINED
-    return is_bad and rules.policy.on_bad_instance == "quarantine_study"
+    return is_bad and rules.policy.takes_study(reason)
 
 
 def _cut(

@@ -61,8 +61,9 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
         key_id: Of the secret key.
     """
     settings = [content[name] for name in ("deid", "limits", "on_bad_instance", "variants")]
-    # Settings older than this section keep their fragments.
+    # Settings older than these sections keep their fragments.
     settings += [content["volumes"]] if "volumes" in content else []
+    settings += [{"drop_reasons": content["drop_reasons"]}] if "drop_reasons" in content else []
     facts = [created_with(), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
+from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.tables import check_table_name
 from shardflow.format.volume_encoder import BRICK_SHAPE
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
@@ -35,6 +36,35 @@ KeyKind: TypeAlias = Literal[
 _KIND = re.compile(r"[a-z0-9-]{1,32}")
 _GIB = 1 << 30
 _MAX_BRICK_SIDE = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """Treatment of defective inputs."""
+
+    require_report: bool = False
+    """Skip studies that no report names."""
+    on_bad_instance: BadInstancePolicy = "quarantine_study"
+    """Whether one unreadable image quarantines its study, or is left out and reported."""
+    drop_reasons: tuple[str, ...] = (Reason.UNSUPPORTED_TRANSFER_SYNTAX.value,)
+    """Reasons for which an image is left out alone, whatever ``on_bad_instance`` says. By default that of
+    encodings that nothing here reads, such as video: the other images of the study are whole."""
+    max_quarantined_share: Annotated[float, Bounds(0, 1)] = 0.05
+    """Largest share of inputs (files and reports) that may be quarantined; above it nothing is published."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        quarantined = {reason.value for reason in Reason if outcome_of(reason) is Outcome.QUARANTINED}
+        unknown = sorted(set(self.drop_reasons) - quarantined)
+        if unknown:
+            raise ConfigError(
+                f"policy.drop_reasons must name reasons of quarantined files, got {unknown[0]!r}; "
+                "docs/howto/quarantine.md lists them."
+            )
+
+    def takes_study(self, reason: str) -> bool:
+        """Return whether an image that is quarantined for a reason takes its study with it."""
+        return self.on_bad_instance == "quarantine_study" and reason not in self.drop_reasons
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

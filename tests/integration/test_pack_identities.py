@@ -152,6 +152,9 @@ def test_the_same_images_under_another_name_are_one_person(case: PackCase) -> No
     summary = case.pack("splits={train=50, val=50}")
     assert len({_splits(case)[key] for key in (first, second, third)}) == 1
     assert summary.identities == {"joined": 2, "copied_studies": 1}
+    head, pair = (case.private / "copies.csv").read_text(encoding="ascii").split()
+    assert head == "sample_key,other_sample_key"
+    assert sorted(pair.split(",")) == sorted([first, second])
     assert [row["evidence"].split()[0] for row in _listed(case)] == ["pixels"]
 
 

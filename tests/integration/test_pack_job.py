@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydicom import dcmread
 from pydicom.dataset import FileDataset
+from pydicom.encaps import encapsulate
 from pydicom.uid import RLELossless
 
 from shardflow.format.codecs import decode_array
@@ -228,6 +230,22 @@ def test_a_truncated_file_can_be_left_out(case: PackCase) -> None:
     fields = case.open().read_fields(0)
     slices = [decode_array("b2nd", payload) for name, payload in fields.items() if name.startswith("s000.")]
     np.testing.assert_array_equal(slices, study.modality_units[[0, 1, 3, 4]])
+
+
+def test_images_in_encodings_that_nothing_reads_take_no_other_image_with_them(case: PackCase) -> None:
+    """Sixteen images of a study, two of them video: fourteen are packed, by default."""
+    study = make_study(case.dicom / "a", num_slices=16)
+    for path, end in ((study.files[4], "102"), (study.files[9], "104")):
+        dataset = dcmread(path)
+        dataset.file_meta.TransferSyntaxUID = f"1.2.840.10008.1.2.4.{end}"
+        dataset.PixelData = encapsulate([b"\0" * 64])
+        dataset["PixelData"].is_undefined_length = True
+        dataset.save_as(path)
+    summary = case.pack("policy.max_quarantined_share=0.2")
+    assert summary.reasons == {"UNSUPPORTED_TRANSFER_SYNTAX": 2}
+    assert case.open().samples.gather("num_slices", 0) == 14
+    (series,) = json.loads(case.open().read_fields(0, ["study.json"])["study.json"])["series"]
+    assert series["flags"] == ["missing_slices"]
 
 
 def test_other_files_are_skipped_with_their_reasons(case: PackCase) -> None:

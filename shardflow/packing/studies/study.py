@@ -77,7 +77,7 @@ from shardflow.packing.studies.volumes import VolumeWriter
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
-    from shardflow.packing.settings import BadInstancePolicy, VariantsConfig, VolumesConfig
+    from shardflow.packing.settings import PolicyConfig, VariantsConfig, VolumesConfig
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.placement import Placement
     from shardflow.packing.studies.fragment import Fragment
@@ -97,7 +97,7 @@ class StudyRules:
     variants: VariantsConfig
     volumes: VolumesConfig
     privacy: PrivacyRules
-    on_bad_instance: BadInstancePolicy
+    policy: PolicyConfig
     reading: ReportParser | None = None
     """Reader of reports; None if they are not to be read."""
     records: str = ""
@@ -228,8 +228,8 @@ class StudyMembers:
     def _settled(self) -> StudyOutcome | None:
         """Return the outcome if there is nothing left to pack."""
         codes = sorted(self._bad.values())
-        is_bad = any(outcome_of(code) is Outcome.QUARANTINED and code not in HELD_BACK for code in codes)
-        if is_bad and self.rules.on_bad_instance == "quarantine_study":
+        bad = [code for code in codes if outcome_of(code) is Outcome.QUARANTINED and code not in HELD_BACK]
+        if any(map(self.rules.policy.takes_study, bad)):
             return StudyOutcome(
                 outcome=Outcome.QUARANTINED,
                 reason=Reason.STUDY_QUARANTINED,

@@ -394,5 +394,6 @@ def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]
         for ledger in workspace.private.glob(pattern):
             if ledger not in current:
                 ledger.unlink()
-    # It may name removed patients; the next job writes it anew.
-    (workspace.private / "identities.csv").unlink(missing_ok=True)
+    # They may name removed patients; the next job writes them anew.
+    for name in ("copies.csv", "identities.csv"):
+        (workspace.private / name).unlink(missing_ok=True)

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.packing.config import InputsConfig, LimitsConfig, PackConfig, PolicyConfig, ShardsConfig
+from shardflow.errors import ConfigError
+from shardflow.packing.config import InputsConfig, LimitsConfig, PackConfig, ShardsConfig
 from shardflow.packing.inventory import UNDECIDED, FileTable, ScannedFile, reason_name
 from shardflow.packing.linking import ReportTable
 from shardflow.packing.plan import PackPlan, PlanRules, build_plan, split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
+from shardflow.packing.settings import PolicyConfig
 
 pytestmark = pytest.mark.fast
 
@@ -190,6 +192,23 @@ def test_bad_files_can_be_left_out() -> None:
     )
     assert _names(plan, files) == [("train-000000", ["cut"])]
     assert reason_name(int(plan.study_reason[files.studies.find("none")])) == "INVALID_IMAGE_DESCRIPTION"
+
+
+def test_images_in_an_encoding_that_nothing_reads_are_left_out_alone() -> None:
+    rows = (
+        _row(1, "video", bucket=0),
+        _row(2, "video", bucket=0, reason="UNSUPPORTED_TRANSFER_SYNTAX"),
+        _row(3, "cut", bucket=0),
+        _row(4, "cut", bucket=0, reason="PIXEL_DATA_TRUNCATED"),
+    )
+    files = _files(*rows)
+    assert _names(build_plan(_rules(_config()), files, ReportTable()), files) == [("train-000000", ["video"])]
+    both = PolicyConfig(drop_reasons=("PIXEL_DATA_TRUNCATED", "UNSUPPORTED_TRANSFER_SYNTAX"))
+    files = _files(*rows)
+    plan = build_plan(_rules(_config(policy=both)), files, ReportTable())
+    assert sorted(_names(plan, files)[0][1]) == ["cut", "video"]
+    with pytest.raises(ConfigError, match=r"policy\.drop_reasons .* 'NOT_DICOM'"):
+        PolicyConfig(drop_reasons=("NOT_DICOM",))
 
 
 def test_splits_without_a_study_are_reported() -> None:

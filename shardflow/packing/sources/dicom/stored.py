@@ -87,13 +87,16 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
     """
     elements = read_elements(path, {*_PALETTE_DESCRIPTORS, *_PALETTE_DATA, *_SEGMENTED_DATA}, limits)
     num_entries, first, bits = _descriptor(elements, _PALETTE_DESCRIPTORS[0], is_signed=is_signed)
+    if any(elements.values.get(tag) for tag in _SEGMENTED_DATA):
+        tables = [_expand_segments(elements, tag, bits, num_entries) for tag in _SEGMENTED_DATA]
+        return _palette_of(np.stack(tables, axis=-1), first)
     from pydicom.dataset import Dataset
     from pydicom.pixels import apply_color_lut
 
     dataset = Dataset()
     for tag in _PALETTE_DESCRIPTORS:
         dataset.add_new(tag, "US", [num_entries % _MAX_ENTRIES, 0, bits])
-    for tag in (*_PALETTE_DATA, *_SEGMENTED_DATA):
+    for tag in _PALETTE_DATA:
         if elements.values.get(tag):
             dataset.add_new(tag, "OW", elements.values[tag])
     try:
@@ -105,10 +108,62 @@ def read_palette(path: Path, limits: HeaderLimits, *, is_signed: bool) -> Lookup
         raise _invalid(f"the palette cannot be read: {type(error).__name__}") from None
     if entries.shape != (num_entries, 3):
         raise _invalid("the palette does not have three tables of one length")
+    return _palette_of(entries, first)
+
+
+def _palette_of(entries: Array, first: int) -> LookupTable:
+    """Return ``(n, 3)`` entries as 8-bit RGB."""
     shift = 8 * (entries.dtype.itemsize - 1)
     # Sixteen-bit entries that hold eight-bit values all lie in the low byte.
     is_wide = shift > 0 and int(entries.max(initial=0)) > 255
     return LookupTable((entries >> shift if is_wide else entries).astype(np.uint8), first)
+
+
+def _expand_segments(elements: Elements, tag: int, bits: int, num_entries: int) -> Array:
+    """Expand one color of a segmented palette: runs of values, lines to a value, and copies of segments.
+
+    Raises:
+        SourceError: INVALID_IMAGE_DESCRIPTION where the segments are damaged or do not fill the table.
+    """
+    kind = np.dtype(np.uint8 if bits == 8 else ("<u2" if elements.is_little_endian else ">u2"))
+    raw = elements.values.get(tag, b"")
+    words: list[int] = np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], kind).tolist()
+    found: list[int] = []
+    offset_words = 4 // kind.itemsize
+
+    def expand(place: int, *, is_copy: bool) -> int:
+        """Expand the segment at a place; return where the next one begins."""
+        code, length = words[place], words[place + 1]
+        place += 2
+        if code == 0:
+            values = words[place : place + length]
+            if len(values) < length:
+                raise IndexError
+            found.extend(values)
+            return place + length
+        if code == 1 and found:
+            start, end = found[-1], words[place]
+            found.extend(round(start + (end - start) * (step + 1) / length) for step in range(length))
+            return place + 1
+        if code != 2 or is_copy:
+            raise IndexError
+        parts = words[place : place + offset_words]
+        source = sum(part << (8 * kind.itemsize * at) for at, part in enumerate(parts)) // kind.itemsize
+        for _ in range(length):
+            source = expand(source, is_copy=True)
+            if len(found) > num_entries:
+                raise IndexError
+        return place + offset_words
+
+    place = 0
+    try:
+        while place + 2 <= len(words) and len(found) < num_entries:
+            place = expand(place, is_copy=False)
+    except IndexError:
+        raise _invalid("a segmented palette is damaged") from None
+    if len(found) != num_entries:
+        raise _invalid(f"a segmented palette has {len(found)} of {num_entries} entries")
+    return np.array(found, np.uint8 if bits == 8 else np.uint16)
 
 
 def _descriptor(elements: Elements, tag: int, *, is_signed: bool) -> tuple[int, int, int]:

@@ -129,3 +129,51 @@ def test_a_short_modality_lut_is_told(tmp_path: Path) -> None:
     dataset.ModalityLUTSequence[0].LUTData = b"12"
     with pytest.raises(SourceError, match="shorter than its descriptor"):
         _decode(write(tmp_path / "a.dcm", dataset))
+
+
+def _segments(scale: float, kind: str) -> bytes:
+    """Four values, a line of 120 entries, a copy of the first segment, and a line to the end."""
+    top, words = (255 if kind == "u1" else 65535), 0 if kind == "u1" else 1
+    offset = [0, 0] if words else [0, 0, 0, 0]
+    half, full = int(top * scale / 2), int(top * scale)
+    values = [0, 4, 3, 20, 40, 80, 1, 120, half, 2, 1, *offset, 1, 128, full]
+    return np.array(values, kind).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("syntax", "kind"),
+    [(ExplicitVRLittleEndian, "<u2"), (ExplicitVRBigEndian, ">u2"), (ExplicitVRLittleEndian, "u1")],
+)
+def test_segmented_palettes_are_expanded_as_pydicom_does(tmp_path: Path, syntax: str, kind: str) -> None:
+    bits = 8 if kind == "u1" else 16
+    stored = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    dataset = make_dataset(
+        modality="US",
+        pixels=stored,
+        position=None,
+        orientation=None,
+        PhotometricInterpretation="PALETTE COLOR",
+    )
+    for name, scale in (("Red", 1.0), ("Green", 0.5), ("Blue", 0.25)):
+        setattr(dataset, f"{name}PaletteColorLookupTableDescriptor", [256, 0, bits])
+        keyword = f"Segmented{name}PaletteColorLookupTableData"
+        setattr(dataset, keyword, _segments(scale, kind))
+        dataset[keyword].VR = "OW"
+    path = write(tmp_path / "a.dcm", dataset, syntax=syntax)
+    expected = apply_color_lut(stored, pydicom.dcmread(path)) >> (bits - 8)
+    np.testing.assert_array_equal(_decode(path), expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], [0, 4, 1, 2], [1, 256, 9], [2, 1, 0, 0], [0, 1, 7, 2, 1, 6, 0], [9, 256, 1], [0, 255, *range(255)]],
+)
+def test_a_damaged_segmented_palette_is_refused(tmp_path: Path, words: list[int]) -> None:
+    dataset = _palette_dataset([256, 0, 16], b"", b"", b"")
+    for name in ("Red", "Green", "Blue"):
+        delattr(dataset, f"{name}PaletteColorLookupTableData")
+        keyword = f"Segmented{name}PaletteColorLookupTableData"
+        setattr(dataset, keyword, np.array(words or [0, 0], "<u2").tobytes())
+        dataset[keyword].VR = "OW"
+    with pytest.raises(SourceError, match="segmented palette"):
+        _decode(write(tmp_path / "a.dcm", dataset))
