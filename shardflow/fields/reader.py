@@ -157,13 +157,15 @@ class Shard:
         numbers = np.unique(np.array(fields, np.int64))
         is_stored = numbers < self.index.num_fields
         stored = numbers[is_stored]
-        offsets = [self.index.field_offsets[stored].astype(np.int64)]
-        sizes = [self.index.field_num_bytes[stored].astype(np.int64)]
+        both = zip(
+            self.index.field_offsets[stored].tolist(),
+            self.index.field_num_bytes[stored].tolist(),
+            strict=True,
+        )
+        found = [ByteRange(*each) for each in both]
         for plan, _ in self.slabs(numbers[~is_stored]):
-            offsets.append(plan.offsets)
-            sizes.append(plan.num_bytes)
-        both = np.stack([np.concatenate(offsets), np.concatenate(sizes)], axis=1)
-        return [ByteRange(*each) for each in both[np.argsort(both[:, 0], kind="stable")].tolist()]
+            found += plan.brick_ranges()
+        return sorted(found, key=lambda span: span.offset)
 
     def slabs(self, slices: NDArray[np.int64]) -> Iterator[tuple[RegionPlan, NDArray[np.int64]]]:
         """Yield the reading of slices of bricks, a layer of bricks at a time.

@@ -23,7 +23,7 @@ from shardflow.errors import ChecksumError, FormatError
 from shardflow.format.slice_codecs import b2nd
 from shardflow.format.table import Table, crc32c
 from shardflow.storage import ByteRange, ByteStore
-from shardflow.storage.cache.store import read_afresh
+from shardflow.storage.cache.store import CachedStore, read_afresh
 
 BRICKS_CODEC: Final = "bricks"
 """Codec of a series in bricks, in ``study.json`` and the series table."""
@@ -397,6 +397,12 @@ class RegionPlan:
         """Size of the region."""
         return _extents(self.stop - self.start)
 
+    def brick_ranges(self) -> list[ByteRange]:
+        """Return the bytes of each brick to read, ascending."""
+        stored, volume = self.bricks[: self.num_stored], self.volume
+        both = zip(volume.starts[stored].tolist(), volume.columns["num_bytes"][stored].tolist(), strict=True)
+        return [ByteRange(*each) for each in both]
+
     def read(
         self, store: ByteStore, path: str, buffer: NDArray[np.uint8] | None = None, *, afresh: bool = False
     ) -> NDArray[np.uint8]:
@@ -416,10 +422,16 @@ class RegionPlan:
             StorageError: It cannot be read.
         """
         found = np.empty(self.buffer_num_bytes, np.uint8) if buffer is None else buffer
-        sizes = self.num_bytes.tolist()
-        ranges = [ByteRange(*each) for each in zip(self.offsets.tolist(), sizes, strict=True)]
-        stops = np.cumsum(self.num_bytes).tolist()
-        buffers = [found[stop - size : stop].data for stop, size in zip(stops, sizes, strict=True)]
+        if isinstance(store, CachedStore):
+            # A cache has blocks of whole bricks, which a joined range may straddle.
+            ranges, places = self.brick_ranges(), self.places.tolist()
+        else:
+            both = zip(self.offsets.tolist(), self.num_bytes.tolist(), strict=True)
+            ranges = [ByteRange(*each) for each in both]
+            places = (np.cumsum(self.num_bytes) - self.num_bytes).tolist()
+        buffers = [
+            found[place : place + span.num_bytes].data for place, span in zip(places, ranges, strict=True)
+        ]
         if afresh:
             read_afresh(store, path, ranges, buffers)
         elif ranges:

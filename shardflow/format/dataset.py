@@ -40,6 +40,9 @@ from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 # Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
 # rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
 _MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
+# Of a block in a shard with volumes: a crop of 96 voxels then fetches 1.0 to 1.4 times the bricks it touches,
+# with whole blocks 1.4 to 2.9 times (bricks of 15 to 90 KB).
+_BRICK_BLOCK_PART = 4
 MIN_COLLECTED_SHARDS: Final = 64
 """Number of shards from which a loader collects their indexes."""
 # More is fetched as it is needed: nobody waits minutes for a first batch.
@@ -92,12 +95,29 @@ class DatasetBlocks:
         row_of_sample[inside[known]] = np.arange(rows.start, rows.stop)[known]
         first: NDArray[np.int64] = index.first_field.astype(np.int64)
         units = np.repeat(row_of_sample, first[1:] - first[:-1])
+        offsets, sizes = index.field_offsets.astype(np.int64), index.field_num_bytes.astype(np.int64)
+        checksums, block_bytes = index.field_crc32c, self._block_bytes
+        if index.bricks is not None:
+            block_bytes = max(block_bytes // _BRICK_BLOCK_PART, 1)
+            # The pieces of a volume are its bricks, so that a crop fetches few others.
+            volumes = index.bricks.fields
+            others = np.setdiff1d(np.arange(index.num_fields), volumes)
+            bricks = [index.volume(field) for field in volumes.tolist()]
+            counts = [len(volume.starts) for volume in bricks]
+            offsets = np.concatenate([offsets[others], *(volume.starts for volume in bricks)])
+            stored = [volume.columns["num_bytes"].astype(np.int64) for volume in bricks]
+            sizes = np.concatenate([sizes[others], *stored])
+            checksums = np.concatenate([checksums[others], *(volume.columns["crc32c"] for volume in bricks)])
+            units = np.concatenate([units[others], np.repeat(units[volumes], counts)])
+            has_bytes = sizes > 0
+            offsets, sizes = offsets[has_bytes], sizes[has_bytes]
+            checksums, units = checksums[has_bytes], units[has_bytes]
         return ObjectBlocks.of_pieces(
             self._manifest.shards[place].sha256,
-            index.field_offsets.astype(np.int64),
-            index.field_num_bytes.astype(np.int64),
-            index.field_crc32c,
-            block_bytes=self._block_bytes,
+            offsets,
+            sizes,
+            checksums,
+            block_bytes=block_bytes,
             space=self._manifest.dataset_id,
             units=units,
         )

@@ -6,6 +6,7 @@ import io
 import shutil
 import signal
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 
 import shardflow as sf
 from shardflow.errors import ChecksumError, FormatError
-from shardflow.format.dataset import Dataset
-from shardflow.format.keys import parse_slice_field, parse_volume_field
+from shardflow.format.dataset import Dataset, DatasetBlocks
+from shardflow.format.keys import parse_slice_field, parse_volume_field, sha256_hex
 from shardflow.format.table import Table, encode_table
 from shardflow.format.verification import verify
+from shardflow.format.volume_encoder import encode_volume
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec
+from shardflow.storage import CacheConfig
 from shardflow.viewing.study import read_study
 from tests.dicom_factory import make_study
 from tests.integration.loader_support import open_loader
@@ -236,3 +239,37 @@ def test_compaction_keeps_the_bricks(packed: PackCase, tmp_path: Path) -> None:
         assert after.read_fields(place, names) == before.read_fields(former, names)
         num_volumes += bool(names) and after.sample_fields(place)[1][-2].name.endswith("volume.b2nd")
     assert num_volumes >= 1
+
+
+def test_a_cache_fetches_bricks_and_not_volumes(packed: PackCase, in_bricks: Dataset, tmp_path: Path) -> None:
+    cached = Dataset.open(packed.output, cache=CacheConfig(ram_bytes=1 << 22, block_bytes=4096))
+    blocks = DatasetBlocks(in_bricks, block_bytes=4096)
+    for row in range(in_bricks.studies.num_samples):
+        path = in_bricks.sample_fields(row)[0]
+        index = in_bricks.shard_index(int(in_bricks.studies.gather("shard", row)))
+        for field in index.volumes_of(int(in_bricks.studies.gather("row_in_shard", row))).values():
+            volume, found = index.volume(field), blocks(path)
+            assert found is not None
+            plan = volume.plan((0, 0, 0), (1, 1, 1))
+            (number,) = found.find(plan.brick_ranges())
+            assert found.span(number).num_bytes <= max(4096, plan.stored_num_bytes)
+            assert found.span(number).num_bytes < index.field_num_bytes[field] / 2
+            for _ in range(2):
+                assert np.array_equal(cached.read_volume(row, 0), in_bricks.read_volume(row, 0))
+    assert cached.cache is not None
+
+
+def test_the_bytes_of_a_volume_stay_the_same(golden: Callable[[str, object], None]) -> None:
+    """They depend on the versions of Blosc2 and zstd too, which the constraints pin."""
+    ramp = np.add.outer(np.arange(9), np.add.outer(np.arange(20), 3 * np.arange(30))).astype("<i2")
+    ramp[:4, :10] = -1024
+    found = {}
+    for name, array in {
+        "ramp": ramp,
+        "zeros": np.zeros((3, 4, 5), "<f4"),
+        "mask": (ramp > 30).astype("|u1"),
+    }.items():
+        encoded = encode_volume(array, brick_shape=(4, 8, 16))
+        columns = {key: sha256_hex(column.tobytes()) for key, column in encoded.stored.columns.items()}
+        found[name] = {"frame": sha256_hex(encoded.frame), "num_bytes": encoded.num_bytes, **columns}
+    golden("bricks", found)
