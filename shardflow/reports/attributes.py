@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardflow.reports.assertion import Cue, Match
 from shardflow.reports.language import Change, Language, Side
@@ -32,7 +33,7 @@ _DISTANCE = re.compile(
 _LEVEL = re.compile(r"(?:[ctl](?:[1-9]|1[0-2])|s[1-5])")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Clause:
     """One sentence's tokens, findings, places and cues."""
 
@@ -48,8 +49,23 @@ class Clause:
     of: Language
     changes: Sequence[Match[Change]] = ()
 
+    @cached_property
+    def _windows(self) -> list[tuple[int, int, int]]:
+        return [self._window(number) for number in range(len(self.entities))]
+
+    @cached_property
+    def _phrases(self) -> list[int]:
+        return [self._phrase(number) for number in range(len(self.entities))]
+
     def window(self, number: int) -> tuple[int, int, int]:
         """Return where a finding's own words may stand: tokens (begin, end of its list's last, end)."""
+        return self._windows[number]
+
+    def phrase(self, number: int) -> int:
+        """Return the token that a finding's noun phrase begins at, adjectives and determiner included."""
+        return self._phrases[number]
+
+    def _window(self, number: int) -> tuple[int, int, int]:
         words, of = self.tokens.words, self.of
         before = self.entities[number - 1].last if number else self.sentence[0]
         last = number
@@ -80,8 +96,7 @@ class Clause:
                     begin = max(begin, cue.last)
         return begin, self.entities[last].last, max(end, self.entities[last].last)
 
-    def phrase(self, number: int) -> int:
-        """Return the token that a finding's noun phrase begins at, adjectives and determiner included."""
+    def _phrase(self, number: int) -> int:
         words, of = self.tokens.words, self.of
         begin = self.entities[number - 1].last if number else self.sentence[0]
         near, has_side = self.entities[number].first, False

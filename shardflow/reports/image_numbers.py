@@ -252,8 +252,18 @@ _LAST_DAY = 31
 _PLURALS = frozenset(("series", "images", "imgs", "ims", "slices", "frames"))
 
 
+# Most sentences have no number, or none that could be an image's.
+_HINT = re.compile(
+    r"\d\s?[:/-]\s?\d|[(\[]|(?:se|im|sl|fr|s|i)[a-z]{0,6}\.?\s?[#:=(]?\s?\d|\b(?:seri|sere|seir|sequence|ima|img|"
+    r"slice|frame|sl\b|ser?\b|im\b)|\d(?:st|nd|rd|th)\s|\bfrom\s\d",
+    re.IGNORECASE,
+)
+
+
 def find_atoms(text: str, start: int, end: int) -> list[Atom]:
     """Return what gives numbers between two places of a text, in order."""
+    if _HINT.search(text, start, end) is None:
+        return []
     pairs = {atom.start: atom for atom in (*_numbers_first(text, start, end), *_pairs(text, start, end))}
     found: list[Atom] = []
     at = start

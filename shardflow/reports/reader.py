@@ -101,7 +101,7 @@ class ReportReader:
             first, last = section.body
             if section.kind not in _UNREAD:
                 entities += [
-                    _in_section(_in_part(_moved(one, first), section, text), section.kind)
+                    _in_section(one, section.kind, _place(one, section, text), first)
                     for one in self._finder.find(text[first:last])
                 ]
             if section.kind != "comparison":
@@ -115,7 +115,7 @@ class ReportReader:
                 one = _checked(replace(found, source=name), text)
                 place = one.span[0]
                 kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
-                entities.append(_in_section(one, kind))
+                entities.append(_in_section(one, kind, one.anatomy))
         entities.sort(key=lambda one: one.span)
         return ReportContent(sections=tuple(sections), entities=tuple(entities), mentions=tuple(mentions))
 
@@ -144,27 +144,23 @@ def load_extractors() -> list[tuple[str, Extractor]]:
     return loaded
 
 
-def _moved(entity: Entity, by: int) -> Entity:
-    anatomy = entity.anatomy
-    if anatomy is not None:
-        anatomy = Place(span=(anatomy.span[0] + by, anatomy.span[1] + by), name=anatomy.name)
-    return replace(entity, span=(entity.span[0] + by, entity.span[1] + by), anatomy=anatomy)
-
-
-def _in_part(entity: Entity, section: Section, text: str) -> Entity:
-    """Give a finding without a place that of its sub-header ("Liver: 9 mm cyst.")."""
-    if entity.anatomy is not None or not section.part or entity.kind != "finding":
-        return entity
+def _place(entity: Entity, section: Section, text: str) -> Place | None:
+    """Return the place of a finding in the report; without one, that of its sub-header ("Liver: cyst")."""
+    first = section.header[1]
+    place = entity.anatomy
+    if place is not None:
+        return Place(span=(place.span[0] + first, place.span[1] + first), name=place.name)
+    if not section.part or entity.kind != "finding":
+        return None
     name = re.search(r"[^\W\d_].*[^\W_]", text[slice(*section.header)], re.DOTALL)
     if name is None:
-        return entity
+        return None
     start = section.header[0]
-    span = (start + name.start(), start + name.end())
-    return replace(entity, anatomy=Place(span=span, name=section.part))
+    return Place(span=(start + name.start(), start + name.end()), name=section.part)
 
 
-def _in_section(entity: Entity, section: SectionKind) -> Entity:
-    """Return a finding as its section makes it."""
+def _in_section(entity: Entity, section: SectionKind, anatomy: Place | None, by: int = 0) -> Entity:
+    """Return a finding as its section makes it, moved by some characters."""
     assertion = _BY_SECTION.get(section, {}).get(entity.assertion, entity.assertion)
     kind, certainty, probability = entity.kind, entity.certainty, entity.probability
     if assertion != entity.assertion:
@@ -177,7 +173,14 @@ def _in_section(entity: Entity, section: SectionKind) -> Entity:
         strength: Strength = certainty or ("possible" if assertion == "uncertain" else "")
         probability = probability_of(Judgment(assertion, strength))
     return replace(
-        entity, section=section, assertion=assertion, kind=kind, certainty=certainty, probability=probability
+        entity,
+        span=(entity.span[0] + by, entity.span[1] + by),
+        anatomy=anatomy,
+        section=section,
+        assertion=assertion,
+        kind=kind,
+        certainty=certainty,
+        probability=probability,
     )
 
 

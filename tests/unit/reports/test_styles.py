@@ -6,13 +6,17 @@ of the goals; the test styles are scored by their number alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from benchmarks.reports.gold_sets import styled_sentences
-from benchmarks.reports.run import calibration, score_styles
+from benchmarks.reports.run import EntityScores, calibration, read_styled, score_styles
+from shardflow.reports import ReportReader
+from shardflow.reports.assertion import Scopes, _cue_index, find_cues
+from shardflow.reports.language import load_language, table_rows
 
 pytestmark = pytest.mark.fast
 
@@ -68,3 +72,91 @@ def test_styles_that_no_rule_was_made_for() -> None:
 
 def test_probabilities_are_calibrated_on_styles_that_no_rule_was_made_for() -> None:
     assert calibration("test")["expected_calibration_error"] <= 0.05
+
+
+def accuracy(group: str, name: str = "assertion") -> float:
+    """Return how many findings of a class a reader made now reads rightly."""
+    reader, score = ReportReader(), EntityScores()
+    for case in styled_sentences("development"):
+        if case.group == group:
+            score.add(case, read_styled(reader, case))
+    if name == "assertion":
+        return float(score.summary()["assertion_accuracy"])
+    return float(score.summary()["of_those_with_one"][name]["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("effect", "direction", "group"),
+    [
+        ("absent", "forward", "list"),
+        ("absent", "backward", "post-modifier"),
+        ("uncertain", "forward", "hedge"),
+        ("uncertain", "backward", "hedge"),
+        ("uncertain", "both", "hedge"),
+        ("hypothetical", "forward", "section"),
+        ("historical", "forward", "section"),
+        ("none", "forward", "comparison"),
+        ("present", "forward", "comparison"),
+        ("stop", "both", "contrast"),
+        ("absent", "both", "post-modifier"),
+    ],
+)
+def test_each_family_of_cues_is_needed(
+    effect: str, direction: str, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(name: str, language: str = "english") -> list[dict[str, str]]:
+        return [
+            row
+            for row in table_rows(name, language)
+            if (row["effect"], row["direction"]) != (effect, direction)
+        ]
+
+    monkeypatch.setattr("shardflow.reports.assertion.table_rows", without)
+    monkeypatch.setattr("shardflow.reports.assertion._cue_index", _cue_index.__wrapped__)
+    monkeypatch.setattr("shardflow.reports.findings.find_cues", _once(find_cues))
+    assert accuracy(group) < 0.999
+
+
+def _once(found: Any) -> Any:
+    """Keep the index of the mutated cues for one test."""
+    index = found.__globals__["_cue_index"]("english")
+
+    def find(tokens: Any, language: str) -> Any:
+        return sorted(index.find(tokens), key=lambda one: one.first)
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("role", "group", "name"),
+    [
+        ("adjective", "contrast", "assertion"),
+        ("closing", "list-adjective", "assertion"),
+        ("list", "list", "assertion"),
+        ("own_statement", "nested", "assertion"),
+        ("verb", "post-modifier", "assertion"),
+        ("purpose", "section", "assertion"),
+        ("severity", "attribute", "severity"),
+        ("sides", "attribute", "laterality"),
+        ("changes", "comparison", "change"),
+        ("preposition", "attribute", "anatomy"),
+    ],
+)
+def test_each_role_of_words_is_needed(
+    role: str, group: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An index of no phrases is none: one that no report has stands for them.
+    nothing: dict[str, Any] = {"changes": {"zzz": "new"}, "sides": {}}
+    empty = nothing.get(role, frozenset())
+    mutated = replace(load_language(), **{role: empty})
+    monkeypatch.setattr("shardflow.reports.findings.load_language", lambda name: mutated)
+    assert accuracy(group, name) < 0.97 if name != "assertion" else accuracy(group) < 0.999
+
+
+def test_conclusions_from_what_is_denied_and_sections_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Scopes, "_is_of_denied", staticmethod(lambda *_: False))
+        assert accuracy("list") < 0.999
+    with monkeypatch.context() as patch:
+        patch.setattr("shardflow.reports.reader._BY_SECTION", {})
+        assert accuracy("section") < 0.97
