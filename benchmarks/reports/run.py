@@ -2,9 +2,9 @@
 
     python -m benchmarks.reports.run --output benchmarks/results/reports.json
 
-The rules were written with the development parts; only the test parts count. ``--negspacy PYTHON`` asks
-negspacy, installed in an environment of its own, about the same findings: it is told where they are, and
-says of each whether it is negated.
+The rules were written with the development parts; only the test parts count. ``--negspacy PYTHON`` and
+``--medspacy PYTHON`` ask negspacy and medspaCy's ConText, installed in environments of their own, about the
+same findings: they are told where they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import processor
-from benchmarks.reports.gold_sets import GoldSentence, Part, digest, mentions, sentences, styled_sentences
+from benchmarks.reports.gold_sets import (
+    STYLES,
+    GoldSentence,
+    Part,
+    digest,
+    mentions,
+    sentences,
+    styled_sentences,
+)
 from shardflow import __version__
 from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions
 
@@ -282,11 +290,11 @@ def score_mentions(part: Part) -> dict[str, Any]:
     }
 
 
-def ask_negspacy(python: Path, part: Part) -> dict[str, Any]:
-    cases = sentences(part)
+def ask_peer(python: Path, script: str, cases: Sequence[GoldSentence]) -> dict[str, Any]:
+    """Ask a peer about the marked findings, told where they are, and score its answers."""
     asked = [{"text": case.text, "spans": [one.span for one in case.entities]} for case in cases]
     answer = subprocess.run(
-        [python, Path(__file__).with_name("peer_negspacy.py")],
+        [python, Path(__file__).with_name(script)],
         input=json.dumps(asked),
         capture_output=True,
         check=True,
@@ -294,18 +302,29 @@ def ask_negspacy(python: Path, part: Part) -> dict[str, Any]:
         timeout=300,
     )
     told = json.loads(answer.stdout)
+    said = told.get("assertions") or [
+        [None if one is None else ("absent" if one else "present") for one in row] for row in told["negated"]
+    ]
     right = total = everything = 0
-    for case, negated in zip(cases, told["negated"], strict=True):
-        for one, is_negated in zip(case.entities, negated, strict=True):
-            everything += one.assertion == ("absent" if is_negated else "present")
+    groups: dict[str, list[int]] = {}
+    for case, row in zip(cases, said, strict=True):
+        for one, assertion in zip(case.entities, row, strict=True):
+            everything += one.assertion == assertion
             if one.assertion in ("absent", "present"):
                 total += 1
-                right += is_negated is not None and is_negated == (one.assertion == "absent")
+                is_right = assertion is not None and (assertion == "absent") == (one.assertion == "absent")
+                right += is_right
+                group = groups.setdefault(case.group or "all", [0, 0])
+                group[0] += is_right
+                group[1] += 1
     return {
         "versions": told["versions"],
         "absent_or_not_accuracy": round(right / max(1, total), 4),
         "num": total,
         "assertion_accuracy": round(everything / max(1, sum(len(case.entities) for case in cases)), 4),
+        "absent_or_not_by_group": {
+            name: {"accuracy": round(one / num, 4), "num": num} for name, (one, num) in sorted(groups.items())
+        },
     }
 
 
@@ -313,10 +332,19 @@ def speed() -> dict[str, Any]:
     """Read reports made of the gold sentences, in one process; processor time."""
     texts = [case.text for part in PARTS for case in sentences(part)]
     report = "INDICATION: Cough.\n\nFINDINGS:\n{}\n\nIMPRESSION:\n{}\n"
-    reports = [
+    dense = [
         report.format(" ".join(texts[at : at + 18]), " ".join(texts[at + 18 : at + 22]))
         for at in range(0, len(texts) - 22, 7)
     ]
+    plain = [case.text for case in styled_sentences("development") if not case.section][::5]
+    usual = [
+        report.format(" ".join(plain[at : at + 6]), " ".join(plain[at + 6 : at + 8]))
+        for at in range(0, len(plain) - 8, 2)
+    ]
+    return {"usual": _speed(usual), "dense": _speed(dense)}
+
+
+def _speed(reports: Sequence[str]) -> dict[str, Any]:
     reader = ReportReader()
     reader.read(reports[0])
     start = time.process_time()
@@ -326,6 +354,7 @@ def speed() -> dict[str, Any]:
         "reports": len(reports),
         "characters_per_report": round(sum(map(len, reports)) / len(reports)),
         "entities_per_report": round(num_entities / len(reports), 1),
+        "cpu_ms_per_report": round(1000 * seconds / len(reports), 3),
         "reports_per_s_per_core": round(len(reports) / seconds, 1),
     }
 
@@ -334,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--negspacy", type=Path, help="python of an environment with negspacy and spacy")
+    parser.add_argument("--medspacy", type=Path, help="python of an environment with medspacy and numpy 1")
     parser.add_argument("--errors", type=Path, help="write the styled sentences that were read wrongly")
     parser.add_argument("--part", choices=PARTS, action="append", help="score this part only")
     parser.add_argument("--fit", action="store_true", help="print the rows of probability.csv and stop")
@@ -354,7 +384,13 @@ def main() -> None:
         },
         "hardware": {"processor": processor(), "cores": os.cpu_count()},
         "gold_sha256": {
-            name: digest(name) for name in ("sentences.txt", "mentions.txt", "mentions_second.txt")
+            name: digest(name)
+            for name in (
+                "sentences.txt",
+                "mentions.txt",
+                "mentions_second.txt",
+                *(f"styles/{style}.txt" for part in PARTS for style in ("words", *STYLES[part])),
+            )
         },
         "entities": {part: score_entities(part) for part in parts},
         "styles": {part: score_styles(part, errors) for part in parts},
@@ -362,8 +398,16 @@ def main() -> None:
         "mentions": {part: score_mentions(part) for part in parts},
         "speed": speed(),
     }
-    if arguments.negspacy:
-        result["negspacy"] = {part: ask_negspacy(arguments.negspacy, part) for part in parts}
+    for name in ("negspacy", "medspacy"):
+        python = getattr(arguments, name)
+        if python:
+            result[name] = {
+                part: {
+                    "sentences": ask_peer(python, f"peer_{name}.py", sentences(part)),
+                    "styles": ask_peer(python, f"peer_{name}.py", styled_sentences(part)),
+                }
+                for part in parts
+            }
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.errors:

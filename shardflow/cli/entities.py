@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import get_args
 
 from shardflow.cli.common import (
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which findings; '' for all (findings of the sections findings and impression)",
     )
     add(
+        "--corrections",
+        metavar="FILE",
+        type=Path,
+        help="corrections of a person, written by `shardflow reports review` and filled in",
+    )
+    add(
         "--context",
         type=natural_number,
         default=usual.context_slices,
@@ -86,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     from shardflow.reports.entity_views import build_view
+    from shardflow.reports.review import read_corrections
 
     rules = EntityRules(
         threshold=arguments.threshold,
@@ -93,10 +101,16 @@ def run(arguments: argparse.Namespace) -> int:
         text=arguments.text,
         where=arguments.where,
     )
+    corrections = None if arguments.corrections is None else read_corrections(arguments.corrections)
     dataset = open_dataset(arguments.dataset, with_studies=True)
     with step_progress("shards") as on_shard:
         built = build_view(
-            dataset, rules, name=arguments.name, num_processes=arguments.processes, on_shard=on_shard
+            dataset,
+            rules,
+            name=arguments.name,
+            num_processes=arguments.processes,
+            on_shard=on_shard,
+            corrections=corrections,
         )
     amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
     made = "" if built.is_new else ", made before"

@@ -75,6 +75,9 @@ COMMANDS: Final = {
         "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
+    "reports": Command(
+        "shardflow.cli.reports", "write findings for review, or phrases that no lexicon knows"
+    ),
     "review": Command(
         "shardflow.cli.review", "write rows of a table for a person, and read corrections back into it"
     ),

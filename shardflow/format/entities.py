@@ -77,12 +77,15 @@ class EntityRules:
     """Text that goes with the slices: the sentence, the words of the entity, or the whole report."""
     where: str = USUAL_WHERE
     """Condition for entities, in the grammar of `shardflow.sampling.expressions`; empty: none."""
+    corrections: str = ""
+    """Digest of a person's corrections; empty: none."""
 
     def to_json(self) -> dict[str, Json]:
-        """Return the entries of ``view.json``; views of earlier versions had no condition."""
+        """Return the entries of ``view.json``; views of earlier versions had no condition or corrections."""
         # Canonical JSON has no fractions: the threshold is the shortest text of its number.
         rules: dict[str, Json] = {**asdict(self), "threshold": repr(float(self.threshold))}
-        return rules if self.where else {name: value for name, value in rules.items() if name != "where"}
+        later = {"where": self.where, "corrections": self.corrections}
+        return {name: value for name, value in rules.items() if later.get(name, True)}
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:

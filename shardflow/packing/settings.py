@@ -132,6 +132,8 @@ class ReportsConfig:
     """Tables of findings that extend and override the shipped one (docs/reports.md)."""
     anatomy: tuple[Path, ...] = ()
     """Tables of anatomy, likewise."""
+    lexicon: str = ""
+    """Name of a lexicon that an installed package offers, in place of the shipped one."""
     extractors: tuple[str, ...] = ()
     """Names of further extractors from installed packages."""
     align: bool = True
@@ -149,8 +151,10 @@ class ReportsConfig:
         """
         if self == ReportsConfig():
             return None
+        # A setting of later versions is no part of what identifies content unless it is used.
+        given = {name: value for name, value in asdict(self).items() if name != "lexicon" or value}
         return {
-            **asdict(self),
+            **given,
             "anatomy": [digest_of(path) for path in self.anatomy],
             "extractors": sorted(self.extractors),
             "findings": [digest_of(path) for path in self.findings],

@@ -11,6 +11,7 @@ from typing import Any
 from shardflow.errors import FormatError
 from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
+from shardflow.reports.assertion import Assertion
 from shardflow.reports.findings import EntityKind, kind_of
 from shardflow.reports.lexicon import load_lexicon, tokenize
 
@@ -19,6 +20,31 @@ CONTENT_FIELD = "report.json"
 _FORMAT_VERSION = 1
 
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What a person says of one finding."""
+
+    label: str = ""
+    """Concept of the lexicon; empty: as read."""
+    assertion: Assertion | None = None
+    """None: as read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corrections:
+    """Corrections of a file."""
+
+    digest: str
+    """SHA-256 of what they say; equal corrections have the same."""
+    of: Mapping[str, Correction]
+    """By finding, as of `finding_key`."""
+
+
+def finding_key(study_key: str, entity: int) -> str:
+    """Return the name of a finding in a file: the key of its study and its number in the report."""
+    return f"{study_key}e{entity}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

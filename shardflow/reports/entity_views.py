@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
@@ -48,7 +48,15 @@ from shardflow.format.keys import (
     sha256_hex,
 )
 from shardflow.format.table import Table, encode_table
-from shardflow.reports.entity_rows import ALIGNMENT_FIELD, CONTENT_FIELD, EntityRow, study_rows
+from shardflow.reports.entity_rows import (
+    ALIGNMENT_FIELD,
+    CONTENT_FIELD,
+    Correction,
+    Corrections,
+    EntityRow,
+    finding_key,
+    study_rows,
+)
 from shardflow.reports.lexicon import CLASSES, IDS, load_lexicon
 from shardflow.reports.reader import rules_digest
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
@@ -273,6 +281,7 @@ class _Job:
     version: int
     folder: Path
     rules: EntityRules
+    corrections: Mapping[str, Correction]
 
     def of(self, dataset: Dataset, rows: range) -> dict[str, Json]:
         """Return what the part of a shard was made for."""
@@ -291,6 +300,7 @@ def build_view(
     name: str = "entity",
     num_processes: int = 1,
     on_shard: Progress | None = None,
+    corrections: Corrections | None = None,
 ) -> BuiltView:
     """Make a view of a dataset's entities, beside the dataset.
 
@@ -300,6 +310,7 @@ def build_view(
         name: Of the view; a dataset may have several.
         num_processes: How many read; the table does not depend on it.
         on_shard: Told how many shards are done, and of how many.
+        corrections: What a person says of findings (`shardflow.reports.review`); part of the rules.
 
     Raises:
         ConfigError: The dataset lies in no folder, holds no alignments, or has a view of this name with other
@@ -312,10 +323,18 @@ def build_view(
             "make the view where the shards were packed."
         )
     _condition(rules)
+    if corrections is not None:
+        rules = replace(rules, corrections=corrections.digest)
     folder = dataset.store.root / view_folder(name, dataset.dataset_id)
     if (folder / MANIFEST_NAME).is_file():
         return _standing(dataset, rules, name)
-    job = _Job(url=str(dataset.store.root), version=dataset.manifest_version, folder=folder, rules=rules)
+    job = _Job(
+        url=str(dataset.store.root),
+        version=dataset.manifest_version,
+        folder=folder,
+        rules=rules,
+        corrections={} if corrections is None else corrections.of,
+    )
     shards = list(_shard_rows(dataset))
     for done in _run(dataset, job, len(shards), num_processes):
         if on_shard is not None:
@@ -448,10 +467,13 @@ def _encode(dataset: Dataset, job: _Job, rows: range) -> bytes:
             each = index.volume(field).slice_num_bytes.tolist()
             sizes |= {(series, place): num_bytes for place, num_bytes in enumerate(each)}
         try:
-            chosen = choose(
-                list(study_rows(dataset.read_fields(study, names), job.rules)), job.rules, left_out
-            )
-            for row in chosen:
+            here = list(study_rows(dataset.read_fields(study, names), job.rules))
+            corrected = {
+                row.entity: job.corrections[finding_key(key, row.entity)]
+                for row in here
+                if finding_key(key, row.entity) in job.corrections
+            }
+            for row in choose(here, job.rules, left_out, corrected):
                 wanted = [(row.series, index) for index in row.slices]
                 found.append(
                     LocatedRow(
@@ -497,28 +519,57 @@ def _condition(rules: EntityRules) -> Expression | None:
     return parse_expression(rules.where, (*_WORDS, *_NUMBERS, "modality")) if rules.where else None
 
 
-def choose(rows: Sequence[EntityRow], rules: EntityRules, left_out: Counter[str]) -> list[EntityRow]:
+def choose(
+    rows: Sequence[EntityRow],
+    rules: EntityRules,
+    left_out: Counter[str],
+    corrected: Mapping[int, Correction] | None = None,
+) -> list[EntityRow]:
     """Return the findings that become rows.
 
     Args:
         rows: Of a study.
         rules: Of the view.
-        left_out: Is told how many do not, by reason: first the condition, by what it was about, then the
+        left_out: Is told how many do not, by reason: a person, the condition, by what it was about, or the
             threshold.
+        corrected: What a person says, by number of the entity.
     """
-    condition = _condition(rules)
-    if condition is None or not rows:
-        kept = list(rows)
-    else:
-        columns: dict[str, ExpressionColumn] = {name: _column(rows, name) for name in condition.names}
-        is_chosen = condition.select(columns, len(rows)).rows.tolist()
-        kept = [row for row, is_kept in zip(rows, is_chosen, strict=True) if is_kept]
-        for row, is_kept in zip(rows, is_chosen, strict=True):
-            if not is_kept:
-                left_out[f"{row.kind}, {row.assertion}, in {row.section}"] += 1
+    if corrected:
+        rows = [_corrected(row, corrected.get(row.entity)) for row in rows]
+        left_out["corrected"] += sum(row.assertion not in ASSERTIONS for row in rows)
+        rows = [row for row in rows if row.assertion in ASSERTIONS]
+    kept = chosen(rows, rules, left_out)
     above = [row for row in kept if row.is_above(rules.threshold)]
     left_out["below the threshold"] += len(kept) - len(above)
     return above
+
+
+def _corrected(row: EntityRow, correction: Correction | None) -> EntityRow:
+    """Return a row as a person corrected it; what a person has seen is there, if it is present."""
+    if correction is None:
+        return row
+    assertion = correction.assertion or row.assertion
+    is_sure = assertion == "present"
+    return replace(
+        row,
+        label=correction.label or row.label,
+        assertion=assertion,
+        probability=1.0 if is_sure else row.probability,
+        certainty="" if is_sure else row.certainty,
+    )
+
+
+def chosen(rows: Sequence[EntityRow], rules: EntityRules, left_out: Counter[str]) -> list[EntityRow]:
+    """Return the findings for which the condition is true, and count the others."""
+    condition = _condition(rules)
+    if condition is None or not rows:
+        return list(rows)
+    columns: dict[str, ExpressionColumn] = {name: _column(rows, name) for name in condition.names}
+    is_chosen = condition.select(columns, len(rows)).rows.tolist()
+    for row, is_kept in zip(rows, is_chosen, strict=True):
+        if not is_kept:
+            left_out[f"{row.kind}, {row.assertion}, in {row.section}"] += 1
+    return [row for row, is_kept in zip(rows, is_chosen, strict=True) if is_kept]
 
 
 def _column(rows: Sequence[EntityRow], name: str) -> ColumnValues:

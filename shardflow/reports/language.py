@@ -76,9 +76,19 @@ class Language:
     determiner: Words
     advice: Words
     """Words of a sentence that plans for something."""
+    plain: Words
+    """Words of reports that name no finding; `shardflow reports lint` passes over them."""
     sides: Mapping[str, Side]
     changes: Mapping[str, Change]
     """By phrase."""
+
+    @property
+    def spoken(self) -> Words:
+        """All words that have a role."""
+        others = ("name", "sides", "changes")
+        roles = [getattr(self, one.name) for one in fields(self) if one.name not in others]
+        phrases = (word for phrase in self.changes for word in phrase.split())
+        return frozenset().union(*roles, self.sides, phrases)
 
 
 def table_rows(name: str, language: str = ENGLISH) -> list[dict[str, str]]:

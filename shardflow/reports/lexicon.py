@@ -9,10 +9,12 @@ appended and win where they have the same words. Tokens keep their place in the 
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
@@ -174,6 +176,12 @@ class Lexicon:
     """By words as `fold_words` gives them, joined by a blank."""
     language: str = ENGLISH
 
+    def digest(self) -> str:
+        """Return the SHA-256 of its names and what they stand for."""
+        rows = sorted(f"{words}\t{one.kind}\t{one.name}" for words, one in self.phrases.items())
+        parents = sorted(f"{name}\t{one.parent}\t{one.side}" for name, one in self.concepts.items())
+        return hashlib.sha256("\n".join([self.language, *rows, *parents]).encode()).hexdigest()
+
     def ancestors(self, concept: Concept) -> list[str]:
         """Return the names of what a concept is a kind or part of, nearest first."""
         names: list[str] = []
@@ -209,25 +217,55 @@ def _codes() -> Mapping[str, Mapping[str, str]]:
     return {row["concept"]: row for row in shared_rows("codes.csv")}
 
 
-def load_lexicon(findings: Sequence[Path] = (), anatomy: Sequence[Path] = ()) -> Lexicon:
-    """Load the shipped lexicon with a user's own tables behind it.
+LEXICONS: Final = "shardflow.report_lexicons"
+"""Group of entry points; each names a callable that returns a `Lexicon`, in place of the shipped one."""
+
+
+def named_lexicon(name: str) -> Lexicon:
+    """Return the lexicon that an installed package offers.
+
+    Raises:
+        ConfigError: There is none of this name, or it cannot be loaded.
+    """
+    offered = {entry.name: entry for entry in entry_points(group=LEXICONS)}
+    if name not in offered:
+        known = ", ".join(sorted(offered)) or "none"
+        raise ConfigError(
+            f"reports.lexicon must name an installed lexicon, got {name!r}; there are: {known}. Leave it out "
+            "for the shipped one."
+        )
+    try:
+        found = offered[name].load()()
+    except Exception as error:  # noqa: BLE001 -- a foreign package may raise anything
+        raise ConfigError(
+            f"the lexicon {name!r} must be a callable without arguments, got {type(error).__name__} on "
+            "calling it; repair or uninstall its package."
+        ) from None
+    if not isinstance(found, Lexicon):
+        raise ConfigError(f"the lexicon {name!r} must return a Lexicon, got {type(found).__name__}.")
+    return found
+
+
+def load_lexicon(findings: Sequence[Path] = (), anatomy: Sequence[Path] = (), name: str = "") -> Lexicon:
+    """Load a lexicon with a user's own tables behind it.
 
     Args:
+        name: Of the entry point that replaces the shipped one; empty: the shipped one.
         findings: CSV files with the columns name, kind, parent, synonyms.
         anatomy: CSV files with the columns name, parent, side, synonyms.
 
     Raises:
         ConfigError: A table cannot be read, lacks a column, or holds an unknown kind or side.
     """
+    shipped = named_lexicon(name) if name else _shipped()
     if not findings and not anatomy:
-        return _shipped()
-    shipped = _shipped()
+        return shipped
     concepts, phrases = dict(shipped.concepts), dict(shipped.phrases)
     for path in findings:
         _add(concepts, phrases, _finding_concepts(_own_rows(path, _FINDING_COLUMNS)))
     for path in anatomy:
         _add(concepts, phrases, _anatomy_concepts(_own_rows(path, _ANATOMY_COLUMNS)))
-    return Lexicon(concepts, phrases)
+    return Lexicon(concepts, phrases, shipped.language)
 
 
 @cache

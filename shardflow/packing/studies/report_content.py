@@ -48,6 +48,7 @@ class ReadingSetup:
     anatomy: tuple[TableFile, ...]
     findings: tuple[TableFile, ...]
     extractors: tuple[str, ...]
+    lexicon: str = ""
 
 
 def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSetup | None:
@@ -63,6 +64,7 @@ def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSe
         anatomy=tuple(map(TableFile.of, config.anatomy)),
         findings=tuple(map(TableFile.of, config.findings)),
         extractors=tuple(sorted(config.extractors)),
+        lexicon=config.lexicon,
     )
 
 
@@ -79,7 +81,12 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
 
     tables = [[table.sha256 for table in tables] for tables in (setup.anatomy, setup.findings)]
     rules = None if setup.alignment is None else alignment.digest()
-    return [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
+    basis = [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
+    if setup.lexicon:
+        from shardflow.reports.lexicon import named_lexicon
+
+        basis.append(named_lexicon(setup.lexicon).digest())
+    return basis
 
 
 class ReportParser:
@@ -139,7 +146,8 @@ class ReportParser:
         from shardflow.reports import ReportReader, load_extractors, load_lexicon
 
         setup = self._setup
-        lexicon = load_lexicon(_unchanged(setup.findings, "findings"), _unchanged(setup.anatomy, "anatomy"))
+        tables = _unchanged(setup.findings, "findings"), _unchanged(setup.anatomy, "anatomy")
+        lexicon = load_lexicon(*tables, setup.lexicon)
         wanted = setup.extractors
         offered = dict(load_extractors()) if wanted else {}
         missing = sorted(set(wanted) - offered.keys())

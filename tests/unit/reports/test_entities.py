@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
 from shardflow.reports import Entity, EntityFinder, load_lexicon
-from shardflow.reports.language import table_rows
-from shardflow.reports.lexicon import fold_words, tokenize
+from shardflow.reports.language import shared_rows, table_rows
+from shardflow.reports.lexicon import LEXICONS, Concept, Lexicon, fold_words, tokenize
 
 pytestmark = pytest.mark.fast
 
@@ -152,6 +153,75 @@ def test_a_users_lexicon_joins_the_shipped_one(tmp_path: Path) -> None:
     assert (one.concept, one.assertion) == ("zorblax", "absent")
     assert finder.lexicon.ancestors(finder.lexicon.concepts["zorblax"]) == ["mass", "lesion", "abnormality"]
     assert EntityFinder().find("No zorb.") == []
+
+
+def only_zorblax() -> Lexicon:
+    """Make a lexicon with one finding."""
+    zorblax = Concept(name="zorblax", kind="finding")
+    return Lexicon({"zorblax": zorblax}, {"zorblax": zorblax, "zorb": zorblax})
+
+
+def test_a_package_replaces_the_lexicon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("ours", f"{__name__}:only_zorblax", LEXICONS)
+    monkeypatch.setattr("shardflow.reports.lexicon.entry_points", lambda group: [entry])
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: globals()[self.attr])
+    lexicon = load_lexicon(name="ours")
+    assert [one.concept for one in EntityFinder(lexicon).find("No zorb. Large effusion.")] == ["zorblax"]
+    assert lexicon.digest() != load_lexicon().digest()
+    table = tmp_path / "own.csv"
+    table.write_text("name,kind,parent,synonyms\nfrobnic,disease,zorblax,\n")
+    assert {*load_lexicon([table], name="ours").concepts} == {"zorblax", "frobnic"}
+    with pytest.raises(ConfigError, match="got 'theirs'; there are: ours"):
+        load_lexicon(name="theirs")
+
+
+def test_codes_and_classes_of_findings() -> None:
+    lexicon = load_lexicon()
+    assert lexicon.codes("pneumothorax") == {
+        "radlex": "RID5352",
+        "snomed_ct": "36118008",
+        "chexpert": "Pneumothorax",
+        "padchest": "pneumothorax",
+    }
+    # Classes are inherited, ids are not.
+    assert lexicon.codes("skull fracture")["chexpert"] == "Fracture"
+    assert lexicon.codes("skull fracture")["snomed_ct"] == ""
+    rows = shared_rows("codes.csv")
+    assert {row["concept"] for row in rows} <= lexicon.concepts.keys()
+    assert all(
+        row["radlex"][:3] in ("", "RID") and row["snomed_ct"].isdigit() >= bool(row["snomed_ct"])
+        for row in rows
+    )
+    assert {row["chexpert"] for row in rows} - {""} <= {
+        "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture",
+        "Lung Lesion", "Lung Opacity", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax",
+        "Support Devices",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "concept"),
+    [
+        ("Low lung volumes.", "hypoinflation"),
+        ("Hypoinflated lungs.", "hypoinflation"),
+        ("Calcified hilar nodes.", "calcified lymph node"),
+        ("Calcified granulomata.", "calcified granuloma"),
+        ("Multilevel spondylosis.", "degenerative change"),
+        ("Postsurgical changes.", "postoperative change"),
+        ("Heart is enlarged.", "cardiomegaly"),
+        ("Fractures of the left sixth rib.", "rib fracture"),
+        ("No focal air space consolidation.", "consolidation"),
+        ("Large effusion.", "pleural effusion"),
+        ("Effusion of the knee joint.", "joint effusion"),
+        ("The knee joint is normal. No effusion.", "joint effusion"),
+        ("Nodule in the right upper lobe.", "pulmonary nodule"),
+        ("Steatosis of the liver.", "hepatic steatosis"),
+        ("Port-A-Cath in place.", "port a cath"),
+        ("Architectural distortion.", "architectural distortion"),
+    ],
+)
+def test_every_form_has_one_concept(text: str, concept: str) -> None:
+    assert [one.concept for one in FINDER.find(text)] == [concept]
 
 
 @pytest.mark.parametrize(
