@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pydicom
+import pydicom.data
 import pytest
 from pydicom.uid import UID
 
 from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
+BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
 PAGE = REPOSITORY / "tests" / "golden" / "outcomes.md"
 MAX_NAMES = 2
 HEAD = """\
 # Outcomes of real files
 
-The result of `shardflow pack` with default settings over all public sample files that the tests use.
+The result of `shardflow pack` over all public sample files that the tests use, and over
+pydicom's own, with default settings but for the largest share of quarantined files.
 `tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient
 tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](../../docs/dicom.md#reasons).
 
+| folder | files (number) | what it is | outcome | reason |
+|---|---|---|---|---|
 """
 # Younger than the dictionary of the installed pydicom.
 NAMES = {"1.2.840.10008.5.1.4.1.1.66.7": "Label Map Segmentation"}
@@ -46,17 +52,21 @@ KINDS = {
 def test_every_real_file_ends_as_the_page_says(
     tmp_path: Path, shared_data: Path, request: pytest.FixtureRequest
 ) -> None:
-    case = PackCase(tmp_path)
-    case.prepare()
-    text = f'output = "out"\nprivate_dir = "private"\n[inputs]\ndicom = ["{shared_data}"]\n'
-    case.config_path.write_text(text + "[execution]\nnum_processes = 2\n", encoding="utf-8")
-    summary = case.pack()
-    # Files of several records are inputs of their own for every study beside.
-    entries = _entries(case, shared_data)
-    assert summary.inputs["total"] == len(entries)
-    files = {(folder, name) for folder, name, _ in entries}
-    assert len(files) == sum(path.is_file() for path in shared_data.rglob("*"))
-    page = HEAD + "\n".join(_table(entries, shared_data)) + "\n"
+    rows: list[str] = []
+    for name, root, label in (("shared", shared_data, ""), ("bundled", BUNDLED, "pydicom")):
+        (tmp_path / name).mkdir()
+        case = PackCase(tmp_path / name)
+        case.prepare()
+        text = f'output = "out"\nprivate_dir = "private"\n[inputs]\ndicom = ["{root}"]\n'
+        case.config_path.write_text(text + "[execution]\nnum_processes = 2\n", encoding="utf-8")
+        summary = case.pack("policy.max_quarantined_share=1.0")
+        # Files of several records are inputs of their own for every study beside.
+        entries = _entries(case, root)
+        assert summary.inputs["total"] == len(entries)
+        files = {(folder, file) for folder, file, _ in entries}
+        assert len(files) == sum(path.is_file() for path in root.rglob("*"))
+        rows += _table(entries, root, label)
+    page = HEAD + "\n".join(rows) + "\n"
     if request.config.getoption("--update-golden"):
         PAGE.write_text(page, encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == page
@@ -73,12 +83,13 @@ def _entries(case: PackCase, root: Path) -> list[tuple[str, str, str | None]]:
     return sorted(found, key=lambda entry: (entry[0], str(entry[2] or ""), entry[1]))
 
 
-def _table(entries: list[tuple[str, str, str | None]], root: Path) -> Iterator[str]:
-    yield "| folder | files (number) | what it is | outcome | reason |"
-    yield "|---|---|---|---|---|"
+def _table(entries: list[tuple[str, str, str | None]], root: Path, label: str) -> Iterator[str]:
+    """Yield the rows of a collection; by its folders, unless it has a label of its own."""
     groups: dict[tuple[str, str, str | None], list[str]] = {}
     for folder, name, reason in entries:
-        top, _, below = f"{folder}/{name}".partition("/")
+        top, _, below = "/".join(part for part in (label, folder, name) if part not in ("", ".")).partition(
+            "/"
+        )
         groups.setdefault((top, _kind(root / folder / name), reason), []).append(below)
     for (folder, kind, reason), names in sorted(groups.items(), key=lambda group: str(group[0])):
         if kind == "text" and reason == Reason.NOT_DICOM:
@@ -99,7 +110,9 @@ def _kind(path: Path) -> str:
         return KINDS.get(
             path.suffix.lower(), "text" if path.stem.startswith(("LICENSE", "README")) else "data"
         )
-    header = pydicom.dcmread(path, stop_before_pixels=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some are wrong on purpose
+        header = pydicom.dcmread(path, stop_before_pixels=True)
     uid = str(header.get("SOPClassUID", "") or header.file_meta.get("MediaStorageSOPClassUID", ""))
     name = NAMES.get(uid) or (UID(uid).name if uid else "DICOM without a SOP class")
     syntax = header.file_meta.get("TransferSyntaxUID")
