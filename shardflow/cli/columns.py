@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     empty = [one["name"] for one in found if one["missing"] == one["rows"] and _is_optional(one["name"])]
     if empty:
         found = [one for one in found if one["name"] not in empty]
-        names = ", ".join(name.removeprefix("series.") for name in empty)
-        unreadable.add(f"no series has a value of {names}")
+        unreadable.add(f"no series has a value of {', '.join(empty)}")
     show_table(
         f"{counted(len(found), 'column')}",
         ("", "type", "of each", "missing"),
