@@ -146,6 +146,9 @@ def case(tmp_path: Path) -> PackCase:
     """Good and failing inputs, all of them full of sentinels."""
     case = PackCase(tmp_path)
     case.prepare(has_reports=True)
+    # Strict scrubbing would mask the sentinel of the report, which has to be in its place.
+    with case.config_path.open("a", encoding="utf-8") as file:
+        file.write('[deid]\nreport_text = "scrub"\n')
     folder = case.dicom / "ZQXFOLDERVK^1953"
     mrn = _TEXTS["PatientID"]
     good = make_study(folder / "good", patient=mrn, change=_identify)
