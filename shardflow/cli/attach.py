@@ -43,6 +43,9 @@ expressions need: one row per series (role, geometry, codec, flags) and one per 
 day, the person's earlier study). Packing writes both. A job that was stopped resumes where it was. What the
 study.json of an earlier version lacks is read again from the headers of the DICOM files that were packed,
 with --source DIR and --private-dir.
+
+With --voxels, writes at most 256 voxels of each class of annotations in each series, around which
+sf.Volume(center="foreground") cuts regions. Samples that an earlier version had are taken from its table.
 """
 EXAMPLES = """\
 examples:
@@ -52,6 +55,7 @@ examples:
   shardflow attach my-dataset --delete-old --runs /scratch/runs
   shardflow attach my-dataset --facts
   shardflow attach my-dataset --facts --source dicom --private-dir private
+  shardflow attach my-dataset --voxels
 """
 _KEYS = (
     "study_instance_uid",
@@ -91,6 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", metavar="DIR", type=Path, help="folder for the table, beside a read-only dataset"
     )
     parser.add_argument("--facts", action="store_true", help="write the tables of facts from study.json")
+    parser.add_argument(
+        "--voxels", action="store_true", help="write the table of voxels of the classes of annotations"
+    )
     parser.add_argument("--remove", action="store_true", help="remove the table of --name")
     parser.add_argument(
         "--delete-old", action="store_true", help="delete earlier versions of tables that no run needs"
@@ -111,11 +118,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    wanted = (arguments.file is not None, arguments.facts, arguments.remove, arguments.delete_old)
+    wanted = (
+        arguments.file is not None,
+        arguments.facts,
+        arguments.voxels,
+        arguments.remove,
+        arguments.delete_old,
+    )
     if sum(wanted) != 1:
         raise ConfigError(
-            "attach needs one of a file, --facts, --remove and --delete-old; write: shardflow attach DATASET "
-            "FILE --name NAME --on KEY"
+            "attach needs one of a file, --facts, --voxels, --remove and --delete-old; write: shardflow "
+            "attach DATASET FILE --name NAME --on KEY"
         )
     if arguments.source is not None and not (arguments.facts and arguments.private_dir):
         raise ConfigError(
@@ -125,6 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
     dataset = open_dataset(arguments.dataset)
     if arguments.facts:
         _attach_facts(dataset, arguments)
+        return 0
+    if arguments.voxels:
+        _attach_voxels(dataset, arguments)
         return 0
     if arguments.remove:
         _remove(dataset, arguments)
@@ -288,5 +304,23 @@ def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
         [
             f"{done.num_series:,} series of {counted(done.num_samples, 'sample')}{kept}",
             f"roles of series: {roles or 'none'}",
+        ]
+    )
+
+
+def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
+    from shardflow.format.voxels import attach_voxels
+
+    with step_progress("samples") as on_samples:
+        done = attach_voxels(dataset, num_threads=arguments.threads, on_samples=on_samples)
+    if arguments.json:
+        write_json(asdict(done))
+        return
+    kept = f", {counted(done.num_samples_kept, 'sample')} known before" if done.num_samples_kept else ""
+    classes = ", ".join(f"{count:,} {name or 'without a label'}" for name, count in done.classes.items())
+    show_lines(
+        [
+            f"{done.num_annotated:,} of {counted(done.num_samples, 'sample')} with voxels of a class{kept}",
+            f"series of each class: {classes or 'none'}",
         ]
     )

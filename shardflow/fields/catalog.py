@@ -291,6 +291,10 @@ class SelectedSeries:
                 delivered += rows.images(population, limits).count_roles(rows.part.table)
         return (selected, Counter()) if limits is None else (delivered, selected - delivered)
 
+    def first_series(self, component: int) -> Int64Array:
+        """Return the row of the first selected series of each row, ``(num_rows,)``; -1 for none."""
+        return self._rows[component].first_selected()
+
     # ---- one row ---------------------------------------------------------------------------------
 
     def of_row(self, component: int, row: int) -> list[SeriesImages]:
@@ -449,6 +453,17 @@ class TableSelection:
         """Return the row of the first series of some studies."""
         return np.asarray(self._first_series[studies], np.int64)
 
+    def first_selected(self) -> Int64Array:
+        """Return the row of the first selected series of each sample, by acquisition; -1 for none."""
+        lengths = self.num_series_of_samples
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        by_acquisition = np.lexsort((self._order, owner))
+        chosen = by_acquisition[self.is_selected[by_acquisition]]
+        owners, places = np.unique(owner[chosen], return_index=True)
+        found = np.full(len(lengths), -1, np.int64)
+        found[owners] = chosen[places]
+        return found
+
     def of_span(self, start: int, stop: int) -> list[SeriesImages]:
         """Return the selected images of consecutive series, by series in the order of acquisition."""
         rows = [start + place for place, here in enumerate(self.is_selected[start:stop].tolist()) if here]
@@ -491,6 +506,10 @@ class _StudyRows:
         """Return the values of a column for the selected series of a population, in any order."""
         return np.asarray(self.part.table.array(name)[self.part.is_selected & self.used(population)])
 
+    def first_selected(self) -> Int64Array:
+        """Return the row of the first selected series of each row; -1 for none."""
+        return self.part.first_selected()
+
     def images(self, population: NDArray[np.bool_], limits: Limits) -> ImageSet:
         """Return the selected images of the rows of a population that there are places for."""
         return self.part.images(limits).only(self.part.table, self.used(population))
@@ -522,6 +541,10 @@ class _SeriesRows(_StudyRows):
     def _count(self, rows: Int64Array) -> Int64Array:
         """Return how many images of some rows are selected."""
         return self.part.selected_images[self._series(rows)]
+
+    def first_selected(self) -> Int64Array:
+        rows = np.arange(self._num_rows)
+        return np.where(self._count(rows) > 0, self._series(rows), -1)
 
     def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
         rows = np.flatnonzero(population)

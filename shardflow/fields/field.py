@@ -73,10 +73,13 @@ class DrawKey:
     """Step, micro-batch and slot in a blend, where an epoch may draw a sample again; otherwise empty."""
     table_row: int = 0
     """Row of the samples table of its dataset, which decides the size where there are several."""
+    crop: int = 0
+    """Number among the crops of the sample, see `Field.num_crops`."""
 
     def derive(self, name: str) -> int:
         """Return the 64-bit number of a choice."""
-        return derive(self.seed, name, self.epoch, self.row, *self.place)
+        crop = (self.crop,) if self.crop else ()  # the first one draws as a sample without crops does
+        return derive(self.seed, name, self.epoch, self.row, *self.place, *crop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,14 @@ from shardflow.format.studies import StudiesManifest
 from shardflow.format.tables import TableManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
+from shardflow.format.voxels import VoxelsManifest
 from shardflow.storage import ByteStore
 
-FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest], ...]] = (SeriesManifest, StudiesManifest)
+FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest | VoxelsManifest], ...]] = (
+    SeriesManifest,
+    StudiesManifest,
+    VoxelsManifest,
+)
 """Tables of facts, of which a version has one each."""
 SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (
     EntityManifest,

@@ -52,6 +52,7 @@ from shardflow.format.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
+from shardflow.format.voxels import VoxelsManifest, VoxelTable
 from shardflow.storage import ByteStore, open_store
 
 # Names outside this are not repeated: what lies in the folder by mistake may be named after a patient.
@@ -459,6 +460,9 @@ def _check_beside(
         elif isinstance(manifest, StudiesManifest):
             with _Collecting(damages):
                 _check_studies(store, sidecar, manifest, samples.get(manifest.dataset_id))
+        elif isinstance(manifest, VoxelsManifest):
+            with _Collecting(damages):
+                _check_voxels(store, sidecar, manifest, samples.get(manifest.dataset_id))
         elif isinstance(manifest, TableManifest):
             with _Collecting(damages):
                 _check_table(store, sidecar, manifest, samples.get(manifest.dataset_id))
@@ -514,6 +518,26 @@ def _check_series(
     if len(numbers):
         problem = f"another number of series than the samples table has (row {numbers[0]})"
         raise DamageError(Damage(expected.path, "column first_series", problem))
+
+
+def _check_voxels(
+    store: ByteStore, sidecar: Sidecar, facts: VoxelsManifest, studies: SamplesTable | None
+) -> None:
+    """Check a voxel table, and that its entries are of series that there are."""
+    (expected,) = _expected_tables(sidecar, facts)
+    table = open_table(store, expected)
+    with checking(expected.path):
+        voxels = VoxelTable(table)
+    if studies is None:
+        return
+    if not voxels.num_samples == facts.num_samples == studies.num_samples:
+        counts = f"{voxels.num_samples} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    owners = np.repeat(np.arange(voxels.num_samples), np.diff(voxels.first_entry))
+    if (voxels.series >= studies.column("num_series")[owners]).any():
+        raise DamageError(
+            Damage(expected.path, "column series", "an entry of a series that its sample lacks")
+        )
 
 
 def _check_studies(

@@ -16,7 +16,6 @@ from shardflow.fields.field import (
     ArraySpec,
     BoundField,
     Coverage,
-    DrawKey,
     Field,
     FieldContext,
     NoContent,
@@ -30,6 +29,7 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.types.regions import Boxes, Mask
+from shardflow.fields.volumes.crops import Foreground, random_start, start_around
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
@@ -42,6 +42,8 @@ from shardflow.fields.volumes.geometry import (
 from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
 from shardflow.fields.volumes.settings import (
+    check_foreground,
+    checked_labels,
     checked_margin,
     checked_shape,
     checked_spacing,
@@ -51,10 +53,9 @@ from shardflow.fields.volumes.settings import (
 )
 from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
 
-Center: TypeAlias = Literal["random", "middle", "whole"]
+Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole"]
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
-_WORD_BITS: Final = 64
 _LIMITS: Final = Limits(max_series=1)
 _BESIDE: Final = ("mask", "affine", "range", "valid")
 
@@ -92,8 +93,20 @@ class Volume(Field):
     """Voxels (D, H, W) of the region, as delivered."""
     center: Center = "random"
     """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
-    that is shorter than the region it is centered. ``middle``: around the middle. ``whole``: the region is
-    the whole volume, brought to ``roi_size`` along each axis, as for a classifier."""
+    that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
+    voxel of `labels`, the others anywhere. ``finding``: with ``unit="entity"``, along the slices around the
+    one that shows the finding best, otherwise around the middle. ``middle``: around the middle. ``whole``:
+    the region is the whole volume, brought to ``roi_size`` along each axis, as for a classifier."""
+    labels: Sequence[str] | None = None
+    """With ``center="foreground"``: labels of regions, or values of codes; None for all. Each of them that a
+    series has is as likely as the others, whatever its size, and so is each of at most 256 sampled voxels of
+    it, which the table has that ``shardflow attach DATASET --voxels`` writes. Regions are moved to be inside
+    of the volume."""
+    pos: float = 1.0
+    """With ``center="foreground"``: weight of regions around a voxel of `labels`. Its share of the regions
+    of an epoch is exact: samples that have one take turns. As of MONAI's ``RandCropByPosNegLabel``."""
+    neg: float = 1.0
+    """With ``center="foreground"``: weight of regions anywhere."""
     spacing_mm: tuple[float, float, float] | None = None
     """Distance of voxels along D, H and W to resample to; None keeps the stored grid. The grid keeps the
     series' own directions, oblique ones too, and is centered in its box; of a tilted series (sheared slices)
@@ -132,7 +145,7 @@ class Volume(Field):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
-        check_choice("center", self.center, ("random", "middle", "whole"))
+        check_choice("center", self.center, ("random", "foreground", "finding", "middle", "whole"))
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         check_choice("interpolation", self.interpolation, ("linear", "nearest", "cubic"))
@@ -142,6 +155,8 @@ class Volume(Field):
                 "irregular='resample' is linear between slices; write interpolation='linear', or leave these "
                 "series out."
             )
+        object.__setattr__(self, "labels", checked_labels(self.labels))
+        check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground")
         self._check_grid()
         object.__setattr__(self, "windows", checked_windows(self.windows))
         if self.windows and self.dtype not in (None, "uint8", "float32"):
@@ -173,8 +188,10 @@ class Volume(Field):
             )
 
     def for_evaluation(self) -> Volume:
-        """Return the field with a region around the middle in place of a random one."""
-        return replace(self, center="middle") if self.center == "random" else self
+        """Return the field with a region around the middle in place of one that is drawn."""
+        if self.center not in ("random", "foreground"):
+            return self
+        return replace(self, center="middle", labels=None, pos=1.0, neg=1.0)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -243,6 +260,17 @@ class BoundVolume(BoundField):
         )
         self.shape: Shape = (depth, rows, columns)
         self._tables = [VolumeTable(table) for table in self.selected.catalog.tables]
+        self._foreground: Foreground | None = None
+        if spec.center == "foreground":
+            self._foreground = Foreground(
+                name,
+                spec.labels,
+                pos=spec.pos,
+                neg=spec.neg,
+                num_crops=1,
+                selected=self.selected,
+                context=context,
+            )
 
     def _check_units(self, context: FieldContext) -> None:
         units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
@@ -315,6 +343,11 @@ class BoundVolume(BoundField):
             return BoundVolumeBoxes(name, spec, context, self.shape, self.crop)
         return None
 
+    @property
+    def digests(self) -> Sequence[str]:
+        """Digests of the voxel tables."""
+        return () if self._foreground is None else self._foreground.digests
+
     # ---- arrays ----------------------------------------------------------------------------------
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
@@ -374,19 +407,17 @@ class BoundVolume(BoundField):
 
     def crop(self, shard: Shard, request: SlotRequest) -> Crop | None:
         """Return what to deliver of a sample; None where it has no series."""
-        stored = self._stored(request)
-        if stored is None:
+        found = self.selected.of_row(request.component, request.table_row)
+        if not found:
             return None
+        stored = self._tables[request.component].volume(request.study_row, found[0].series)
         knots = slice_knots(shard, request.row_in_shard, stored) if stored.is_irregular else None
         grid = self._grid(stored, knots)
-        grid = grid.cropped(self._start(grid, request.draw), self.shape)
+        start = self._start(grid, stored, request, found[0].center)
+        depth, rows, columns = (at - more for at, more in zip(start, self.margin, strict=True))
+        grid = grid.cropped((depth, rows, columns), self.shape)
         mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
         return Crop(stored, grid, source_region(grid, stored.shape, mode, self.delivery.sigmas(grid)))
-
-    def _stored(self, request: SlotRequest) -> StoredVolume | None:
-        for one in self.selected.of_row(request.component, request.table_row)[:1]:
-            return self._tables[request.component].volume(request.study_row, one.series)
-        return None
 
     def _grid(self, stored: StoredVolume, knots: tuple[float, ...] | None) -> Grid:
         """Return the grid of the whole volume, as regions are cut from it."""
@@ -400,16 +431,19 @@ class BoundVolume(BoundField):
                 grid = spaced(grid, stored.affine, spec.spacing_mm)
         return stretched(grid, spec.roi_size) if spec.center == "whole" else grid
 
-    def _start(self, grid: Grid, draw: DrawKey) -> Shape:
-        """Return the first point of the region; negative where it begins outside."""
-        found = []
-        for axis, (length, size) in enumerate(zip(grid.shape, self.spec.roi_size, strict=True)):
-            room, first = length - size, (length - size) // 2
-            if room > 0 and self.spec.center == "random":
-                first = (room + 1) * draw.derive(f"volume-start-{axis}") >> _WORD_BITS
-            found.append(first - self.margin[axis])
-        first, second, third = found
-        return first, second, third
+    def _start(self, grid: Grid, stored: StoredVolume, request: SlotRequest, finding: int | None) -> Shape:
+        """Return the first point of the region, without its margin; negative where it begins outside."""
+        size, place = self.spec.roi_size, None
+        if self._foreground is not None:
+            place = self._foreground.place(request.draw, request.component, request.study_row, stored.series)
+        elif self.spec.center == "finding" and finding is not None:
+            place = float(finding), (stored.shape[1] - 1) / 2, (stored.shape[2] - 1) / 2
+        if place is not None:
+            return start_around(grid, size, place)
+        if self.spec.center in ("random", "foreground"):
+            return random_start(grid.shape, size, request.draw)
+        depth, rows, columns = ((length - side) // 2 for length, side in zip(grid.shape, size, strict=True))
+        return depth, rows, columns
 
     def _fields(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> list[int]:
         """Return the numbers of the slices of a region, and behind them that of the study."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 from shardflow.errors import ConfigError
@@ -96,3 +97,34 @@ def window_ends(window: tuple[float, float] | str) -> tuple[float, float]:
         return WINDOWS[window]
     center, width = window
     return center - width / 2, center + width / 2
+
+
+def checked_labels(value: Any) -> tuple[str, ...] | None:
+    """Return labels of regions; None for all.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        raise ConfigError(f"labels is a list of names, write labels=[{value!r}].")
+    labels = tuple(value)
+    if not labels or {type(one) for one in labels} != {str} or "" in labels or len({*labels}) < len(labels):
+        raise ConfigError("labels is a list of different names, or None for regions of any label.")
+    return labels
+
+
+def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_used: bool) -> None:
+    """Refuse weights that are none, and settings without ``center="foreground"``.
+
+    Raises:
+        ConfigError: They are such.
+    """
+    for name, weight in (("pos", pos), ("neg", neg)):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ConfigError(f"{name} is a weight from 0, such as 1, got {weight!r}.")
+    if not pos:
+        raise ConfigError("pos=0 asks for no region around a voxel of labels; write center='random'.")
+    if not is_used and (labels is not None or (pos, neg) != (1, 1)):
+        raise ConfigError("labels, pos and neg need center='foreground'; write it, or leave them out.")

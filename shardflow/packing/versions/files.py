@@ -32,6 +32,7 @@ from shardflow.format.series import SeriesManifest
 from shardflow.format.shard_files import write_file
 from shardflow.format.studies import StudiesManifest
 from shardflow.format.tables import TableManifest
+from shardflow.format.voxels import VoxelsManifest
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
     CARRIED,
@@ -465,7 +466,8 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
         if path.relative_to(output).as_posix() not in named:
             path.unlink()
     kept = {manifest.dataset_id for manifest in manifests}
-    folders = (SeriesManifest.folder("*"), StudiesManifest.folder("*"), f"{TableManifest.root}/*/*")
+    facts = (kind.folder("*") for kind in (SeriesManifest, StudiesManifest, VoxelsManifest))
+    folders = (*facts, f"{TableManifest.root}/*/*")
     for folder in [path for pattern in folders for path in output.glob(pattern)]:
         if folder.name not in kept:
             shutil.rmtree(folder)
