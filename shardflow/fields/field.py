@@ -100,6 +100,8 @@ class Slots:
     """Seed and epoch of the plan, for keyed choices."""
     place: tuple[int, int] | None = None
     """Step and micro-batch in a blend, where an epoch may draw a sample again."""
+    num_crops: int = 1
+    """Neighboring slots that one sample has, see `Field.num_crops`."""
     is_planned: NDArray[np.bool_] | None = None
     """``(B,)`` which slots the plan gives a sample, masked or not; None for those of ``rows``."""
     _known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -114,7 +116,8 @@ class Slots:
     def draw(self, slot: int) -> DrawKey:
         """Return the key of the random choices for the sample of a slot."""
         place = () if self.place is None else (*self.place, slot)
-        return DrawKey(self.seed, self.epoch, int(self.rows[slot]), place, int(self.table_rows[slot]))
+        row, crop = int(self.rows[slot]), slot % self.num_crops
+        return DrawKey(self.seed, self.epoch, row, place, int(self.table_rows[slot]), crop)
 
     def __len__(self) -> int:
         """Return the number of slots, padding included."""
@@ -263,6 +266,11 @@ class Field(ABC):
     missing: Missing = "error"
     """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""
+
+    @property
+    def num_crops(self) -> int:
+        """Neighboring slots of a micro-batch that each sample fills; every field of a loader fills them."""
+        return 1
 
     @property
     def depends_on(self) -> Sequence[str]:

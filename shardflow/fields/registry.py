@@ -207,6 +207,7 @@ class FieldSet:
 
     def __init__(self, fields: Mapping[str, Field], context: FieldContext) -> None:
         check_names(fields)
+        _check_crops(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)
         reads_previous = any(one.study == "previous" for one in fields.values())
@@ -285,6 +286,11 @@ class FieldSet:
         for name in set(longer) - set(varying) if is_other else ():
             found[name] = np.concatenate([found[name], found[name][-1:]])
         return found, bool(varying or longer)
+
+    @property
+    def num_crops(self) -> int:
+        """Neighboring slots that each sample fills, see `Field.num_crops`."""
+        return max((one.num_crops for one in self.specs.values()), default=1)
 
     @property
     def reads_shards(self) -> bool:
@@ -420,6 +426,17 @@ class FieldSet:
 
     def _describe(self, field: BoundField) -> dict[str, Any]:
         return {**field.describe(), "type": type_name(type(self.specs[field.name]))}
+
+
+def _check_crops(fields: Mapping[str, Field]) -> None:
+    found = {one.num_crops: name for name, one in fields.items() if one.num_crops > 1}
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise ConfigError(
+            f"The fields {a!r} and {b!r} take {first} and {second} crops of a sample, and all fields of a "
+            f"loader "
+            "share its slots; write the same num_samples."
+        )
 
 
 def _settings(field: Field) -> dict[str, str]:

@@ -186,8 +186,9 @@ class MicroBatchTask:
         self._slot = slot
         self._micro = source.schedule.micro(source.rank, slot)
         planned = source.plan.micro_batch(step, self._micro)
-        self._rows = planned.rows
-        self._weights = planned.weights
+        self._num_crops = source.fields.num_crops
+        self._rows = np.repeat(planned.rows, self._num_crops)
+        self._weights = np.repeat(planned.weights, self._num_crops)
         self._bad: dict[int, QuarantineRow] = {}
         self._is_sample = self._rows >= 0
         at = self._rows[self._is_sample]
@@ -436,6 +437,13 @@ class MicroBatchTask:
         return contract.describe(samples)
 
     def _mask(self, slot: int, bad: BadSample, *, of_previous: bool = False) -> None:
+        """Mask the slots of a bad sample."""
+        first = slot - slot % self._num_crops
+        for crop in range(first, first + self._num_crops):
+            if crop not in self._bad:
+                self._mask_slot(crop, bad, of_previous=of_previous)
+
+    def _mask_slot(self, slot: int, bad: BadSample, *, of_previous: bool) -> None:
         row = QuarantineRow(
             epoch=self._source.plan.epoch,
             step=self._step,
@@ -508,7 +516,15 @@ class MicroBatchTask:
         studies[rows >= 0] = selection.study_rows(rows[rows >= 0])
         components = nothing if self._components is None else np.maximum(self._components, 0)
         return Slots(
-            rows, studies, components, inside, plan.seed, plan.epoch, place, is_planned=self._is_sample
+            rows,
+            studies,
+            components,
+            inside,
+            plan.seed,
+            plan.epoch,
+            place,
+            self._num_crops,
+            is_planned=self._is_sample,
         )
 
     def _input_specs(self) -> list[ArraySpec]:
@@ -542,6 +558,11 @@ class MicroBatchTask:
         is_wanted = self._is_sample.copy()
         is_wanted[list(self._bad)] = False
         slots = np.flatnonzero(is_wanted)
-        return beside + self._source.part_size.cut(
-            slots, shards=self._shard, offsets=self._offset, num_bytes=self._num_bytes
+        # The crops of a sample stay together, so that it is read once.
+        num_crops = self._num_crops
+        firsts = np.unique(slots // num_crops) * num_crops
+        parts = self._source.part_size.cut(
+            firsts, shards=self._shard, offsets=self._offset, num_bytes=self._num_bytes
         )
+        together = [(part[:, None] + np.arange(num_crops)).reshape(-1) for part in parts]
+        return beside + [part[is_wanted[part]] for part in together]

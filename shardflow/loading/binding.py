@@ -166,6 +166,28 @@ def bind_transform(
     )
 
 
+def batch_of_samples(batch: BatchSpec, num_crops: int) -> BatchSpec:
+    """Return the batch spec of the plan, whose micro-batches hold samples: B counts their crops.
+
+    Raises:
+        ConfigError: B is no multiple of the crops of a sample, or a budget.
+    """
+    if num_crops == 1:
+        return batch
+    if batch.budget is not None:
+        raise ConfigError(
+            f"num_samples={num_crops} fills slots of one number in every micro-batch, and a token budget "
+            f"none; "
+            "write BatchSpec.simple(...) without a budget."
+        )
+    if batch.micro_batch_size % num_crops:
+        raise ConfigError(
+            f"micro_batch_size={batch.micro_batch_size} counts crops and is no multiple of num_samples="
+            f"{num_crops}; write micro_batch_size={-(-batch.micro_batch_size // num_crops) * num_crops}."
+        )
+    return replace(batch, micro_batch_size=batch.micro_batch_size // num_crops)
+
+
 def _example_slots(selection: Selection, fields: FieldSet) -> Slots:
     """Return one slot, of a sample that has content for as many fields as possible."""
     nothing = np.zeros(1, np.int64)

@@ -23,7 +23,7 @@ from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.binding import bind_fields, bind_transform, charge_for_delivered
+from shardflow.loading.binding import batch_of_samples, bind_fields, bind_transform, charge_for_delivered
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
@@ -256,6 +256,7 @@ class Loader:
         counters = StageCounters()
         selection, self._fields = bind_fields(selection, fields, counters)
         selection, batch = charge_for_delivered(selection, self._fields, batch)
+        batch = batch_of_samples(batch, self._fields.num_crops)
         for line in self._fields.summary():
             _LOGGER.info("%s", line)
         for line in self._fields.warnings():
@@ -608,7 +609,8 @@ class Loader:
 
     def _count(self, epoch: int, quarantined: list[QuarantineRow], number: int) -> None:
         if quarantined:
-            num_samples = -(-self._plan_of(epoch).num_samples // self.world.world_size)
+            num_slots = self._plan_of(epoch).num_samples * self._fields.num_crops
+            num_samples = -(-num_slots // self.world.world_size)
             self._quarantine.record(quarantined, num_samples)
         self._position = Position.after(
             epoch=epoch,

@@ -383,29 +383,32 @@ class StreamReads:
             fields: list[int] = []
             for place in np.flatnonzero(shards == shard_number).tolist():
                 if int(inside[place]) < shard.index.num_samples:
-                    with suppress(BadSample):
-                        request = self._request(
-                            int(inside[place]), int(rows[place]), int(planned_rows[place]), planned
-                        )
-                        fields += {number for one in of for number in one.needed(shard, request)}
+                    at = int(inside[place]), int(rows[place]), int(planned_rows[place])
+                    for crop in range(self._fields.num_crops):
+                        with suppress(BadSample):
+                            request = self._request(*at, planned, crop)
+                            fields += {number for one in of for number in one.needed(shard, request)}
             ranges = shard.ranges(fields)
             if ranges:
                 found.append(ShardRead(shard.store, shard.path, ranges))
         return found
 
-    def _request(self, row_in_shard: int, row: int, planned_row: int, planned: PlannedRead) -> SlotRequest:
+    def _request(
+        self, row_in_shard: int, row: int, planned_row: int, planned: PlannedRead, crop: int
+    ) -> SlotRequest:
         plan = self._plans[planned.epoch]
         place: tuple[int, ...] = ()
         if self._selection.repeats:
             # A draw of a mixture depends on the slot too, which the plan knows.
             step, slot = divmod(planned.number, self._per_step)
             micro = self._schedule.micro(self._planner.world.rank, slot)
-            place = (step, micro, int(np.flatnonzero(plan.micro_batch(step, micro).rows == planned_row)[0]))
+            sample = int(np.flatnonzero(plan.micro_batch(step, micro).rows == planned_row)[0])
+            place = (step, micro, sample * self._fields.num_crops + crop)
         at = np.array([row], np.int64)
         table_row = int(self._selection.table_rows(at)[0])
         return SlotRequest(
             slot=0,
-            draw=DrawKey(plan.seed, plan.epoch, row, place, table_row),
+            draw=DrawKey(plan.seed, plan.epoch, row, place, table_row, crop),
             row_in_shard=row_in_shard,
             key="",
             entity=self._selection.entity(row),

@@ -238,9 +238,12 @@ class LoaderRuntime:
         if self.processes is not None and not self.processes.fits(self.config):
             self.retire_processes()
         if self.processes is None:
+            spec = self._state.spec
+            if self.fields.num_crops > 1:  # the plan counts samples, and a loader's batch their crops
+                spec = replace(spec, micro_batch_size=spec.micro_batch_size * self.fields.num_crops)
             arguments = {
                 "dataset": replace(self.selection, delivered=()),  # large, and counted again there
-                "batch": self._state.spec,
+                "batch": spec,
                 "seed": self._state.seed,
                 "world": self.world,
                 "fields": self.fields.specs,

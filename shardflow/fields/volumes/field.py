@@ -23,6 +23,7 @@ from shardflow.fields.field import (
     SlotRequest,
     Slots,
     check_choice,
+    check_count,
 )
 from shardflow.fields.layout import PixelDtype
 from shardflow.fields.quarantine import BadSampleReason
@@ -56,6 +57,7 @@ from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, sli
 Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole"]
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
+_MAX_CROPS: Final = 2**10
 _LIMITS: Final = Limits(max_series=1)
 _BESIDE: Final = ("mask", "affine", "range", "valid")
 
@@ -97,6 +99,10 @@ class Volume(Field):
     voxel of `labels`, the others anywhere. ``finding``: with ``unit="entity"``, along the slices around the
     one that shows the finding best, otherwise around the middle. ``middle``: around the middle. ``whole``:
     the region is the whole volume, brought to ``roi_size`` along each axis, as for a classifier."""
+    num_samples: int = 1
+    """Regions of each sample, in neighboring slots of a micro-batch, from one read: B counts regions, and
+    ``micro_batch_size`` must be a multiple of it. All fields of the loader fill these slots, and a bad sample
+    masks all of its slots."""
     labels: Sequence[str] | None = None
     """With ``center="foreground"``: labels of regions, or values of codes; None for all. Each of them that a
     series has is as likely as the others, whatever its size, and so is each of at most 256 sampled voxels of
@@ -156,6 +162,13 @@ class Volume(Field):
                 "series out."
             )
         object.__setattr__(self, "labels", checked_labels(self.labels))
+        check_count("num_samples", self.num_samples, _MAX_CROPS)
+        if self.num_samples > 1 and self.center not in ("random", "foreground"):
+            raise ConfigError(
+                f"num_samples={self.num_samples} regions of a sample are drawn, and center={self.center!r} "
+                f"draws "
+                "none; write center='random', or leave num_samples out."
+            )
         check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground")
         self._check_grid()
         object.__setattr__(self, "windows", checked_windows(self.windows))
@@ -187,11 +200,16 @@ class Volume(Field):
                 "spacing_mm out, or write center='middle' to cut or pad around the middle."
             )
 
+    @property
+    def num_crops(self) -> int:
+        """The regions of each sample."""
+        return self.num_samples
+
     def for_evaluation(self) -> Volume:
         """Return the field with a region around the middle in place of one that is drawn."""
         if self.center not in ("random", "foreground"):
             return self
-        return replace(self, center="middle", labels=None, pos=1.0, neg=1.0)
+        return replace(self, center="middle", labels=None, pos=1.0, neg=1.0, num_samples=1)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -267,7 +285,7 @@ class BoundVolume(BoundField):
                 spec.labels,
                 pos=spec.pos,
                 neg=spec.neg,
-                num_crops=1,
+                num_crops=spec.num_samples,
                 selected=self.selected,
                 context=context,
             )
