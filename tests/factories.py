@@ -9,12 +9,13 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.format.bricks import StoredVolume
 from shardflow.format.codecs import encode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts import attach_facts
@@ -48,6 +49,8 @@ class MadeSample:
     key: str
     fields: dict[str, bytes]
     facts: SampleFacts
+    volumes: Mapping[str, StoredVolume] = field(default_factory=dict)
+    """Bricks of the fields that are volumes in bricks."""
 
 
 def sample_key(number: int) -> str:
@@ -212,7 +215,11 @@ def _write_shard(
     writer = TarWriter(stream)
     entries: list[SampleEntry] = []
     located: list[tuple[str, list[FieldLocation]]] = []
+    volumes: list[tuple[int, StoredVolume]] = []
     for row, sample in enumerate(samples):
+        first = sum(len(fields) for _, fields in located)
+        names = list(sample.fields)
+        volumes += [(first + names.index(one), stored) for one, stored in sorted(sample.volumes.items())]
         start = writer.num_bytes
         fields = [
             FieldLocation(field, writer.add(f"{sample.key}.{field}", payload), len(payload), crc32c(payload))
@@ -231,7 +238,9 @@ def _write_shard(
         )
     writer.close()
     tar = _put(store, f"shards/{name}.tar", stream.getvalue())
-    index = _put(store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located))
+    index = _put(
+        store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located, volumes=volumes)
+    )
     shards.append(
         ShardEntry(
             name=name,
@@ -242,6 +251,7 @@ def _write_shard(
             index=index,
             num_samples=len(samples),
             num_fields=sum(len(sample.fields) for sample in samples),
+            num_volumes=len(volumes),
         )
     )
     return entries

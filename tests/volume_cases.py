@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardflow.format import Dataset
+from shardflow.format.bricks import StoredVolume
 from shardflow.format.codecs import encode_array
-from shardflow.format.keys import STUDY_FIELD, slice_field
+from shardflow.format.keys import STUDY_FIELD, slice_field, volume_field
 from shardflow.format.samples import SampleFacts
+from shardflow.format.volume_encoder import encode_volume
 from tests.factories import MadeSample, make_dataset, sample_key
 
 __all__ = ["VolumeSeries", "affine_of", "make_volumes", "stored_volume", "volume_sample"]
@@ -33,6 +35,8 @@ class VolumeSeries:
     kind: str = "volume"
     unit: str = "HU"
     flags: Sequence[str] = ()
+    brick_shape: tuple[int, int, int] | None = None
+    """Stored in bricks of this size; None stores slices."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,8 +68,12 @@ def volume_sample(
     key = sample_key(number)
     fields: dict[str, bytes] = dict(extra or {})
     described = []
+    volumes: dict[str, StoredVolume] = {}
     for place, one in enumerate(series):
-        for index, plane in enumerate(one.voxels):
+        if one.brick_shape is not None:
+            encoded = encode_volume(one.voxels, brick_shape=one.brick_shape)
+            fields[volume_field(place)], volumes[volume_field(place)] = encoded.frame, encoded.stored
+        for index, plane in enumerate(one.voxels if one.brick_shape is None else ()):
             fields[slice_field(place, index, "b2nd")] = encode_array("b2nd", np.ascontiguousarray(plane))
         affine = None
         if np.isfinite(one.affine).all():
@@ -82,7 +90,7 @@ def volume_sample(
                 "columns": one.voxels.shape[2],
                 "samples_per_pixel": 1,
                 "dtype": one.voxels.dtype.name,
-                "codec": "b2nd",
+                "codec": "b2nd" if one.brick_shape is None else "bricks",
                 "unit": one.unit,
                 "display_range": [-100.0 + place, 300.0 + number],
                 "series_number": place + 1,
@@ -107,7 +115,7 @@ def volume_sample(
         columns=shape[2],
         modality=series[0].modality if series else "",
     )
-    return MadeSample(key=key, fields=dict(sorted(fields.items())), facts=facts)
+    return MadeSample(key=key, fields=dict(sorted(fields.items())), facts=facts, volumes=volumes)
 
 
 def make_volumes(
@@ -139,4 +147,4 @@ def stored_volume(dataset: Dataset, row: int, series: int = 0) -> NDArray[Any]:
             if one.name.startswith(f"s{series:03d}.") and one.name.endswith(".b2nd"):
                 shard.seek(one.offset)
                 planes.append(blosc2.ndarray_from_cframe(shard.read(one.num_bytes))[...])
-    return np.stack(planes)
+    return np.stack(planes) if planes[0].ndim == 2 else planes[0]

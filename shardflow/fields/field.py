@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.format import Dataset
+    from shardflow.format.bricks import RegionPlan
     from shardflow.format.entities import EntityPlace
     from shardflow.telemetry import StageCounters
 
@@ -175,6 +176,30 @@ class SlotContent(Protocol):
 
     def close(self) -> None:
         """Finish the slot, after all fields."""
+
+
+class RegionContent(ABC):
+    """Content of a slot that takes a region of a volume in bricks, beside its stored fields."""
+
+    fields: Sequence[int]
+    plan: RegionPlan | None
+    """What is read of the volume; None for nothing."""
+
+    @abstractmethod
+    def target(self, thread: ThreadState) -> NDArray[Any]:
+        """Return where to decode the region, of the shape of the plan."""
+
+    @abstractmethod
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Take the bytes of a field, see `SlotContent.put`."""
+
+    @abstractmethod
+    def put_region(self, thread: ThreadState) -> None:
+        """Note that the region is decoded, after all fields."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the slot, after all fields and the region."""
 
 
 class NoContent:
@@ -388,6 +413,10 @@ class BoundField(ABC):
         Raises:
             BadSample: The shard lacks one of them.
         """
+
+    def needed_regions(self, shard: Shard, request: SlotRequest) -> Sequence[RegionPlan]:  # noqa: ARG002
+        """Return the regions of volumes in bricks that a sample needs, beside its stored fields."""
+        return ()
 
     @abstractmethod
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:

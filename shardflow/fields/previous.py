@@ -30,6 +30,7 @@ from shardflow.fields.field import (
 from shardflow.fields.reader import Samples, Shard
 from shardflow.fields.units import unit_of
 from shardflow.format import Dataset
+from shardflow.format.bricks import RegionPlan
 from shardflow.format.studies import NO_ROW, open_studies
 
 Int64Array = NDArray[np.int64]
@@ -233,6 +234,10 @@ class BoundPrevious(BoundField):
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the numbers of the stored fields of an earlier study."""
         return self.of.needed(shard, request)
+
+    def needed_regions(self, shard: Shard, request: SlotRequest) -> Sequence[RegionPlan]:
+        """Return the regions of volumes of an earlier study."""
+        return self.of.needed_regions(shard, request)
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot with an earlier study."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -152,8 +152,8 @@ class Shard:
         places = np.searchsorted(self.first_slice, slices, side="right") - 1
         return places, slices - self.first_slice[places]
 
-    def ranges(self, fields: Sequence[int]) -> list[ByteRange]:
-        """Return the bytes of fields, ascending; those of slices of bricks are whole bricks."""
+    def ranges(self, fields: Sequence[int], regions: Sequence[RegionPlan] = ()) -> list[ByteRange]:
+        """Return the bytes of fields and regions, ascending; those of slices of bricks are whole bricks."""
         numbers = np.unique(np.array(fields, np.int64))
         is_stored = numbers < self.index.num_fields
         stored = numbers[is_stored]
@@ -162,10 +162,10 @@ class Shard:
             self.index.field_num_bytes[stored].tolist(),
             strict=True,
         )
-        found = [ByteRange(*each) for each in both]
-        for plan, _ in self.slabs(numbers[~is_stored]):
-            found += plan.brick_ranges()
-        return sorted(found, key=lambda span: span.offset)
+        found = {offset: ByteRange(offset, size) for offset, size in both}
+        for plan in [*regions, *(plan for plan, _ in self.slabs(numbers[~is_stored]))]:
+            found |= {span.offset: span for span in plan.brick_ranges()}  # crops of a sample share some
+        return [found[offset] for offset in sorted(found)]
 
     def slabs(self, slices: NDArray[np.int64]) -> Iterator[tuple[RegionPlan, NDArray[np.int64]]]:
         """Yield the reading of slices of bricks, a layer of bricks at a time.
@@ -393,13 +393,33 @@ class FieldReader:
         self, shard: Shard, plan: RegionPlan, thread: ThreadState
     ) -> NDArray[np.uint8] | BadSample:
         """Return the slices of a region as NumPy files, ``(slices, bytes)``, or what is wrong with it."""
-        volume, field = plan.volume, plan.volume.place.rpartition(" ")[2]
+        volume = plan.volume
         depth, rows, columns = plan.shape
         header = npy_header((rows, columns), volume.dtype)
         plane_num_bytes = rows * columns * volume.dtype.itemsize
         files = thread.scratch.bytes("slab", depth * (len(header) + plane_num_bytes)).reshape(depth, -1)
         files[:, : len(header)] = np.frombuffer(header, np.uint8)
         pixels = files[:, len(header) :].view(volume.dtype).reshape(plan.shape)
+        return self.read_region(shard, plan, pixels, thread) or files
+
+    def read_region(
+        self, shard: Shard, plan: RegionPlan, out: NDArray[Any], thread: ThreadState
+    ) -> BadSample | None:
+        """Read and decode a region of a volume in bricks; each brick is checked before it is decoded.
+
+        Args:
+            shard: Holds the volume.
+            plan: The region.
+            out: Array of its shape, of a dtype to which that of the volume can be cast safely.
+            thread: Of the caller.
+
+        Returns:
+            What is wrong with the region; None if nothing is.
+
+        Raises:
+            StorageError: The store cannot read the shard.
+        """
+        field = plan.volume.place.rpartition(" ")[2]
         memory = thread.scratch.bytes("read", plan.buffer_num_bytes)
         for afresh in (False, True):
             thread.enter("read", shard.place)
@@ -408,7 +428,7 @@ class FieldReader:
                     plan.read(shard.store, shard.path, memory, afresh=afresh)
                 thread.enter("decode", shard.place)
                 with self._counters.timed("decode", plan.decoded_num_bytes):
-                    plan.decode(memory, pixels)
+                    plan.decode(memory, out)
             except ShortReadError:
                 return shard.bad(BadSampleReason.FIELD_TRUNCATED, field)
             except ChecksumError:
@@ -416,7 +436,7 @@ class FieldReader:
                 continue
             except FormatError as error:
                 return shard.bad(BadSampleReason.DECODE_FAILED, field, error.message)
-            return files
+            return None
         return shard.bad(BadSampleReason.CHECKSUM_MISMATCH, field)
 
     def _read_group(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, BoundField, SlotContent, SlotRequest
+from shardflow.fields.field import Arrays, BoundField, RegionContent, SlotContent, SlotRequest
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Shard
 from shardflow.format.entities import entity_key
@@ -69,10 +69,22 @@ class SlotAssembler:
                     content.put(place, payload, thread)
                 except BadSample as bad:
                     bad_slots[slot] = bad
-        for slot in opened.keys() - bad_slots.keys():
-            for content in opened[slot]:
-                content.close()
+        for slot in sorted(opened.keys() - bad_slots.keys()):
+            try:
+                for content in opened[slot]:
+                    self._close(shard, content, thread)
+            except BadSample as bad:
+                bad_slots[slot] = bad
         return bad_slots
+
+    def _close(self, shard: Shard, content: SlotContent, thread: ThreadState) -> None:
+        """Finish the content of a slot, after its region of a volume in bricks, if there is one."""
+        if isinstance(content, RegionContent) and content.plan is not None:
+            bad = self._reader.read_region(shard, content.plan, content.target(thread), thread)
+            if bad is not None:
+                raise bad
+            content.put_region(thread)
+        content.close()
 
     def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:
         _check_row(shard, request)

@@ -29,6 +29,7 @@ from shardflow.fields.field import BoundField, DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import FieldSet
+from shardflow.format.bricks import RegionPlan
 from shardflow.loading.config import World
 from shardflow.loading.selection import Selection
 from shardflow.processes import join_all, wait_for_at_exit
@@ -381,6 +382,7 @@ class StreamReads:
             if not isinstance(shard.store, CachedStore):
                 continue
             fields: list[int] = []
+            regions: list[RegionPlan] = []
             for place in np.flatnonzero(shards == shard_number).tolist():
                 if int(inside[place]) < shard.index.num_samples:
                     at = int(inside[place]), int(rows[place]), int(planned_rows[place])
@@ -388,7 +390,8 @@ class StreamReads:
                         with suppress(BadSample):
                             request = self._request(*at, planned, crop)
                             fields += {number for one in of for number in one.needed(shard, request)}
-            ranges = shard.ranges(fields)
+                            regions += [plan for one in of for plan in one.needed_regions(shard, request)]
+            ranges = shard.ranges(fields, regions)
             if ranges:
                 found.append(ShardRead(shard.store, shard.path, ranges))
         return found

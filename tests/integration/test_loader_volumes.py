@@ -51,9 +51,9 @@ def series_of(number: int) -> list[VolumeSeries]:
     )
     later = VolumeSeries(voxels=np.full((20, 20, 20), 7, np.int16), affine=affine)
     localizer = VolumeSeries(voxels=np.zeros((1, 8, 8), np.int16), kind="localizer")
-    return (
-        [localizer] if number == WITHOUT else [VolumeSeries(voxels=voxels, affine=affine), localizer, later]
-    )
+    bricks = (3, 5, 4) if number % 2 else None
+    first = VolumeSeries(voxels=voxels, affine=affine, brick_shape=bricks)
+    return [localizer] if number == WITHOUT else [first, localizer, later]
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +166,24 @@ def test_a_bad_slice_masks_the_slot(dataset: Dataset, tmp_path: Path) -> None:
     assert row.reason == "CHECKSUM_MISMATCH"
 
 
+def test_a_bad_brick_masks_the_slots_that_need_it(tmp_path: Path) -> None:
+    copied = make_volumes(tmp_path / "data", series_of, num_samples=NUM_SAMPLES)
+    volume = sf.Volume(roi_size=(15, 15, 15), center="middle", missing="pad")
+    bricks = copied.shard_index(1).volume(copied.shard_index(1).volumes_of(0)[0])  # of study 3
+    plan = bricks.plan((0, 0, 0), (1, 1, 1))
+    path = Path(copied.store.url) / copied.manifest.shards[1].path
+    flip_bit(path, int(plan.offsets[0]) + int(plan.num_bytes[0]) // 2)
+    with loader_of(copied, volume) as loader:
+        masked = {
+            number for batch in loader for slot, number in slots_of(batch) if not batch.info.weight[slot]
+        }
+        assert masked == {3}
+        assert loader.quarantined[0].reason == "CHECKSUM_MISMATCH"
+    inside = sf.Volume(roi_size=(1, 1, 1), center="middle", missing="pad")
+    with loader_of(copied, inside) as loader:  # other bricks are read
+        assert all(batch.info.weight.all() for batch in loader if None not in batch.info.sample_keys)
+
+
 def test_a_sample_without_a_series(dataset: Dataset) -> None:
     with pytest.raises(
         ConfigError, match="1 of 10 samples have no series for the field 'ct'; write missing="
@@ -188,7 +206,7 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
     [
         ({"roi_size": (96, 96)}, r"roi_size is voxels \(D, H, W\), such as \(96, 96, 96\)"),
         ({"roi_size": (96, 96, 0)}, "each side of roi_size is a number from 1 to 2,048"),
-        ({"center": "anywhere"}, "center is one of 'random', 'middle', 'whole'"),
+        ({"center": "anywhere"}, "center is one of 'random', 'foreground', 'finding', 'middle', 'whole'"),
         ({"orientation": "RAR"}, "orientation is three letters"),
         ({"spacing_mm": (1, 0, 1)}, "spacing_mm is three numbers of millimeters"),
         ({"spacing_mm": (1, 1, 1), "center": "whole"}, "leave spacing_mm out, or write center='middle'"),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.fields.decode import ThreadState, cast_saturated
-from shardflow.fields.field import Arrays
+from shardflow.fields.field import Arrays, RegionContent
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import LossWarning
@@ -19,6 +19,7 @@ from shardflow.fields.volumes.geometry import Grid, Vector
 from shardflow.fields.volumes.resampling import Interpolation, Region, inside, resample, smoothing
 from shardflow.fields.volumes.stored import Crop, is_covered, stored_view
 from shardflow.format import array_header, decode_array
+from shardflow.format.bricks import RegionPlan
 from shardflow.telemetry import StageCounters
 
 
@@ -119,7 +120,7 @@ def show_window(values: NDArray[Any], low: float, high: float, target: NDArray[A
     np.copyto(target, share, casting="unsafe")
 
 
-class SlotVolume:
+class SlotVolume(RegionContent):
     """Region of one slot. It is finished with its last stored field, so that few regions are held at once."""
 
     __slots__ = (
@@ -133,6 +134,7 @@ class SlotVolume:
         "_slot",
         "_voxels",
         "fields",
+        "plan",
     )
 
     def __init__(
@@ -143,6 +145,7 @@ class SlotVolume:
         arrays: Arrays,
         crop: Crop,
         fields: Sequence[int],
+        plan: RegionPlan | None,
     ) -> None:
         self._delivery, self._shard, self._slot, self._arrays, self._crop = (
             delivery,
@@ -151,10 +154,11 @@ class SlotVolume:
             arrays,
             crop,
         )
-        self.fields, self._left = fields, len(fields)
+        self.fields, self.plan = fields, plan
+        self._left = len(fields) + (plan is not None)
         self._is_direct = delivery.is_direct(crop)
         self._voxels: NDArray[Any] | None = None
-        self._num_slices = 0 if crop.region is None else crop.region.shape[0]
+        self._num_slices = 0 if crop.region is None or plan is not None else crop.region.shape[0]
         name, stored = delivery.name, crop.stored
         arrays[f"{name}_mask"][slot] = 1
         unknown = np.full((4, 4), np.nan)
@@ -175,6 +179,21 @@ class SlotVolume:
             self._read_study(payload)
         else:
             self._decode(place, payload, thread)
+        self._finish(thread)
+
+    def target(self, thread: ThreadState) -> NDArray[Any]:
+        """Return where to decode the stored voxels of the region, ``(slices, rows, columns)``."""
+        if self._voxels is None:
+            region = self._crop.region or Region((0, 0, 0), self._crop.stored.shape)
+            self._voxels = thread.scratch.lend(region.shape, self._crop.stored.dtype)
+        return self._voxels
+
+    def put_region(self, thread: ThreadState) -> None:
+        """Note that the region is decoded."""
+        self._finish(thread)
+
+    def _finish(self, thread: ThreadState) -> None:
+        """Deliver the region with the last that it waited for."""
         self._left -= 1
         if self._left or self._voxels is None or self._is_direct:
             return
@@ -196,12 +215,9 @@ class SlotVolume:
 
     def _decode(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         crop, number = self._crop, self.fields[place]
-        region = crop.region or Region((0, 0, 0), crop.stored.shape)
-        if self._voxels is None:
-            self._voxels = thread.scratch.lend(region.shape, crop.stored.dtype)
-        _, rows, columns = region.slices
+        _, rows, columns = (crop.region or Region((0, 0, 0), crop.stored.shape)).slices
         thread.enter("decode", f"shard {self._shard.name}")
-        codec, target = self._shard.codec(number), self._voxels[place]
+        codec, target = self._shard.codec(number), self.target(thread)[place]
         try:
             shape, dtype = array_header(codec, payload)
             with self._delivery.counters.timed("decode", int(np.prod(shape)) * dtype.itemsize):

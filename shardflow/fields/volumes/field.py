@@ -53,6 +53,7 @@ from shardflow.fields.volumes.settings import (
     window_ends,
 )
 from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
+from shardflow.format.bricks import RegionPlan
 
 Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole"]
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
@@ -420,8 +421,13 @@ class BoundVolume(BoundField):
         if crop is None:
             self.blank(arrays, request.slot)
             return NoContent()
-        fields = self._fields(shard, request, crop)
-        return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields)
+        fields, plan = self._fields(shard, request, crop), self._plan(shard, request, crop)
+        return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields, plan)
+
+    def needed_regions(self, shard: Shard, request: SlotRequest) -> list[RegionPlan]:
+        """Return the region of a volume in bricks."""
+        plan = self._plan(shard, request, self.crop(shard, request))
+        return [] if plan is None else [plan]
 
     def crop(self, shard: Shard, request: SlotRequest) -> Crop | None:
         """Return what to deliver of a sample; None where it has no series."""
@@ -464,15 +470,30 @@ class BoundVolume(BoundField):
         return depth, rows, columns
 
     def _fields(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> list[int]:
-        """Return the numbers of the slices of a region, and behind them that of the study."""
+        """Return the numbers of the slices of a region, and behind them that of the study.
+
+        Of a volume in bricks there are no slices, see `_plan`.
+        """
         if crop is None:
             return []
         study = shard.study(request.row_in_shard)
         beside = [] if study is None else [study]
-        if crop.region is None:
+        if crop.region is None or shard.volume_field(request.row_in_shard, crop.stored.series) is not None:
             return beside
         stored = shard.slices(request.row_in_shard, "full", crop.stored.series)
         if len(stored) != crop.stored.shape[0]:
             detail = f"{len(stored)} slices of series {crop.stored.series}, of {crop.stored.shape[0]}"
             raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
         return [*stored[crop.region.slices[0]].tolist(), *beside]
+
+    def _plan(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> RegionPlan | None:
+        """Return what to read of a volume in bricks; None where it is stored in slices."""
+        if crop is None or crop.region is None:
+            return None
+        number = shard.volume_field(request.row_in_shard, crop.stored.series)
+        if number is None:
+            return None
+        volume = shard.index.volume(number)
+        if volume.shape != crop.stored.shape or not np.can_cast(volume.dtype, crop.stored.dtype):
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "another volume than in the series table")
+        return volume.plan(crop.region.start, crop.region.stop)
