@@ -326,7 +326,12 @@ def _as_output(value: Any, before: Any, kind: EntryKind) -> Any:
     return np.rint(found).astype(before.dtype)
 
 
-_TYPE_KINDS: Final[dict[str, EntryKind]] = {"image": "image", "slices": "slices", "mask": "mask"}
+_TYPE_KINDS: Final[dict[str, EntryKind]] = {
+    "image": "image",
+    "slices": "slices",
+    "mask": "mask",
+    "volume": "image",  # (C, D, H, W), as 3-D transforms of MONAI take it
+}
 _LIBRARIES: Final = {
     "torchvision": torchvision,
     "monai": monai,

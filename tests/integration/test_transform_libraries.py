@@ -159,6 +159,19 @@ def test_monai_moves_image_and_mask_together() -> None:
     assert len(seen) > 3
 
 
+def test_monai_takes_a_volume_and_its_mask_as_they_are() -> None:
+    from monai import transforms as library
+
+    specs = {"ct": sf.Volume(roi_size=(6, 5, 4)), "lesion": sf.Mask(like="ct")}
+    voxels = np.arange(120, dtype=np.int16).reshape(1, 6, 5, 4)
+    sample = {"ct": voxels, "lesion": (voxels > 50).astype(np.uint8), "__rng__": np.random.default_rng(0)}
+    flipped = library.RandFlipd(keys=["ct", "lesion"], prob=1, spatial_axis=0)
+    found = sf.adapters.monai(flipped).for_fields(specs)(sample)
+    assert np.array_equal(np.asarray(found["ct"]), voxels[:, ::-1])
+    assert np.array_equal(np.asarray(found["lesion"]), voxels[:, ::-1] > 50)
+    assert np.asarray(found["lesion"]).dtype == np.uint8
+
+
 def test_an_array_transform_of_monai_needs_a_single_field_of_pixels() -> None:
     from monai.transforms import Flip
 

@@ -177,8 +177,12 @@ def _resample_along(
     passes = sorted(_AXES, key=lambda a: sources[a].shape[1] / voxels.shape[a])
     current: NDArray[Any] = voxels
     for place, a in enumerate(passes):
-        into = target if place == len(passes) - 1 else None
+        # With other axes than the stored ones, the sums are made in order and copied once.
+        is_last = place == len(passes) - 1 and order == [*_AXES]
+        into = target if is_last else None
         current = _interpolate(current, a, sources[a], weights[a].astype(dtype), dtype, into)
+    if current is not target:
+        target[...] = current
 
 
 def _interpolate(
