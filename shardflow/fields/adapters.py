@@ -89,6 +89,7 @@ class LibraryTransform(ABC):
         self.kinds: dict[str, EntryKind] = dict(self._given)
         self.boxes: dict[str, str] = {}
         self.stacks: set[str] = {name for name, kind in self._given.items() if kind == "slices"}
+        self.volumes: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -102,7 +103,14 @@ class LibraryTransform(ABC):
         stacks = {name for name, kind in again.kinds.items() if kind == "slices"}
         likes = {name: str(getattr(spec, "like", "")) for name, spec in specs.items()}
         again.stacks = stacks | {name for name, like in likes.items() if like in stacks}
+        volumes = {name for name, spec in specs.items() if spec.type_name == "volume"}
+        again.volumes = volumes | {name for name, like in likes.items() if like in volumes}
         again.boxes = {name: likes[name] for name, spec in specs.items() if spec.type_name == "boxes"}
+        for name in again.boxes.keys() & again.volumes:
+            raise ConfigError(
+                f"{self.name} cannot move the boxes {name!r} of a volume; leave out the field, or move both in "
+                "a function of your own."
+            )
         return again
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +197,7 @@ class _Monai(LibraryTransform):
         return {name: self._back(name, value, sample) for name, value in found.items()}
 
     def _channels_first(self, name: str, value: NDArray[Any]) -> NDArray[Any]:
-        if value.ndim < 4:
+        if value.ndim < 4 or name in self.volumes:
             return value
         if name not in self.stacks:
             return value.reshape(-1, *value.shape[-2:])
@@ -199,7 +207,7 @@ class _Monai(LibraryTransform):
         if name not in self.kinds:
             return value
         before, after = sample.get(name), np.asarray(plain_value(value))
-        if isinstance(before, np.ndarray) and before.ndim == 4:
+        if isinstance(before, np.ndarray) and before.ndim == 4 and name not in self.volumes:
             if name in self.stacks:
                 after = np.moveaxis(after, 0, 1)
             elif after.ndim == 3 and len(after) == before.shape[0] * before.shape[1]:

@@ -170,6 +170,8 @@ def test_monai_takes_a_volume_and_its_mask_as_they_are() -> None:
     assert np.array_equal(np.asarray(found["ct"]), voxels[:, ::-1])
     assert np.array_equal(np.asarray(found["lesion"]), voxels[:, ::-1] > 50)
     assert np.asarray(found["lesion"]).dtype == np.uint8
+    with pytest.raises(ConfigError, match="cannot move the boxes 'boxes' of a volume"):
+        sf.adapters.monai(flipped).for_fields({**specs, "boxes": sf.Boxes(like="ct")})
 
 
 def test_an_array_transform_of_monai_needs_a_single_field_of_pixels() -> None:
