@@ -108,8 +108,8 @@ class LibraryTransform(ABC):
         again.boxes = {name: likes[name] for name, spec in specs.items() if spec.type_name == "boxes"}
         for name in again.boxes.keys() & again.volumes:
             raise ConfigError(
-                f"{self.name} cannot move the boxes {name!r} of a volume; leave out the field, or move both in "
-                "a function of your own."
+                f"{self.name} cannot move the boxes {name!r} of a volume; leave out the field, or move "
+                "both in a function of your own."
             )
         return again
 
