@@ -12,7 +12,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    counted,
     human_bytes,
     named_fields,
     natural_number,
@@ -22,11 +21,19 @@ from shardflow.cli.common import (
     show_table,
     write_json,
 )
-from shardflow.cli.plan_mix import class_numbers, component_numbers, show_components
+from shardflow.cli.plan_tables import (
+    class_numbers,
+    component_numbers,
+    fields_report,
+    show_components,
+    show_fields_report,
+    title_of,
+)
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shardflow.fields.registry import FieldSet
     from shardflow.loading.selection import Selection
     from shardflow.sampling import BatchSpec, EpochPlan, PlanMeasures, PlanSummary, RankSchedule
     from shardflow.sampling.measures import BlendMix
@@ -39,13 +46,15 @@ depend on dataset, seed, epoch and batch spec only, never on the world size. A m
 
 With --fields, what the fields of a file deliver of the split, from tables alone: samples without content, and
 for each role the images that a field delivers and leaves out; then the share of all stored images that some
-field delivers, and the roles of the rest. Options of steps and ranks are left out. --transform adds the time
-that a transform takes for a sample, and the share of it for which it holds the GIL: where that is large, more
-threads help little, and loader.execution = "workers" does.
+field delivers, and the roles of the rest. With the options of steps it plans those of a loader with these
+fields: --max-tokens then charges for what they deliver, as CostRule(counts_delivered=True) does, and
+--image-tokens-per-slice is what a picture, tile or region costs. --transform adds the time that a transform
+takes for a sample, and the share of it for which it holds the GIL: where that is large, more threads help
+little, and loader.execution = "workers" does.
 
 With --json, one line a micro-batch: step, rank, micro (its number within the step; from M on it is a
 padding micro-batch without samples), keys and weights, and of a blend components, from 0. A padding slot has
-key null and weight 0; a repeated sample weighs 1.
+key null and weight 0; a repeated sample weighs 1. What fields deliver is one line, and only without steps.
 """
 EXAMPLES = """\
 examples:
@@ -54,6 +63,8 @@ examples:
   shardflow plan my-dataset --split train --seed 7 --epoch 0 --max-tokens 4096 \\
       --micro-batches-per-step 4 --world-size 2 --summary --compare "lanes=2"
   shardflow plan my-dataset --split train --fields my-fields.toml
+  shardflow plan my-dataset --split train --fields my-fields.toml --seed 7 --epoch 0 --max-tokens 4096 \\
+      --image-tokens-per-slice 16 --micro-batches-per-step 4 --world-size 2 --summary
 """
 # Repeated here so that --help needs no NumPy; a test compares them with those of sampling.
 OVER_BUDGET: Final = ("alone", "skip", "truncate")
@@ -85,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--fields",
         metavar="FILE",
-        help="count what the fields of this TOML file deliver; default stands for those of a loader",
+        help="count, and charge for, what the fields of this TOML file deliver; default: those of a loader",
     )
     add_unit(parser)
     add(
@@ -111,51 +122,100 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    _check_options(arguments)
-    selection = _selection(arguments)
+    forms_steps = _check_options(arguments)
+    whole = selection = _selection(arguments)
+    fields, report = None, None
     if arguments.fields is not None:
-        show_fields_report(selection, arguments)
+        from shardflow.loading.binding import bind_fields
+        from shardflow.telemetry import StageCounters
+
+        selection, fields = bind_fields(whole, named_fields(arguments.fields), StageCounters())
+        if not (forms_steps and arguments.json):
+            report = fields_report(whole, selection, fields, arguments.transform)
+    if not forms_steps:
+        if arguments.json:
+            write_json(report)
+        elif report is not None:
+            show_fields_report(whole, report)
         return 0
-    if arguments.compare and not arguments.summary:
-        raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
+    selection = _sampled(selection, arguments)
     if arguments.summary:
-        show_summary(selection, arguments)
+        numbers = measured(selection, fields, arguments)
+        if report is not None:
+            show_fields_report(whole, report)
+        show_summary(selection, numbers, arguments)
         return 0
-    plan, schedule = planned(selection, arguments)
+    plan, schedule, selection = planned(selection, fields, arguments)
     steps = _steps(plan.num_steps, arguments.from_step, arguments.steps)
     if arguments.json:
         for line in micro_batches(selection, plan, schedule, steps):
             write_json(line)
-    else:
-        show_lines([title_of(selection), *plan.summary(schedule).lines()])
-        show_components(selection, arguments.epoch)
+        return 0
+    if report is not None:
+        show_fields_report(whole, report)
+    show_lines([title_of(selection), *plan.summary(schedule).lines()])
+    show_components(selection, arguments.epoch)
     return 0
 
 
 _OF_STEPS: Final = ("seed", "epoch", "micro_batches_per_step", "world_size")
+_ASKS_FOR_STEPS: Final = (
+    *_OF_STEPS,
+    "micro_batch_size",
+    "max_tokens",
+    "lanes",
+    "window",
+    "ranks_per_node",
+    "steps",
+    "summary",
+    "compare",
+)
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options of steps with --fields, and their absence without.
+def _check_options(arguments: argparse.Namespace) -> bool:
+    """Return whether steps are asked for, which --fields alone does not.
 
     Raises:
-        ConfigError: One is given, or missing.
+        ConfigError: An option is missing, or two do not go together.
     """
-    given = {
-        name: f"--{name.replace('_', '-')}" for name in _OF_STEPS if getattr(arguments, name) is not None
-    }
-    if arguments.fields is None and len(given) < len(_OF_STEPS):
-        missing = [f"--{name.replace('_', '-')}" for name in _OF_STEPS if name not in given]
-        raise ConfigError(
-            f"the following arguments are required: {', '.join(missing)}; or --fields FILE to count what "
-            "fields deliver; see: shardflow plan --help"
-        )
+    if arguments.compare and not arguments.summary:
+        raise ConfigError("--compare must come with --summary, got it alone; add --summary.")
+    values = {name: getattr(arguments, name) for name in _ASKS_FOR_STEPS}
+    given = [_option(name) for name, value in values.items() if value is not None and value is not False]
+    missing = [_option(name) for name in _OF_STEPS if getattr(arguments, name) is None]
     if arguments.transform is not None and arguments.fields is None:
         raise ConfigError("--transform changes samples made of fields; add --fields FILE.")
-    beside = [*given.values(), *(["--summary"] if arguments.summary else [])]
-    if arguments.fields is not None and beside:
+    if arguments.fields is not None:
+        _check_charged(arguments)
+        if not given:
+            return False
+        if arguments.transform is not None:
+            raise ConfigError(f"--transform is timed without steps, got {given[0]} too; leave one out.")
+    if missing:
+        instead = "--fields FILE to count what fields deliver"
+        if arguments.fields is not None:
+            instead = f"leave out {given[0]} to count what the fields deliver and form no steps"
         raise ConfigError(
-            f"--fields counts what fields deliver and forms no steps, got {beside[0]} too; leave it out."
+            f"the following arguments are required: {', '.join(missing)}; or {instead}; see: shardflow plan "
+            "--help"
+        )
+    return True
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_charged(arguments: argparse.Namespace) -> None:
+    """Refuse to charge for stored slices where fields say what is delivered.
+
+    Raises:
+        ConfigError: ``--max-slices`` is given.
+    """
+    if arguments.max_slices:
+        raise ConfigError(
+            "--max-slices charges for stored slices, and --fields for what the fields deliver; leave out "
+            "--max-slices, and give --image-tokens-per-slice for each picture, tile or region delivered."
         )
 
 
@@ -167,8 +227,6 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     """
     from shardflow.loading.blend_file import open_blend
     from shardflow.loading.selection import FULL_STUDY, open_view, select
-    from shardflow.loading.weighting import sampled
-    from shardflow.sampling import Sampling
 
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
@@ -178,7 +236,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
             "--unit": arguments.unit,
             "--where": arguments.where,
             "--keys": arguments.keys,
-            **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_SAMPLING},
+            **{_option(name): getattr(arguments, name) for name in _OF_SAMPLING},
         }
         for name, value in alone.items():
             if value is not None:
@@ -195,13 +253,20 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
-    selection = select(
+    return select(
         dataset,
         arguments.split,
         unit=arguments.unit or "study",
         where=arguments.where,
         keys=arguments.keys,
     )
+
+
+def _sampled(selection: Selection, arguments: argparse.Namespace) -> Selection:
+    """Return the samples, drawn as the options say."""
+    from shardflow.loading.weighting import sampled
+    from shardflow.sampling import Sampling
+
     given = {name: getattr(arguments, name) for name in _OF_SAMPLING}
     return sampled(selection, Sampling(**{name: one for name, one in given.items() if one is not None}))
 
@@ -301,14 +366,28 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochPlan, RankSchedule]:
-    """Plan the epoch that the options describe, and deal it to ranks."""
+def planned(
+    selection: Selection, fields: FieldSet | None, arguments: argparse.Namespace
+) -> tuple[EpochPlan, RankSchedule, Selection]:
+    """Plan the epoch that the options describe, and deal it to ranks.
+
+    Args:
+        selection: The samples.
+        fields: What a token budget charges for; None charges for what is stored.
+        arguments: The options.
+
+    Returns:
+        The plan, the ranks, and the samples with what is delivered of each.
+    """
+    from shardflow.loading.binding import charge_for_delivered
     from shardflow.sampling import RankSchedule
 
     lanes = arguments.lanes
     if lanes is None and (arguments.max_tokens is not None or arguments.window is not None):
         lanes = _AUTO
     spec = _spec(arguments, lanes=1 if lanes == _AUTO else int(lanes or 0))
+    if fields is not None:
+        selection, spec = charge_for_delivered(selection, fields, spec)
     plan = selection.plan(spec, seed=arguments.seed, epoch=arguments.epoch, auto_lanes=lanes == _AUTO)
     # Without --ranks-per-node, lines are dealt to ranks in turn; the summary always has nodes.
     ranks_per_node = arguments.ranks_per_node or (_ranks_per_node(arguments) if arguments.summary else 0)
@@ -318,23 +397,35 @@ def planned(selection: Selection, arguments: argparse.Namespace) -> tuple[EpochP
         lanes=plan.spec.lanes,
         ranks_per_node=ranks_per_node,
     )
-    return plan, schedule
+    return plan, schedule, selection
 
 
-def show_summary(selection: Selection, arguments: argparse.Namespace) -> None:
-    """Show the numbers of one plan, or of two side by side."""
+_Numbers = tuple["PlanSummary", "PlanMeasures", "BatchSpec", "BlendMix | None"]
+
+
+def measured(
+    selection: Selection, fields: FieldSet | None, arguments: argparse.Namespace
+) -> dict[str, _Numbers]:
+    """Return the numbers of a plan, and those of other settings beside it if there are any."""
     from shardflow.sampling import measure_plan
     from shardflow.sampling.measures import measure_mix
 
     settings = {"this": arguments}
     if arguments.compare:
         settings["other"] = _changed(arguments)
-    numbers = {}
+    numbers: dict[str, _Numbers] = {}
     for name, chosen in settings.items():
-        plan, schedule = planned(selection, chosen)
-        layout = selection.layout(plan.spec)
+        plan, schedule, charged = planned(selection, fields, chosen)
+        layout = charged.layout(plan.spec)
         measures = measure_plan(plan, layout, schedule, ranks_per_node=_ranks_per_node(chosen))
         numbers[name] = plan.summary(schedule), measures, plan.spec, measure_mix(plan)
+    return numbers
+
+
+def show_summary(
+    selection: Selection, numbers: Mapping[str, _Numbers], arguments: argparse.Namespace
+) -> None:
+    """Show the numbers of one plan, or of two side by side."""
     if arguments.json:
         for name, (summary, measures, spec, mix) in numbers.items():
             line: dict[str, Any] = {
@@ -425,8 +516,9 @@ def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
     if arguments.max_tokens is None:
         for name, default in _OF_BUDGET.items():
             if getattr(arguments, name) != default:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} must come with --max-tokens, got it without; leave it out.")
+                raise ConfigError(
+                    f"{_option(name)} must come with --max-tokens, got it without; leave it out."
+                )
     else:
         budget = TokenBudget(
             max_tokens=arguments.max_tokens,
@@ -437,6 +529,7 @@ def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
                 max_text_tokens=arguments.max_text_tokens,
                 image_tokens_per_slice=arguments.image_tokens_per_slice,
                 max_slices=arguments.max_slices,
+                counts_delivered=arguments.fields is not None,
                 quadratic_tokens=arguments.quadratic_tokens,
                 tokenizer=tokenizer_digest(arguments.tokenizer) if arguments.tokenizer else "",
             ),
@@ -468,12 +561,15 @@ def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
     if "--micro-batch-size" in names:
         changed |= {"max_tokens": None, **_OF_BUDGET}
     try:
-        return parser.parse_args(settings, argparse.Namespace(**changed))
+        found = parser.parse_args(settings, argparse.Namespace(**changed))
     except ConfigError as error:
         problem = error.message.partition("; see: ")[0]
         raise ConfigError(
             f'--compare takes settings of a plan such as "lanes=8 window=64MiB": {problem}.'
         ) from None
+    if found.fields is not None:
+        _check_charged(found)
+    return found
 
 
 def _ranks_per_node(arguments: argparse.Namespace) -> int:
@@ -493,121 +589,3 @@ def _window(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a size of at least 1 byte such as 256MiB, got {text!r}")
     return value
-
-
-def title_of(selection: Selection) -> str:
-    """Name the samples in a line."""
-    from shardflow.sampling.blend import Blend
-
-    if isinstance(selection.population, Blend):
-        return f"blend {selection.population.digest} of {len(selection.datasets)} components"
-    subset = "" if selection.subset is None else f", subset {selection.subset[:12]}"
-    missing = selection.num_missing
-    left_out = f"; {counted(missing, 'sample')} left out because a value is missing" if missing else ""
-    return f"split {selection.split} of {selection.datasets[0].dataset_id}{subset}{left_out}"
-
-
-def fields_report(selection: Selection, name: str, transform: str | None = None) -> dict[str, Any]:
-    """Count what fields deliver of some samples, from tables alone.
-
-    Args:
-        selection: The samples.
-        name: TOML file of fields, or ``default``.
-        transform: ``package.module:function`` to time on a few samples, which are read for it.
-
-    Returns:
-        ``samples``: all, and those ``left_out`` by fields with ``missing = "drop"``; ``fields``: for each its
-        type, the samples without content (None if no table knows), and the images by role that it
-        ``delivered`` and ``left_out``; ``images``: all that are stored, and the ``reachable`` ones, by role
-        (None if there is no series table); ``transform``: see `time_transform`, None without one.
-
-    Raises:
-        ConfigError: The file is not valid, or a field or the transform does not fit the samples.
-        SampleError: The transform fails on a sample.
-    """
-    import numpy as np
-
-    from shardflow.loading.binding import bind_fields
-    from shardflow.telemetry import StageCounters
-
-    populations = [selection.population_of(place) for place in range(len(selection.datasets))]
-    left, bound = bind_fields(selection, named_fields(name), StageCounters())
-    kept = [left.population_of(place) for place in range(len(left.datasets))]
-    num_samples, num_kept = (sum(int(np.count_nonzero(one)) for one in each) for each in (populations, kept))
-    found = {}
-    for one in bound.bound:
-        coverage, has_content = one.coverage, one.has_content
-        missing = None
-        if has_content is not None:
-            pairs = zip(populations, has_content, strict=True)
-            missing = sum(int(np.count_nonzero(used & ~has)) for used, has in pairs)
-        found[one.name] = {
-            "type": bound.specs[one.name].type_name,
-            "missing_is": bound.specs[one.name].missing,
-            "missing": missing,
-            "delivered": {} if coverage is None else _ranked(coverage.delivered),
-            "left_out": {} if coverage is None else _ranked(coverage.left_out),
-        }
-    reach = bound.reach(populations)
-    images = None
-    if reach is not None:
-        rest = {role: count - reach.reachable.get(role, 0) for role, count in reach.stored.items()}
-        images = {
-            "stored": _ranked(reach.stored),
-            "reachable": _ranked(reach.reachable),
-            "not_in_any_field": _ranked({role: count for role, count in rest.items() if count}),
-            "share": sum(reach.reachable.values()) / max(1, sum(reach.stored.values())),
-        }
-    samples = {"all": num_samples, "left_out": num_samples - num_kept}
-    timed = None
-    if transform is not None:
-        from shardflow.cli.bench_measure import time_transform
-
-        timed = time_transform(left, bound, transform)
-    return {"samples": samples, "fields": found, "images": images, "transform": timed}
-
-
-def _ranked(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return counts, the largest first."""
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def show_fields_report(selection: Selection, arguments: argparse.Namespace) -> None:
-    """Show what fields deliver."""
-    report = fields_report(selection, arguments.fields, arguments.transform)
-    if arguments.json:
-        write_json(report)
-        return
-    samples, images = report["samples"], report["images"]
-    dropped = f", {samples['left_out']:,} of them left out by missing='drop'" if samples["left_out"] else ""
-    show_lines([title_of(selection), f"{samples['all']:,} samples{dropped}"])
-    show_table(
-        "fields",
-        ["", "type", "samples without", "images delivered", "images left out"],
-        [
-            (
-                name,
-                one["type"],
-                "not known" if one["missing"] is None else f"{one['missing']:,}",
-                _counts(one["delivered"]),
-                _counts(one["left_out"]),
-            )
-            for name, one in report["fields"].items()
-        ],
-    )
-    if (timed := report["transform"]) is not None:
-        taken = f"{timed['ms_per_sample']:,.3g} ms a sample (median of {counted(timed['samples'], 'sample')})"
-        show_lines(
-            ["", f"transform {timed['name']}: {taken}, holds the GIL for {timed['gil_share']:.0%} of it"]
-        )
-    if images is None:
-        return
-    stored, reachable = (sum(images[name].values()) for name in ("stored", "reachable"))
-    lines = ["", f"images reachable: {reachable:,} of {stored:,} ({images['share']:.1%})"]
-    if images["not_in_any_field"]:
-        lines.append(f"not in any field: {_counts(images['not_in_any_field'])}")
-    show_lines(lines)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {role}" for role, count in counts.items()) or "-"

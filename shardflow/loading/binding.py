@@ -16,9 +16,11 @@ from shardflow.fields.field import Field, FieldContext, Slots
 from shardflow.fields.registry import FieldSet, default_fields
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.findings import FINDING_ENTRIES
+from shardflow.fields.types.pixels import BoundPixels
 from shardflow.fields.units import UnitDataset
 from shardflow.loading.selection import Selection, text_lengths
-from shardflow.sampling import BatchSpec
+from shardflow.sampling import BatchSpec, CostRule
+from shardflow.sampling.budget import DELIVERED_PICTURES
 from shardflow.sampling.layout import rows_digest, select_rows
 from shardflow.telemetry import StageCounters
 
@@ -82,6 +84,8 @@ def charge_for_delivered(
 ) -> tuple[Selection, BatchSpec]:
     """Let a token budget charge for what fields deliver, where it says so or they read earlier studies.
 
+    One that charges for more stored slices than pictures are delivered is logged, with both numbers.
+
     Args:
         selection: The samples.
         fields: What they hold.
@@ -93,9 +97,12 @@ def charge_for_delivered(
     Raises:
         ConfigError: No table knows how much a field delivers.
     """
-    if spec.budget is None or not (spec.budget.cost.counts_delivered or fields.of_previous):
+    if spec.budget is None:
         return selection, spec
     rule = spec.budget.cost
+    if not (rule.counts_delivered or fields.of_previous):
+        _warn_of_stored(selection, fields, rule)
+        return selection, spec
     if not rule.counts_delivered:
         rule = rule.of_delivered()
     counts_text = bool(rule.text_tokens_per_1000_bytes)
@@ -106,6 +113,35 @@ def charge_for_delivered(
     rule = replace(rule, delivered=_digest_of(delivered))
     spec = replace(spec, budget=replace(spec.budget, cost=rule))
     return replace(selection, delivered=delivered), spec
+
+
+def _warn_of_stored(selection: Selection, fields: FieldSet, rule: CostRule) -> None:
+    """Log once if a rule charges for more stored slices than fields deliver, as far as tables know."""
+    tokens = rule.image_tokens_per_slice
+    # A region is one picture, whatever its depth: nothing that stored slices could be compared with.
+    has_others = any(one.has_pictures and not isinstance(one, BoundPixels) for one in fields.bound)
+    if not (tokens and rule.max_slices) or has_others:
+        return
+    of_images = replace(rule, text_tokens_per_1000_bytes=0, tokenizer="", tokens_per_sample=1)
+    stored = delivered = 0
+    for place, dataset in enumerate(selection.datasets):
+        used = selection.population_of(place)
+        try:
+            pictures = fields.costs(place, None)[DELIVERED_PICTURES]
+        except ConfigError:  # sizes are drawn
+            return
+        columns = {name: np.asarray(dataset.samples.column(name))[used] for name in of_images.used_facts()}
+        stored += int((of_images.lengths(columns) - 1).sum()) // tokens
+        delivered += int(pictures[used].sum())
+    if stored > delivered:
+        _LOGGER.warning(
+            "the token budget charges for %d stored slices or tiles, and the fields deliver %d; to charge "
+            "for these write CostRule(counts_delivered=True, image_tokens_per_slice=%d) without max_slices, "
+            "in a training file batch.counts_delivered = true",
+            stored,
+            delivered,
+            tokens,
+        )
 
 
 def _digest_of(delivered: Sequence[Mapping[str, NDArray[Any]]]) -> str:

@@ -192,7 +192,14 @@ class TaskConfig:
         return self.type == "report" and not self.target
 
 
-_OF_BUDGET = {"text_tokens", "max_samples", "over_budget", "image_tokens_per_slice", "quadratic_tokens"}
+_OF_BUDGET = {
+    "text_tokens",
+    "max_samples",
+    "over_budget",
+    "image_tokens_per_slice",
+    "counts_delivered",
+    "quadratic_tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +221,9 @@ class BatchConfig:
     over_budget: Literal["alone", "skip", "truncate"] = "alone"
     """A sample longer than ``max_tokens``: a micro-batch of its own, left out, or counted as cut."""
     image_tokens_per_slice: CountOrZero = 0
-    """Counted towards ``max_tokens`` for each slice, image or tile that the field ``image`` delivers."""
+    """Counted towards ``max_tokens`` for each stored slice or tile, up to the places of ``fields.image``."""
+    counts_delivered: bool = False
+    """Counts what the fields deliver, from tables, in place of what is stored: the pictures of all fields."""
     quadratic_tokens: CountOrZero = 0
     """Length at which attention costs as much as all the rest; ranks are balanced by it. 0 leaves it out."""
     lanes: CountOrZero | None = None

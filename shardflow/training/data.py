@@ -21,6 +21,7 @@ from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.manifest import versions
 from shardflow.loading import Selection, open_blend, open_view, select
+from shardflow.loading.binding import bind_fields, charge_for_delivered
 from shardflow.loading.blend_file import evaluation_blend
 from shardflow.loading.lock import with_tables
 from shardflow.sampling import BatchSpec, CostRule, TileRule, TokenBudget, choose_lanes
@@ -163,6 +164,7 @@ def batch_spec(
     images: PixelField,
     text: TextConfig,
     selection: Selection,
+    fields: Mapping[str, Field],
     *,
     tail: Tail | None = None,
 ) -> BatchSpec:
@@ -173,6 +175,7 @@ def batch_spec(
         images: The field that decides what images cost.
         text: Decides what text costs.
         selection: The samples; where lanes are to be chosen they follow from them, never from the world.
+        fields: What a batch holds, which ``counts_delivered`` charges for.
         tail: Instead of the tail of the settings.
     """
     spec = BatchSpec(
@@ -185,7 +188,11 @@ def batch_spec(
     )
     if spec.budget is None or batch.lanes is not None:
         return spec
-    return replace(spec, lanes=choose_lanes(selection.layout(spec), spec))
+    charged = spec
+    if batch.counts_delivered:
+        selection, bound = bind_fields(selection, fields, StageCounters())
+        selection, charged = charge_for_delivered(selection, bound, spec)
+    return replace(spec, lanes=choose_lanes(selection.layout(charged), charged))
 
 
 def _budget(batch: BatchConfig, images: PixelField, text: TextConfig) -> TokenBudget | None:
@@ -200,15 +207,18 @@ def _budget(batch: BatchConfig, images: PixelField, text: TextConfig) -> TokenBu
             # Begin and end of the text, and in a packed sequence the start of the sample.
             tokens_per_sample=2 + batch.packed,
             max_text_tokens=text.max_tokens,
-            **_image_cost(images, batch.image_tokens_per_slice),
+            **_image_cost(images, batch),
             quadratic_tokens=batch.quadratic_tokens,
             tokenizer=tokenizer_digest(text.folder) if batch.text_tokens == "counted" else "",
         ),
     )
 
 
-def _image_cost(images: PixelField, tokens: int) -> dict[str, Any]:
-    """Return the token cost of the images of a sample that the field delivers."""
+def _image_cost(images: PixelField, batch: BatchConfig) -> dict[str, Any]:
+    """Return the token cost of the images of a sample."""
+    tokens = batch.image_tokens_per_slice
+    if batch.counts_delivered:
+        return {"image_tokens_per_slice": tokens, "counts_delivered": True}
     if not tokens:
         return {}
     if isinstance(images, Slices) and images.sizes:

@@ -14,7 +14,7 @@ import pytest
 
 import shardflow as sf
 from shardflow.cli.bench_measure import BenchOptions, measure
-from shardflow.cli.plan import fields_report
+from shardflow.cli.plan_tables import fields_report
 from shardflow.errors import ConfigError, SampleError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.previous import PreviousStudies
@@ -22,9 +22,11 @@ from shardflow.format import Dataset
 from shardflow.format.facts import attach_facts
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.loading import Loader, Selection, open_blend
+from shardflow.loading.binding import bind_fields
 from shardflow.loading.selection import select
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from shardflow.storage import ByteRange, Cache, CacheConfig, CachedStore
+from shardflow.telemetry import StageCounters
 from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import case_series, make_case, pixels_of
 from tests.integration.loader_support import (
@@ -232,7 +234,9 @@ def test_a_file_of_fields_says_it_and_the_plan_counts_who_has_none(dataset: Data
         'study = "previous"\nmissing = "pad"\n'
     )
     assert sf.read_fields(file) == {"prior": FIELDS["prior"]}
-    counted = fields_report(select(dataset, "train"), str(file))["fields"]["prior"]
+    selection = select(dataset, "train")
+    left, bound = bind_fields(selection, sf.read_fields(file), StageCounters())
+    counted = fields_report(selection, left, bound)["fields"]["prior"]
     assert counted["missing"] == sum(_frontal(_earlier(number)) is None for number in SPLITS["train"])
     earlier = {_earlier(number) for number in SPLITS["train"]}
     assert counted["delivered"] == {"frontal": sum(_frontal(number) is not None for number in earlier)}

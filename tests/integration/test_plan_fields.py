@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.fields.registry import _TYPES as FIELD_TYPES
 from shardflow.format import Dataset
+from shardflow.loading import open_blend
 from shardflow.packing import pack
+from shardflow.sampling import CostRule, TileRule, TokenBudget
 from tests.cli.conftest import Called
 from tests.dicom_factory import make_study
+from tests.factories import sample_key
 from tests.field_cases import case_series, make_case_dataset
 from tests.layout_trees import make_openi
 from tests.pack_case import PackCase
@@ -79,17 +83,21 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def _stored(num_samples: int) -> Counter[str]:
     """Count the images of the cases by role, from what they were made of."""
+    return sum((_roles(number) for number in range(num_samples)), Counter())
+
+
+def _roles(number: int) -> Counter[str]:
+    """Count the images of a case by role."""
     views = {"PA": "frontal", "LL": "lateral"}
     counts: Counter[str] = Counter()
-    for number in range(num_samples):
-        for case in case_series(number):
-            if case.images:
-                counts.update(views[image["view_position"]] for image in case.images)
-            elif case.modality in ("CR", "DX"):
-                counts[views[case.technical["view_position"]]] += case.shape[0]
-            else:
-                role = "contrast" if case.technical.get("has_contrast") else "unknown"
-                counts["localizer" if case.kind == "localizer" else role] += case.shape[0]
+    for case in case_series(number):
+        if case.images:
+            counts.update(views[image["view_position"]] for image in case.images)
+        elif case.modality in ("CR", "DX"):
+            counts[views[case.technical["view_position"]]] += case.shape[0]
+        else:
+            role = "contrast" if case.technical.get("has_contrast") else "unknown"
+            counts["localizer" if case.kind == "localizer" else role] += case.shape[0]
     return counts
 
 
@@ -210,6 +218,10 @@ def test_a_slip_is_one_sentence_before_anything_is_read(
 
 
 TYPES: dict[str, tuple[str, sf.Field]] = {
+    "volume": (
+        'roi_size = [4, 8, 8]\ncenter = "middle"',
+        sf.Volume(roi_size=(4, 8, 8), center="middle"),
+    ),
     "image": (
         'size = [8, 6]\nnum_images = "all"\nwindows = ["lung"]\nfill = 0\ndtype = "int16"',
         sf.Image(size=(8, 6), num_images="all", windows=("lung",), fill=0.0, dtype="int16"),
@@ -252,12 +264,180 @@ def test_every_type_reads_from_toml_what_python_says(tmp_path: Path, name: str) 
     assert sf.read_fields(path) == {"x": field}
 
 
-def test_options_of_steps_do_not_mix_with_fields(cases: Dataset, plan: Any, capsys: Any) -> None:
-    called = plan(cases, BY_ROLE, "--seed", "1")
-    assert (called.code, "--seed" in called.err) == (2, True)
+STEPS = ("--seed", "7", "--epoch", "1", "--micro-batches-per-step", "2", "--world-size", "1")
+BUDGET = ("--max-tokens", "90", "--max-samples", "4", "--lanes", "2", "--image-tokens-per-slice", "10")
+DELIVERED = TokenBudget(
+    max_tokens=90, max_samples=4, cost=CostRule(counts_delivered=True, image_tokens_per_slice=10)
+)
+
+
+def _rows(loader: sf.Loader, epoch: int) -> list[tuple[list[str | None], list[float]]]:
+    """Return keys and weights of the micro-batches of an epoch."""
+    loader.set_epoch(epoch)
+    with loader:
+        return [(list(batch.info.sample_keys), batch.info.weight.tolist()) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (None, ()),
+        (sf.Sampling(limit=9), ("--limit", "9")),
+        (sf.Sampling(epoch_samples=11), ("--epoch-samples", "11")),
+    ],
+)
+@pytest.mark.parametrize("has_budget", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_steps_are_those_of_a_loader_with_these_fields(
+    cases: Dataset,
+    plan: Any,
+    tmp_path: Path,
+    sampling: sf.Sampling | None,
+    options: tuple[str, ...],
+    *,
+    has_budget: bool,
+    drops: bool,
+) -> None:
+    text = BY_ROLE.replace('missing = "pad"', 'missing = "drop"', 1) if drops else BY_ROLE
+    spec = sf.BatchSpec(
+        micro_batch_size=0 if has_budget else 3,
+        budget=DELIVERED if has_budget else None,
+        micro_batches_per_step=2,
+        tail="mask",
+        lanes=2 if has_budget else 0,
+    )
+    size = BUDGET if has_budget else ("--micro-batch-size", "3")
+    lines = plan(cases, text, *STEPS, *size, "--tail", "mask", "--json", *options).lines
+    fields = sf.read_fields(tmp_path / "fields.toml")
+    loader = sf.Loader(cases, split="train", seed=7, batch=spec, fields=fields, sampling=sampling)
+    assert [(line["keys"], line["weights"]) for line in lines] == _rows(loader, 1)
+    assert {key for line in lines for key in line["keys"]} - {None}
+
+
+def test_a_budget_charges_for_what_the_fields_deliver(cases: Dataset, plan: Any) -> None:
+    """By the images that the cases are made of: a micro-batch of several samples fits, as delivered."""
+    fields = BY_ROLE.partition("[fields.report]")[0]
+    lines = plan(cases, fields, *STEPS, *BUDGET, "--tail", "mask", "--json").lines
+    numbers = {sample_key(number): number for number in range(NUM_SAMPLES)}
+    delivered = {
+        number: min(1, roles["frontal"]) + min(1, roles["lateral"]) + roles["contrast"] + roles["unknown"]
+        for number, roles in ((number, _roles(number)) for number in range(NUM_SAMPLES))
+    }
+    batches = [[numbers[key] for key in line["keys"] if key is not None] for line in lines]
+    lengths = [[2 + 10 * delivered[number] for number in batch] for batch in batches]
+    assert all(len(batch) < 2 or max(batch) * len(batch) <= 90 for batch in lengths)
+    # Nothing of the budget is spent on localizers, which no field delivers, and on reports.
+    assert any(len(batch) == 4 for batch in lengths)
+
+
+def test_a_blend_is_charged_by_component(cases: Dataset, tmp_path: Path, capsys: Any) -> None:
+    blend, fields = tmp_path / "blend.toml", tmp_path / "fields.toml"
+    blend.write_text(f'[[component]]\ndataset = "{cases.store.url}"\nsplit = "train"\nrepeat = 1\n' * 2)
+    fields.write_text(BY_ROLE)
+    options = [*STEPS, *BUDGET, "--tail", "mask", "--json"]
+    assert main(["plan", "--blend", str(blend), "--fields", str(fields), *options]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    spec = sf.BatchSpec(budget=DELIVERED, micro_batches_per_step=2, tail="mask", lanes=2)
+    loader = sf.Loader(open_blend(blend), seed=7, batch=spec, fields=sf.read_fields(fields))
+    assert [(line["keys"], line["weights"]) for line in lines] == _rows(loader, 1)
+
+
+def _warned(
+    cases: Dataset, caplog: pytest.LogCaptureFixture, rule: CostRule, fields: dict[str, sf.Field]
+) -> list[str]:
+    """Return what a loader with a budget warns of."""
+    caplog.clear()
+    budget = TokenBudget(max_tokens=90, max_samples=4, cost=rule)
+    spec = sf.BatchSpec(budget=budget, micro_batches_per_step=1, lanes=1)
+    sf.Loader(cases, split="train", seed=7, batch=spec, fields=fields)
+    return [record.getMessage() for record in caplog.records if record.name.endswith("binding")]
+
+
+def test_a_loader_that_charges_for_more_than_it_delivers_says_so_once(
+    cases: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = _stored(NUM_SAMPLES)
+    image = sf.Image(series="role == 'frontal'", size=(8, 8), missing="pad")
+    rule = CostRule(image_tokens_per_slice=10, max_slices=100)
+    (line,) = _warned(cases, caplog, rule, {"image": image})
+    assert f"charges for {stored.total()} stored slices or tiles, and the fields deliver" in line
+    assert f"deliver {stored['frontal']};" in line
+    assert "write CostRule(counts_delivered=True, image_tokens_per_slice=10) without max_slices" in line
+    (line,) = _warned(cases, caplog, rule, {"report": sf.Text(missing="pad")})
+    assert "the fields deliver 0;" in line
+    # Tiles are charged for in CT too, of which none is delivered.
+    tiled = replace(image, num_images="all", series=None, size=(4, 4), tiles=4)
+    tiles = replace(rule, tiles=TileRule(rows=4, columns=4, max_tiles=4))
+    assert len(_warned(cases, caplog, tiles, {"image": tiled})) == 1
+
+
+def test_a_loader_that_charges_for_what_it_delivers_says_nothing(
+    cases: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    every = sf.Image(series="num_slices > 0", num_images="all", size=(8, 8))
+    rule = CostRule(image_tokens_per_slice=10, max_slices=100)
+    assert _warned(cases, caplog, rule, {"image": every}) == []
+    assert _warned(cases, caplog, CostRule(), {"report": sf.Text(missing="pad")}) == []
+    delivered = CostRule(image_tokens_per_slice=10, counts_delivered=True)
+    assert _warned(cases, caplog, delivered, {"image": replace(every, num_images=1)}) == []
+    # Stored slices are no measure of a region, and none of sizes that are drawn.
+    assert _warned(cases, caplog, rule, {"ct": sf.Volume(roi_size=(2, 4, 4), missing="pad")}) == []
+    sized = sf.Slices(sizes=((2, 8, 8, 1), (1, 8, 8, 1)), missing="pad")
+    assert _warned(cases, caplog, rule, {"ct": sized}) == []
+
+
+def test_a_region_counts_as_one_picture(cases: Dataset, plan: Any) -> None:
+    """Whatever its size: what a budget charges for it is what ``image_tokens_per_slice`` says."""
+    text = '[fields.ct]\ntype = "volume"\nroi_size = [{}, 4, 4]\nmissing = "pad"'
+    options = (*STEPS, *BUDGET, "--max-tokens", "30", "--tail", "mask", "--json")
+    lines = plan(cases, text.format(2), *options).lines
+    has_volume = [any(one.kind == "volume" for one in case_series(number)) for number in range(NUM_SAMPLES)]
+    numbers = {sample_key(number): number for number in range(NUM_SAMPLES)}
+    for line in lines:
+        lengths = [2 + 10 * has_volume[numbers[key]] for key in line["keys"] if key is not None]
+        assert len(lengths) < 2 or max(lengths) * len(lengths) <= 30
+    most = max(sum(has_volume[numbers[key]] for key in line["keys"] if key) for line in lines)
+    assert most == 2
+    assert plan(cases, text.format(3), *options).lines == lines
+
+
+def test_the_summary_of_steps_follows_what_fields_deliver(cases: Dataset, plan: Any) -> None:
+    compared = ("--summary", "--compare", "max-tokens=200")
+    called = plan(cases, BY_ROLE, *STEPS, *BUDGET, *compared)
+    assert called.code == 0
+    assert called.out.index("images reachable") < called.out.index("budget used")
+    two = plan(cases, BY_ROLE, *STEPS, *BUDGET, *compared, "--json").lines
+    assert [line["settings"] for line in two] == ["this", "other"]
+    assert two[1]["plan"]["num_steps"] < two[0]["plan"]["num_steps"]
+    text = plan(cases, BY_ROLE, *STEPS, "--micro-batch-size", "2").out
+    assert text.index("images reachable") < text.index("steps")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--seed", "1"), "--epoch, --micro-batches-per-step, --world-size; or leave out --seed"),
+        (("--summary",), "or leave out --summary"),
+        ((*STEPS, *BUDGET, "--max-slices", "4"), "leave out --max-slices, and give --image-tokens-per-slice"),
+        (("--max-slices", "4"), "leave out --max-slices"),
+        ((*STEPS, *BUDGET, "--summary", "--compare", "max-slices=4"), "leave out --max-slices"),
+        ((*STEPS, "--micro-batch-size", "2", "--transform", "a:b"), "--transform is timed without steps"),
+        (STEPS, "one of --micro-batch-size and --max-tokens must be given"),
+        ((*STEPS, "--micro-batch-size", "99"), "step"),
+    ],
+)
+def test_options_that_do_not_go_with_fields_are_one_sentence(
+    cases: Dataset, plan: Any, options: tuple[str, ...], said: str
+) -> None:
+    called = plan(cases, BY_ROLE, *options)
+    assert (called.code, called.out, called.err.count("\n")) == (2, "", 1)
+    assert said in called.err
+
+
+def test_without_fields_the_options_of_steps_are_required(cases: Dataset, capsys: Any) -> None:
     assert main(["plan", str(cases.store.url), "--split", "train", "--seed", "1"]) == 2
     said = capsys.readouterr().err
-    assert "--epoch, --micro-batches-per-step, --world-size" in said
+    assert "--epoch, --micro-batches-per-step, --world-size; or --fields FILE" in said
 
 
 def test_without_a_series_table_the_command_is_named(tmp_path: Path, plan: Any) -> None:

@@ -80,7 +80,8 @@ class ReportTask:
 
     def batch_spec(self, selection: Selection, tail: Tail | None) -> BatchSpec:
         """Return how steps are formed."""
-        return batch_spec(self.batch, self.images, self.text, selection, tail=tail)
+        fields = self.fields(selection, is_evaluation=tail is not None)
+        return batch_spec(self.batch, self.images, self.text, selection, fields, tail=tail)
 
     def fields(self, selection: Selection, *, is_evaluation: bool) -> dict[str, Field]:
         """Return what a batch holds."""

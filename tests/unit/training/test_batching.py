@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def config_of(tiny: TinyInput, *overrides: str) -> TrainConfig:
 
 
 def spec_of(config: TrainConfig, selection: Selection, tail: Tail | None = None) -> BatchSpec:
-    return batch_spec(config.batch, config.image_field, config.text, selection, tail=tail)
+    return batch_spec(config.batch, config.image_field, config.text, selection, config.fields, tail=tail)
 
 
 def test_settings_become_a_batch_spec(tiny: TinyInput) -> None:
@@ -68,12 +69,34 @@ def test_budgets_are_filled_by_counts_of_the_runs_tokenizer(tiny: TinyInput) -> 
     assert Loader(dataset, split="train", batch=spec, seed=3).summary().num_dropped >= 0
 
 
+def test_a_budget_charges_for_what_the_fields_of_the_run_deliver(tiny: TinyInput) -> None:
+    tokens = (*BUDGET, "batch.max_tokens=200", "batch.image_tokens_per_slice=30")
+    config = config_of(tiny, *tokens, "batch.counts_delivered=true", "fields.image.num_slices=2")
+    selection = select(Dataset.open(tiny.dataset), "train")
+    spec, stored = spec_of(config, selection), spec_of(config_of(tiny, *tokens), selection)
+    assert spec.budget is not None
+    assert stored.budget is not None
+    assert stored.budget.cost.max_slices > 0
+    assert spec.budget.cost == replace(stored.budget.cost, max_slices=0, counts_delivered=True)
+    with Loader(selection, batch=spec, seed=3, fields=config.fields) as loader:
+        # The lanes are those that are chosen for what is delivered, as the plan chooses them.
+        charged = loader.selection.plan(loader.plan.spec, seed=3, epoch=0, auto_lanes=True)
+        assert charged.spec == loader.plan.spec
+        text = config.text.max_tokens
+        for batch in loader:
+            reports = [min(text, -(-len(one.encode()) // 4)) for one in batch["report"]]
+            pictures = batch["image_mask"].sum(axis=1).tolist()
+            lengths = [2 + 30 * num + report for num, report in zip(pictures, reports, strict=True)]
+            assert len(lengths) < 2 or max(lengths) * len(lengths) <= 200
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         ((), "one of micro_batch_size and max_tokens, got neither"),
         ((*BUDGET, "batch.micro_batch_size=1"), "got both"),
         ((*BUDGET, "batch.lanes=0"), "batch.lanes must be at least 1"),
+        (("batch.micro_batch_size=1", "batch.counts_delivered=true"), "counts_delivered needs batch.max_tok"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -276,7 +276,7 @@ def test_what_images_cost_is_part_of_the_budget(tiny: TinyInput, tmp_path: Path)
 
     def cost(*image: str) -> object:
         config = tiny_config(tiny, tmp_path, *image)
-        budget = batch_spec(batch, config.image_field, config.text, selection).budget
+        budget = batch_spec(batch, config.image_field, config.text, selection, config.fields).budget
         assert budget is not None
         assert not budget.padded
         assert budget.cost.tokens_per_sample == 3
