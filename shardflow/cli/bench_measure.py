@@ -133,9 +133,10 @@ class _Bench:
         self._options = options
         selection = select(dataset, options.split, unit=options.unit, where=options.where, keys=options.keys)
         self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
-        has_texts_alone = not any(isinstance(one, PixelField) for one in self._fields.specs.values())
+        has_members = any(isinstance(one, PixelField) for one in self._fields.specs.values())
+        has_texts_alone = not (has_members or self._fields.has_pictures)
         self.spec = BatchSpec(
-            micro_batch_size=_TEXTS_PER_MICRO_BATCH if has_texts_alone else 1,
+            micro_batch_size=_TEXTS_PER_MICRO_BATCH if has_texts_alone else self._fields.num_crops,
             micro_batches_per_step=1,
             tail="mask",
         )
