@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +15,26 @@ import cv2
 import nibabel
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
 
 from tests.dicom_factory import make_study
 
 __all__ = [
+    "MadeCase",
     "MadeTree",
+    "VolumeTree",
     "make_chexpert",
     "make_ct_rate",
     "make_lidc",
     "make_manifest",
     "make_mimic",
+    "make_msd",
+    "make_nnunet",
     "make_openi",
     "make_padchest",
     "make_rsna",
     "picture",
+    "storage_affine",
     "write_nifti",
     "write_png",
     "write_table",
@@ -410,4 +417,132 @@ def make_manifest(folder: Path) -> MadeTree:
             f"inputs.layout.table={table}",
         ),
         secrets=("Pat-11", "Pat-12", "St-21", "St-22", "one.png", "header-name"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeCase:
+    """Files of one case."""
+
+    images: dict[str | None, tuple[Path, int | None]]
+    """Channel to its file, and to its place along the file's fourth axis."""
+    label: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeTree:
+    """A tree of volumes with their labels."""
+
+    images: Path
+    cases: dict[str, MadeCase]
+    """By study as the layout names it."""
+    classes: dict[str, tuple[int, ...]]
+    settings: tuple[str, ...]
+    secrets: tuple[str, ...] = ()
+
+
+def storage_affine(number: int) -> Pixels:
+    """Make an affine to RAS: oblique, stored as RAS, as LAS, or with axes in another order, by the number."""
+    oblique = Rotation.from_euler("zyx", (17.0, -8.0, 5.0), degrees=True).as_matrix()
+    turn = (oblique, np.eye(3), np.diag([-1.0, 1.0, 1.0]), np.eye(3)[:, [2, 0, 1]])[number % 4]
+    affine = np.eye(4)
+    affine[:3, :3] = turn * (0.9, 1.3, 2.5)
+    affine[:3, 3] = (-31.5, 12.25, 7.0 + number)
+    return affine
+
+
+def _make_case(
+    number: int, shape: tuple[int, int, int] = (9, 11, 6), num_labels: int = 3
+) -> tuple[Pixels, Pixels, Pixels]:
+    """Make two channels, a label map and an affine."""
+    random = np.random.default_rng(number)
+    channels = random.integers(-1000, 1000, (*shape, 2)).astype(np.int16)
+    labels = np.zeros(shape, np.uint8)
+    for label in range(1, num_labels + 1):
+        low = random.integers(0, np.array(shape) - 3)
+        labels[tuple(slice(int(at), int(at) + 3) for at in low)] = label
+    return channels, labels, storage_affine(number)
+
+
+LABEL_TYPES = (np.uint8, np.float32, np.int16, np.float64)
+
+
+def make_nnunet(folder: Path) -> VolumeTree:
+    """nnU-Net raw: a file a channel, classes of several numbers; of one case nothing is marked."""
+    root = folder / "Dataset017_Made"
+    cases: dict[str, MadeCase] = {}
+    names = ("T1w", "FLAIR")
+    for number in range(5):
+        channels, labels, affine = _make_case(number)
+        part, case = ("Ts", "made_900") if number == 4 else ("Tr", f"made_{number:03d}")
+        images: dict[str | None, tuple[Path, int | None]] = {}
+        for channel, name in enumerate(names):
+            path = root / f"images{part}" / f"{case}_{channel:04d}.nii.gz"
+            write_nifti(path, channels[..., channel], affine)
+            images[name] = (path, None)
+        label = None
+        if part == "Tr":
+            label = root / "labelsTr" / f"{case}.nii.gz"
+            marked = labels * 0 if number == 3 else labels
+            write_nifti(label, marked.astype(LABEL_TYPES[number]), affine)
+        cases[f"{root.name}/{case}"] = MadeCase(images=images, label=label)
+    classes = {"whole lesion": (1, 2, 3), "core": (2, 3), "ring-like rim": (3,)}
+    content = {
+        "channel_names": {str(number): name for number, name in enumerate(names)},
+        "labels": {"background": 0, **{name: list(numbers) for name, numbers in classes.items()}},
+        "regions_class_order": [1, 2, 3],
+        "numTraining": 4,
+        "file_ending": ".nii.gz",
+    }
+    (root / "dataset.json").write_text(json.dumps(content), encoding="utf-8")
+    return VolumeTree(
+        images=root,
+        cases=cases,
+        classes=classes,
+        settings=(
+            "inputs.layout.kind=nnunet",
+            f"inputs.dicom={root}",
+            "inputs.layout.is_patient_study=true",
+            "splits={train = 1, val = 1, test = 0}",
+        ),
+        secrets=("Dataset017", "made_0", "made_9"),
+    )
+
+
+def make_msd(folder: Path) -> VolumeTree:
+    """Decathlon: images of four axes below a folder of tasks, and what a Mac leaves in an archive."""
+    root = folder / "tasks"
+    task = root / "Task01_Made"
+    cases: dict[str, MadeCase] = {}
+    names = ("FLAIR", "T1w")
+    for number in range(4):
+        channels, labels, affine = _make_case(10 + number)
+        case = f"MADE_{number:03d}"
+        path, label = task / "imagesTr" / f"{case}.nii.gz", task / "labelsTr" / f"{case}.nii.gz"
+        write_nifti(path, channels, affine)
+        write_nifti(label, labels.astype(LABEL_TYPES[number]), affine)
+        (task / "imagesTr" / f"._{case}.nii.gz").write_bytes(b"\0\5\26\7 AppleDouble")
+        images: dict[str | None, tuple[Path, int | None]] = {
+            name: (path, at) for at, name in enumerate(names)
+        }
+        cases[f"{task.name}/{case}"] = MadeCase(images=images, label=label)
+    content = {
+        "modality": {str(number): name for number, name in enumerate(names)},
+        "labels": {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"},
+        "training": [
+            {"image": f"./imagesTr/{name[12:]}.nii.gz", "label": f"./labelsTr/{name[12:]}.nii.gz"}
+            for name in cases
+        ],
+    }
+    (task / "dataset.json").write_text(json.dumps(content), encoding="utf-8")
+    return VolumeTree(
+        images=task,
+        cases=cases,
+        classes={"edema": (1,), "non-enhancing tumor": (2,), "enhancing tumour": (3,)},
+        settings=(
+            "inputs.layout.kind=msd",
+            f"inputs.dicom={root}",
+            "inputs.layout.is_patient_study=true",
+        ),
+        secrets=("Task01", "MADE_0"),
     )

@@ -237,6 +237,7 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
         "axis": axis.get("name"),
         "view": _view(technical) if technical["modality"] == "MG" else technical.get("view_position"),
         "decay_correction": pet.get("decay_correction"),
+        "channel": series.get("channel"),
     }
     regions = series.get("ultrasound_regions") or []
     optional = {

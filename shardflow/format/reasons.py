@@ -113,6 +113,7 @@ class Reason(StrEnum):
     FILE_UNREADABLE = "FILE_UNREADABLE"
     HEADER_UNREADABLE = "HEADER_UNREADABLE"
     INVALID_IMAGE_DESCRIPTION = "INVALID_IMAGE_DESCRIPTION"
+    LABELS_OFF_GRID = "LABELS_OFF_GRID"
     LAYOUT_FILE = "LAYOUT_FILE"
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     MISSING_FILE = "MISSING_FILE"
@@ -134,6 +135,7 @@ class Reason(StrEnum):
     STUDY_QUARANTINED = "STUDY_QUARANTINED"
     STUDY_WITHOUT_REPORT = "STUDY_WITHOUT_REPORT"
     SUPERSEDED_REPORT = "SUPERSEDED_REPORT"
+    UNKNOWN_LABEL = "UNKNOWN_LABEL"
     UNSUPPORTED_SOP_CLASS = "UNSUPPORTED_SOP_CLASS"
     UNSUPPORTED_TRANSFER_SYNTAX = "UNSUPPORTED_TRANSFER_SYNTAX"
     WORKER_FAILED = "WORKER_FAILED"
@@ -225,6 +227,10 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.INVALID_IMAGE_DESCRIPTION: ReasonInfo(
         Outcome.QUARANTINED, "Rows, columns, bits or samples are missing, zero or contradict each other."
     ),
+    Reason.LABELS_OFF_GRID: ReasonInfo(
+        Outcome.QUARANTINED,
+        "The volume of labels has another shape or place than every image of its study.",
+    ),
     Reason.LAYOUT_FILE: ReasonInfo(
         Outcome.SKIPPED,
         "The file is a table or a report of the layout, which is read for what it says of others.",
@@ -295,6 +301,10 @@ REASONS: dict[Reason, ReasonInfo] = {
         Outcome.SKIPPED,
         "A corrected or final report of the same study stands for it.",
     ),
+    Reason.UNKNOWN_LABEL: ReasonInfo(
+        Outcome.QUARANTINED,
+        "The volume of labels holds a number that the layout's list of classes does not have.",
+    ),
     Reason.UNSUPPORTED_SOP_CLASS: ReasonInfo(
         Outcome.SKIPPED, "The object is not an image of a kind that is packed (or has no SOP Class UID)."
     ),
@@ -360,6 +370,7 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.FILE_UNREADABLE: "Check permissions and the disk, then pack again.",
     Reason.HEADER_UNREADABLE: "Export the files again; most often the transfer was cut.",
     Reason.INVALID_IMAGE_DESCRIPTION: "Export the files again; nobody can tell what the pixels are.",
+    Reason.LABELS_OFF_GRID: "Resample the labels to their image (nearest neighbor) and copy its affine.",
     Reason.LIMIT_EXCEEDED: "If such sizes are real here, raise the limit (limits settings).",
     Reason.MISSING_IDENTIFIER: "Export the files with their identifiers; they are replaced here, not there.",
     Reason.MISSING_FILE: 'Fetch the rest of the files, or set layout.missing_files to "ignore".',
@@ -372,6 +383,7 @@ _REMEDIES: Final[dict[Reason, str]] = {
     "(identity.key_file): keys and splits stay. No later version of this dataset takes them in.",
     Reason.STUDY_QUARANTINED: "Mend the inputs of the other reasons; or set policy.on_bad_instance to "
     '"drop_instance", which packs the rest of a study.',
+    Reason.UNKNOWN_LABEL: "Add the number to the labels of dataset.json, or correct the file.",
     Reason.UNSUPPORTED_TRANSFER_SYNTAX: "Export the files in another transfer syntax.",
     Reason.WORKER_FAILED: "Report it with the class name and place from the log of the job.",
     Reason.WORKER_KILLED: "Look at one of them by itself; a decoder or converter crashes on it.",

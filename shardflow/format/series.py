@@ -58,7 +58,7 @@ MEASURES: Final = (
 """Columns of numbers; NaN is a missing value."""
 ANSWERS: Final = ("has_contrast",)
 """Columns of yes or no: 1, 0, and -1 for a missing value."""
-OPTIONAL_STRINGS: Final = ("axis", "view", "decay_correction")
+OPTIONAL_STRINGS: Final = ("axis", "view", "decay_correction", "channel")
 OPTIONAL_COUNTS: Final = ("group", "axis_index", "axis_num", "num_regions")
 """Columns of integers; -1 is a missing value."""
 OPTIONAL_MEASURES: Final = (

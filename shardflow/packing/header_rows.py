@@ -30,7 +30,7 @@ from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts
 from shardflow.packing.sources.attachments import AttachmentItem
 from shardflow.packing.sources.dicom.headers import InstanceHeader, header_from_json, header_to_json
-from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.placement import ClassNames, Placement
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class AttachmentRow:
     items: tuple[AttachmentItem, ...]
     study_beside: str = ""
     """Study of the layout that the file is located with."""
+    classes: ClassNames | None = None
+    """Of a volume of labels that a layout names."""
 
 
 @dataclass(frozen=True, slots=True)

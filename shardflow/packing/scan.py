@@ -31,7 +31,7 @@ from shardflow.packing.header_rows import (
 )
 from shardflow.packing.inventory import INPUT_KINDS, Attachment, FileTable, ScannedFile
 from shardflow.packing.registry import attachment_kinds
-from shardflow.packing.sources.attachments import HEAD_BYTES
+from shardflow.packing.sources.attachments import HEAD_BYTES, LABEL_VOLUMES, AttachmentItem
 from shardflow.packing.sources.dicom.dictionary import DEFLATED
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, sop_class_of
@@ -56,7 +56,7 @@ NUM_BUCKETS: Final = 10_000
 BATCH_FILES: Final = 128
 """Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
-_ROWS_VERSION: Final = 6
+_ROWS_VERSION: Final = 7
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
@@ -87,19 +87,31 @@ class AttachmentFinder:
         kinds = [[kind.name, kind.version] for kind in self.kinds()]
         return [self.max_bytes, kinds, *([self.records] if self.records else [])]
 
-    def find(self, path: Path) -> AttachmentRow | str | None:
+    def find(self, path: Path, placement: Placement | None = None) -> AttachmentRow | str | None:
         """Read an attachment.
+
+        Args:
+            path: The file.
+            placement: Of a volume of labels, which needs no recognizing then: its study and its classes.
 
         Returns:
             The attachment; a reason if its kind is known but it cannot be used; None for a file of no kind.
         """
-        kind = self._recognize(path)
+        classes = None if placement is None else placement.classes
+        if classes is None:
+            kind = self._recognize(path)
+        else:
+            kind = next((one for one in self.kinds() if one.name == LABEL_VOLUMES), None)
         if kind is None:
             return None
         try:
             if path.stat().st_size > self.max_bytes:
                 return Reason.LIMIT_EXCEEDED.value
             items = tuple(kind.describe(path))
+            if placement is not None and classes is not None:
+                # Empty masks of many studies have the same bytes, and are inputs of their own.
+                named = json.dumps([placement.study, classes])
+                items = (AttachmentItem(study_uids=(placement.study,), content=named),)
             content = _digest(path, "/".join(item.content for item in items))
         except SourceError as error:
             return str(error.reason)
@@ -107,7 +119,7 @@ class AttachmentFinder:
             raise
         except Exception:  # noqa: BLE001 - the parsers of all formats, over whatever a file holds
             return Reason.ATTACHMENT_UNREADABLE.value
-        return AttachmentRow(kind.name, kind.version, content, items)
+        return AttachmentRow(kind.name, kind.version, content, items, classes=classes)
 
     def _recognize(self, path: Path) -> AttachmentKind | None:
         kinds = self.kinds()
@@ -209,6 +221,9 @@ class Scanner:
         if self._is_for_attachments(file.root_index):
             found = None if reason is not None else self._find_attachment(row, path)
             return found or _without_header(row, reason or Reason.NOT_ATTACHMENT)
+        if reason is None and placement is not None and placement.classes is not None:
+            found = self._find_attachment(row, path)
+            return found or _without_header(replace(row, placement=None), Reason.ANNOTATION_FILE)
         if reason is not None:
             # The placement names the study beside the file here, not that it is an image.
             found = self._find_attachment(row, path) if reason in NO_IMAGE else None
@@ -234,7 +249,7 @@ class Scanner:
         """Return the row of an attachment, usable or not; None for any other file."""
         if self.finder is None:
             return None
-        found = self.finder.find(path)
+        found = self.finder.find(path, row.placement)
         if found is None:
             return None
         if not isinstance(found, AttachmentRow):

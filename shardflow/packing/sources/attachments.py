@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.placement import ClassNames
 
 DAY_S: Final = 86_400
+LABEL_VOLUMES: Final = "nifti"
+"""Name of the kind that reads the volumes of labels that a layout names."""
 HEAD_BYTES: Final = 4096
 """Bytes of a file's beginning that a kind is shown to recognise it."""
 
@@ -117,6 +120,8 @@ class StudyContext:
     counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Entries that former attachments of the study have put into each list of each part: the first free
     number of ``("annotations", "rois")``, ``("waveforms", "records")``, ..."""
+    classes: ClassNames | None = None
+    """Classes of a volume of labels whose image and classes a layout names; None for all else."""
 
     def published_seconds(self, moment: datetime) -> float | None:
         """Return the seconds between study and ``moment`` that may leave; None if none may.

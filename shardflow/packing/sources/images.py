@@ -110,13 +110,17 @@ def read_frame_facts(
 def read_stack_facts(
     path: Path, placement: Placement | None, slices: Sequence[SliceRef], *, limits: HeaderLimits
 ) -> AcquisitionFacts:
-    """Read the facts of a stack that its values need, of its first file; none of formats other than DICOM.
+    """Read the facts of a stack that its values need, of its first file; of other formats its channel.
 
     Raises:
         SourceError: As `shardflow.packing.sources.dicom.acquisition.read_acquisition`.
     """
     if placement is not None and placement.form != "dicom":
-        return AcquisitionFacts(published={})
+        if not placement.channels:
+            return AcquisitionFacts(published={})
+        first = slices[0]
+        num_slices = first.instance.image.num_frames // len(placement.channels)
+        return AcquisitionFacts(published={"channel": placement.channels[first.frame // num_slices]})
     return read_acquisition(path, slices, limits=limits)
 
 

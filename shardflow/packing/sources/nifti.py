@@ -102,6 +102,11 @@ def read_nifti(path: Path, placement: Placement, *, limits: HeaderLimits) -> Ins
         raise source_error(
             Reason.INVALID_IMAGE_DESCRIPTION, "the file and the table both state slope and intercept"
         )
+    if placement.channels and len(placement.channels) != volume.shape[3]:
+        raise source_error(
+            Reason.INVALID_IMAGE_DESCRIPTION,
+            f"{volume.shape[3]} volumes in the file, {len(placement.channels)} names of channels",
+        )
     affine, rescale = volume.affine_lps, volume.rescale or placement.rescale
     is_swapped, _, _ = volume.turn
     if affine is not None and placement.spacing_mm is not None:
@@ -127,7 +132,7 @@ def read_nifti(path: Path, placement: Placement, *, limits: HeaderLimits) -> Ins
     return make_header(
         placement,
         image,
-        _planes(volume, affine, placement.spacing_mm, slope, intercept),
+        _planes(volume, affine, placement, slope, intercept),
         syntax=NIFTI,
         num_bytes=num_bytes,
         unit="HU" if is_ct else "",
@@ -196,14 +201,14 @@ def _exactly(file: BinaryIO, num_bytes: int) -> bytes:
 def _planes(
     volume: _Volume,
     affine: Array | None,
-    spacing_mm: Vector | None,
+    placement: Placement,
     slope: float | None,
     intercept: float | None,
 ) -> tuple[PlaneHeader, ...]:
-    """One plane a frame: slices of one time follow each other, then come those of the next."""
+    """One plane a frame: slices of one time or channel follow each other, then come those of the next."""
     num_i, num_j, num_k, num_times = volume.shape
     if affine is None:
-        zooms = spacing_mm or (volume.zooms_mm and (volume.zooms_mm[1], volume.zooms_mm[0], 0.0))
+        zooms = placement.spacing_mm or (volume.zooms_mm and (volume.zooms_mm[1], volume.zooms_mm[0], 0.0))
         return (PlaneHeader(pixel_spacing=zooms and zooms[:2], slope=slope, intercept=intercept),)
     is_swapped, is_row_reversed, is_column_reversed = volume.turn
     row_axis, column_axis = (0, 1) if is_swapped else (1, 0)
@@ -227,14 +232,15 @@ def _planes(
                     slice_thickness=float(np.linalg.norm(affine[:3, 2])),
                     slope=slope,
                     intercept=intercept,
-                    phase=_phase(time),
+                    # Channels form no axis: each is a volume of another kind.
+                    phase=_phase("stack_id" if placement.channels else "temporal_position", time),
                 )
             )
     return tuple(planes)
 
 
-def _phase(time: int) -> tuple[str, ...]:
-    return tuple(str(time) if name == "temporal_position" else "" for name in PHASE_NAMES)
+def _phase(phase: str, number: int) -> tuple[str, ...]:
+    return tuple(str(number) if name == phase else "" for name in PHASE_NAMES)
 
 
 def _with_spacing(affine: Array, spacing_mm: Vector) -> Array:

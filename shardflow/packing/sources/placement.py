@@ -18,8 +18,14 @@ from shardflow.packing.sources.dicom.planes import PlaneHeader
 ImageForm: TypeAlias = Literal["dicom", "nifti", "raster"]
 """Format of an image file: DICOM, a NIfTI volume, or one PNG or JPEG."""
 
+ClassNames: TypeAlias = dict[str, tuple[int, ...]]
+"""Names of the classes of a volume of labels, each with the numbers that are voxels of it; empty where only
+the numbers are known."""
+
 Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 """DICOM keyword to values, as `shardflow.packing.sources.dicom.attributes.read_attributes` returns them."""
+
+_OPTIONAL = ("channels", "classes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +57,29 @@ class Placement:
     """Further identifiers of the study, such as an accession number, to be removed from its report."""
     rescale: tuple[float, float] | None = None
     """Slope and intercept of a picture, or of a volume whose header has none; applied once."""
+    channels: tuple[str, ...] = ()
+    """Names of the points of a volume's fourth axis, which become series; one name for a volume of three."""
+    classes: ClassNames | None = None
+    """Classes of a volume of labels, which is an attachment; None for an image."""
 
     def __repr__(self) -> str:
         return f"Placement({self.form})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the placement as JSON."""
-        return asdict(self)
+        row = asdict(self)
+        # Left out if there are none: rows decide whether an input is already known.
+        return {
+            name: value for name, value in row.items() if name not in _OPTIONAL or value not in ((), None)
+        }
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Placement:
         """Read what `to_json` wrote."""
-        known = {field.name: row[field.name] for field in fields(cls)}
+        known = {field.name: row[field.name] for field in fields(cls) if field.name not in _OPTIONAL}
+        known["channels"] = tuple(row.get("channels", ()))
+        if "classes" in row:
+            known["classes"] = {name: tuple(values) for name, values in row["classes"].items()}
         known["other_ids"] = tuple(known["other_ids"])
         for name in ("spacing_mm", "rescale"):
             known[name] = None if known[name] is None else tuple(known[name])

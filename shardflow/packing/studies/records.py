@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -358,7 +358,8 @@ def attach(
     made = AttachedFields()
     for entry in sorted(entries, key=lambda one: (order[one.row.kind], one.row.content, one.items)):
         mark.write(entry.position)
-        found = _convert(kinds[entry.row.kind], entry, context(made.counts()))
+        study = replace(context(made.counts()), classes=entry.row.classes)
+        found = _convert(kinds[entry.row.kind], entry, study)
         if isinstance(found, str):
             made.reasons[entry.position] = found
         else:

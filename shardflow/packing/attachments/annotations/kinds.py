@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.attachments import Attached, AttachmentItem, StoredSeries, StudyContext
+from shardflow.packing.sources.attachments import (
+    LABEL_VOLUMES,
+    Attached,
+    AttachmentItem,
+    StoredSeries,
+    StudyContext,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +69,7 @@ class AnnotationKind:
             surrogate=study.surrogate,
             first_region=study.num("annotations", "rois"),
             limits=_limits(),
+            classes=study.classes,
         )
         targets = Targets([target_of(series) for series in study.series])
         read = _resolve(self.reader)
@@ -71,7 +78,9 @@ class AnnotationKind:
         else:
             read(path, targets, writer)
         part, fields = writer.finish()
-        reasons = {} if part["rois"] else dict.fromkeys(items, Reason.ANNOTATION_WITHOUT_PLACE)
+        reasons = (
+            {} if part["rois"] or writer.is_placed else dict.fromkeys(items, Reason.ANNOTATION_WITHOUT_PLACE)
+        )
         return Attached(fields=fields, parts={"annotations": part}, reasons=reasons)
 
 
@@ -150,7 +159,7 @@ KINDS: Final = (
         has_items=True,
     ),
     AnnotationKind(
-        name="nifti",
+        name=LABEL_VOLUMES,
         describer="nifti_mask:describe_label_volume",
         reader="nifti_mask:read_label_volume",
         recogniser="nifti_mask:is_label_volume",

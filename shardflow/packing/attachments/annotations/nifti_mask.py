@@ -1,12 +1,14 @@
 """Reader of NIfTI label volumes: each number above 0 is a region, placed in space by the affine.
 
 The reader of NIfTI images handles the file's axes and signs (RAS) and returns planes in LPS. The bytes do not
-tell labels from an image: the file name does, and it names the image as well, by what remains without the
-word for a mask, or by the name of its folder.
+tell labels from an image: a layout does, with the study and the names of the classes; else the file name
+does, and it names the image as well, by what remains without the word for a mask, or by the name of its
+folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from shardflow.packing.sources.attachments import AttachmentItem
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.nifti import iter_nifti, read_nifti
-from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.placement import ClassNames, Placement
 
 _NAME: Final = re.compile(
     r"(?:^|[-_. ])(?:mask|seg|segmentation|label|labels|labelmap|roi|lesion)s?(?:[-_.]|$)", re.IGNORECASE
@@ -67,7 +69,8 @@ def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> Non
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE, INVALID_IMAGE_DESCRIPTION, PIXEL_DATA_TRUNCATED,
-            DECODE_FAILED or LIMIT_EXCEEDED.
+            DECODE_FAILED or LIMIT_EXCEEDED; of a volume whose image and classes a layout names, also
+            LABELS_OFF_GRID and UNKNOWN_LABEL.
     """
     limits = _header_limits(writer.limits)
     header = read_nifti(path, _PLACEMENT, limits=limits)
@@ -76,12 +79,17 @@ def read_label_volume(path: Path, targets: Targets, writer: RegionWriter) -> Non
     if num_voxels > writer.limits.max_voxels:
         raise source_error(Reason.LIMIT_EXCEEDED, f"{num_voxels} voxels declared")
     volume, is_fractional = _labels(path, header, limits)
+    if writer.classes is not None:
+        _check_classes(volume, writer.classes, is_fractional=is_fractional)
+        if not any(_has_grid(target, planes, header) for target in targets):
+            raise source_error(Reason.LABELS_OFF_GRID)
+        writer.is_placed = True
     in_space = [target for target in targets if target.affine_lps is not None]
     if planes is None or len(planes) != len(volume) or not in_space:
         _copy(volume, targets, writer, is_fractional=is_fractional)
         return
     stack = PlaneStack(planes, (header.image.rows, header.image.columns), header.planes[0].slice_thickness)
-    regions: dict[int, OpenRegion] = {}
+    regions: dict[int | str, OpenRegion] = {}
     plates = dict(zip(stack.position_of.tolist(), volume, strict=True))
     is_met = False
     for target in in_space:
@@ -144,6 +152,49 @@ def _labels(path: Path, header: InstanceHeader, limits: HeaderLimits) -> tuple[l
     return whole, is_fractional
 
 
+_ON_VOXEL: Final = 0.45
+"""Voxels that a label may lie beside its voxel of the image: the nearest one is still its own."""
+
+
+def _has_grid(target: Target, planes: list[Plane] | None, header: InstanceHeader) -> bool:
+    """Whether every voxel of labels lies on one of a series, and none of the series is without one.
+
+    Axes may be stored in another order or direction: only places count.
+    """
+    labels, image = (header.image.columns, header.image.rows, header.image.num_frames), target.grid
+    if planes is None or target.affine_lps is None:
+        return planes is None and target.affine_lps is None and labels == image
+    if len(planes) != labels[2]:
+        return False
+    corners = _corners(labels)
+    places = np.stack(
+        [planes[k].origin + i * planes[k].per_column + j * planes[k].per_row for i, j, k in corners.tolist()]
+    )
+    affine = np.asarray(target.affine_lps, np.float64)
+    found = np.linalg.solve(affine[:3, :3], (places - affine[:3, 3]).T).T
+    nearest = np.rint(found).astype(np.int64)
+    is_near = bool((np.abs(found - nearest) <= _ON_VOXEL).all())
+    return is_near and np.array_equal(np.unique(nearest, axis=0), np.unique(_corners(image), axis=0))
+
+
+def _corners(size: tuple[int, int, int]) -> NDArray[np.int64]:
+    """Return the outermost voxels of a grid, ``(8, 3)``."""
+    return np.array(list(itertools.product(*((0, number - 1) for number in size))), np.int64)
+
+
+def _check_classes(volume: Sequence[NDArray[Any]], classes: ClassNames, *, is_fractional: bool) -> None:
+    """Refuse numbers that are of no class.
+
+    Raises:
+        SourceError: UNKNOWN_LABEL.
+    """
+    if is_fractional:
+        raise source_error(Reason.UNKNOWN_LABEL, "fractions")
+    known = {0}.union(*classes.values())
+    if classes and any(not known.issuperset(np.unique(labels).tolist()) for labels in volume):
+        raise source_error(Reason.UNKNOWN_LABEL, f"{len(classes)} classes")
+
+
 def _copy(
     volume: Sequence[NDArray[Any]], targets: Targets, writer: RegionWriter, *, is_fractional: bool
 ) -> None:
@@ -156,7 +207,7 @@ def _copy(
     if len(same) != 1:
         writer.dangling("GRID_MISMATCH", len(volume))
         return
-    regions: dict[int, OpenRegion] = {}
+    regions: dict[int | str, OpenRegion] = {}
     for index, labels in enumerate(volume):
         _add(labels, same[0], index, regions, writer, is_fractional=is_fractional)
 
@@ -165,18 +216,29 @@ def _add(
     labels: NDArray[Any],
     target: Target,
     index: int,
-    regions: dict[int, OpenRegion],
+    regions: dict[int | str, OpenRegion],
     writer: RegionWriter,
     *,
     is_fractional: bool,
 ) -> None:
-    numbers = [1] if is_fractional else [one for one in np.unique(labels).tolist() if one]
-    for number in numbers:
-        if number not in regions:
+    found = [1] if is_fractional else [one for one in np.unique(labels).tolist() if one]
+    classes: Sequence[tuple[str, tuple[int, ...]]] = [("", (number,)) for number in found]
+    if writer.classes:
+        classes = [one for one in writer.classes.items() if not set(found).isdisjoint(one[1])]
+    for name, values in classes:
+        key = name or values[0]
+        if key not in regions:
             if len(regions) >= _MAX_LABELS:
                 raise source_error(Reason.LIMIT_EXCEEDED, f"more than {_MAX_LABELS} labels")
-            regions[number] = writer.open(
-                RegionFacts(kind="segmentation", source="nifti", value=number, is_fractional=is_fractional)
+            regions[key] = writer.open(
+                RegionFacts(
+                    kind="segmentation",
+                    source="nifti",
+                    # A class of several numbers is their union.
+                    value=values[0] if len(values) == 1 else None,
+                    class_name=name,
+                    is_fractional=is_fractional,
+                )
             )
-        mask = labels if is_fractional else (labels == number).astype(np.uint8)
-        regions[number].add_mask(target, index, mask)
+        mask = labels if is_fractional else np.isin(labels, values).astype(np.uint8)
+        regions[key].add_mask(target, index, mask)

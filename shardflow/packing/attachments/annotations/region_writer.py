@@ -23,6 +23,7 @@ from shardflow.format.reasons import Reason, source_error
 from shardflow.format.regions import fill_outlines
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target
 from shardflow.packing.attachments.annotations.vocabulary import Code, Term, Vocabulary, allow_code
+from shardflow.packing.sources.placement import ClassNames
 
 Bits: TypeAlias = NDArray[np.uint8]
 
@@ -150,6 +151,8 @@ class RegionFacts:
     """Number of the reader who drew it, from 0."""
     value: int | None = None
     """Number that stood for it in a volume of labels."""
+    class_name: str = ""
+    """Its name in the layout's list of classes, which is published as it is."""
     is_fractional: bool = False
     """Whether masks hold 0..255, which are parts of a whole pixel, and not 0 and 1."""
     flags: tuple[str, ...] = ()
@@ -304,6 +307,7 @@ class RegionWriter:
         surrogate: Stand-in for an identifier: from its kind and its value.
         first_region: Number of the first region: those of files before this one are below.
         limits: Bounds.
+        classes: Classes of a volume of labels that a layout names; None for all else.
     """
 
     def __init__(
@@ -313,7 +317,11 @@ class RegionWriter:
         surrogate: Callable[[str, str], str],
         first_region: int = 0,
         limits: AnnotationLimits | None = None,
+        classes: ClassNames | None = None,
     ) -> None:
+        self.classes = classes
+        self.is_placed = False
+        """Whether what was read lies in an image, also if nothing is marked there."""
         self.limits = limits or AnnotationLimits()
         self._vocabulary = vocabulary
         self._surrogate = surrogate
@@ -392,7 +400,7 @@ class RegionWriter:
         terms = [
             self._vocabulary.term(text) if text else None
             for text in (
-                facts.label,
+                facts.label or facts.class_name,
                 facts.also,
                 facts.code.meaning if facts.code else "",
                 facts.anatomy.meaning if facts.anatomy else "",
@@ -402,7 +410,7 @@ class RegionWriter:
         place = next((term for term in reversed(terms) if term is not None and term.is_anatomy), None)
         sides = [term.side for term in terms if term is not None and term.side]
         return {
-            "label": label.name if label else _name_of(terms[3]),
+            "label": facts.class_name or (label.name if label else _name_of(terms[3])),
             "anatomy": place.name if place else None,
             "laterality": facts.side or next(iter(sides), None),
         }

@@ -136,6 +136,11 @@ class Target:
         return self.rows, self.columns
 
     @property
+    def grid(self) -> tuple[int, int, int]:
+        """Columns, rows and slices."""
+        return self.columns, self.rows, self.num_slices
+
+    @property
     def pixel_mm(self) -> tuple[float, float] | None:
         """Millimeters between rows and between columns; None if unknown."""
         if self.pixel_spacing_mm is not None:

@@ -148,6 +148,8 @@ LAYOUT_KINDS: Final = (
     "ct-rate",
     "lidc",
     "rsna",
+    "nnunet",
+    "msd",
 )
 """``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
 ``manifest``: a table does. The others are public collections in the form in which their owners distribute

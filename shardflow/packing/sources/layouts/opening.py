@@ -12,6 +12,7 @@ from shardflow.errors import ConfigError
 from shardflow.packing.sources.layouts.archives import Chexpert, CtRate, MimicCxr, OpenI, PadChest
 from shardflow.packing.sources.layouts.base import LAYOUTS_GROUP, Layout, LayoutInputs, offered_layouts
 from shardflow.packing.sources.layouts.table_layout import Folder, Headers, Lidc, Manifest, Rsna
+from shardflow.packing.sources.layouts.volumes import Decathlon, NnUnet
 
 LayoutFactory: TypeAlias = Callable[[LayoutInputs, Sequence[str]], Layout]
 
@@ -22,7 +23,9 @@ _LAYOUTS: Final[dict[str, LayoutFactory]] = {
     "headers": Headers,
     "lidc": Lidc,
     "manifest": Manifest,
+    "msd": Decathlon,
     "mimic-cxr": MimicCxr,
+    "nnunet": NnUnet,
     "openi": OpenI,
     "padchest": PadChest,
     "rsna": Rsna,
