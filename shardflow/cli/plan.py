@@ -148,7 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan, schedule, selection = planned(selection, fields, arguments)
     steps = _steps(plan.num_steps, arguments.from_step, arguments.steps)
     if arguments.json:
-        for line in micro_batches(selection, plan, schedule, steps):
+        num_crops = 1 if fields is None else fields.num_crops
+        for line in micro_batches(selection, plan, schedule, steps, num_crops):
             write_json(line)
         return 0
     if report is not None:
@@ -272,26 +273,30 @@ def _sampled(selection: Selection, arguments: argparse.Namespace) -> Selection:
 
 
 def micro_batches(
-    selection: Selection, plan: EpochPlan, schedule: RankSchedule, steps: range
+    selection: Selection, plan: EpochPlan, schedule: RankSchedule, steps: range, num_crops: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the micro-batches of some steps: by step, then in canonical order, padding micro-batches last."""
+    """Yield the micro-batches of some steps: by step, then in canonical order, padding micro-batches last.
+
+    A sample fills ``num_crops`` neighboring slots.
+    """
     for step in steps:
         for slot in range(schedule.num_micro_batches_per_rank):
             for rank in range(schedule.world_size):
                 micro = schedule.micro(rank, slot)
                 batch = plan.micro_batch(step, micro)
-                rows = batch.rows[batch.rows >= 0]
+                slots = batch.rows.repeat(num_crops)
+                rows = slots[slots >= 0]
                 found = iter(selection.keys(rows))
                 line = {
                     "step": step,
                     "rank": rank,
                     "micro": micro,
-                    "keys": [next(found) if row >= 0 else None for row in batch.rows.tolist()],
-                    "weights": batch.weights.tolist(),
+                    "keys": [next(found) if row >= 0 else None for row in slots.tolist()],
+                    "weights": batch.weights.repeat(num_crops).tolist(),
                 }
                 if selection.is_blend:
                     components = iter(selection.components_of(rows).tolist())
-                    line["components"] = [next(components) if row >= 0 else -1 for row in batch.rows.tolist()]
+                    line["components"] = [next(components) if row >= 0 else -1 for row in slots.tolist()]
                 yield line
 
 
@@ -379,7 +384,7 @@ def planned(
     Returns:
         The plan, the ranks, and the samples with what is delivered of each.
     """
-    from shardflow.loading.binding import charge_for_delivered
+    from shardflow.loading.binding import batch_of_samples, charge_for_delivered
     from shardflow.sampling import RankSchedule
 
     lanes = arguments.lanes
@@ -388,6 +393,7 @@ def planned(
     spec = _spec(arguments, lanes=1 if lanes == _AUTO else int(lanes or 0))
     if fields is not None:
         selection, spec = charge_for_delivered(selection, fields, spec)
+        spec = batch_of_samples(spec, fields.num_crops)
     plan = selection.plan(spec, seed=arguments.seed, epoch=arguments.epoch, auto_lanes=lanes == _AUTO)
     # Without --ranks-per-node, lines are dealt to ranks in turn; the summary always has nodes.
     ranks_per_node = arguments.ranks_per_node or (_ranks_per_node(arguments) if arguments.summary else 0)

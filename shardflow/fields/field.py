@@ -382,7 +382,7 @@ class BoundField(ABC):
         return None
 
     def num_delivered(self, place: int) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Return how many pictures or tiles of each row of a dataset are delivered, ``(num_rows,)``.
+        """Return how many pictures, tiles or regions of each row of a dataset are delivered, ``(num_rows,)``.
 
         Token budgets charge for them; None for a field of other content.
 

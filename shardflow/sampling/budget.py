@@ -43,7 +43,7 @@ _ESTIMATED_RATE = 250
 PREVIOUS_PREFIX: Final = "previous_"
 """Begins the facts of the earlier study of a sample, where `CostRule.counts_delivered` needs them."""
 DELIVERED_PICTURES: Final = "num_pictures"
-"""Fact of `CostRule.counts_delivered`: pictures and tiles that the fields deliver of a sample."""
+"""Fact of `CostRule.counts_delivered`: pictures, tiles and regions that the fields deliver of a sample."""
 MAX_PICTURES: Final = 2**17
 """Largest number of them, which keeps a length below 2**36; more count as that many."""
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -91,9 +91,9 @@ class CostRule:
     and ``image_tokens_per_slice``; empty, and then left out of the JSON, if all samples get the same."""
     counts_delivered: bool = False
     """Whether to charge for what the fields of a loader deliver, from tables: ``image_tokens_per_slice`` for
-    each picture or tile, and the text of reports, also of an earlier study (``study="previous"``), each cut
-    at ``max_text_tokens``. Then ``max_slices``, ``tiles`` and ``buckets`` are left out. False, and then left
-    out of the JSON, charges for what is stored."""
+    each picture, tile or region of a volume, and the text of reports, also of an earlier study
+    (``study="previous"``), each cut at ``max_text_tokens``. Then ``max_slices``, ``tiles`` and ``buckets``
+    are left out. False, and then left out of the JSON, charges for what is stored."""
     delivered: str = ""
     """SHA-256 of what is delivered of each sample, which the loader fills in: it decides the steps. Empty
     before, and then left out of the JSON."""

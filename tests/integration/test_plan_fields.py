@@ -330,6 +330,17 @@ def test_a_budget_charges_for_what_the_fields_deliver(cases: Dataset, plan: Any)
     assert any(len(batch) == 4 for batch in lengths)
 
 
+def test_the_crops_of_a_sample_fill_neighboring_slots(cases: Dataset, plan: Any, tmp_path: Path) -> None:
+    text = '[fields.ct]\ntype = "volume"\nroi_size = [2, 4, 4]\nnum_samples = 2\nmissing = "pad"'
+    lines = plan(cases, text, *STEPS, "--micro-batch-size", "4", "--tail", "mask", "--json").lines
+    spec = sf.BatchSpec(micro_batch_size=4, micro_batches_per_step=2, tail="mask")
+    fields = sf.read_fields(tmp_path / "fields.toml")
+    loader = sf.Loader(cases, split="train", seed=7, batch=spec, fields=fields)
+    assert [(line["keys"], line["weights"]) for line in lines] == _rows(loader, 1)
+    assert lines[0]["keys"][::2] == lines[0]["keys"][1::2]
+    assert "num_samples=2 fills slots" in plan(cases, text, *STEPS, *BUDGET).err
+
+
 def test_a_blend_is_charged_by_component(cases: Dataset, tmp_path: Path, capsys: Any) -> None:
     blend, fields = tmp_path / "blend.toml", tmp_path / "fields.toml"
     blend.write_text(f'[[component]]\ndataset = "{cases.store.url}"\nsplit = "train"\nrepeat = 1\n' * 2)
@@ -432,6 +443,14 @@ def test_options_that_do_not_go_with_fields_are_one_sentence(
     called = plan(cases, BY_ROLE, *options)
     assert (called.code, called.out, called.err.count("\n")) == (2, "", 1)
     assert said in called.err
+
+
+def test_sizes_that_are_drawn_are_not_charged_for_as_delivered(cases: Dataset, plan: Any) -> None:
+    text = '[fields.ct]\ntype = "slices"\nsizes = [[2, 8, 8, 1], [1, 8, 8, 1]]\nmissing = "pad"'
+    assert plan(cases, text, *STEPS, "--micro-batch-size", "2", "--json").code == 0
+    called = plan(cases, text, *STEPS, *BUDGET)
+    assert (called.code, called.out, called.err.count("\n")) == (2, "", 1)
+    assert "drawn sizes of the field 'ct'; write num_slices= and size= in place of sizes=" in called.err
 
 
 def test_without_fields_the_options_of_steps_are_required(cases: Dataset, capsys: Any) -> None:

@@ -315,8 +315,9 @@ class BoundSlices(BoundPixels):
     def _limits_of_sample(self) -> Limits:
         if self.spec.sizes:
             raise ConfigError(
-                f"A token budget charges for the drawn sizes of the field {self.name!r} by "
-                "CostRule(buckets=field.buckets(tokens_per_slice)); leave out counts_delivered."
+                "A token budget that counts what is delivered cannot charge for the drawn sizes of the field "
+                f"{self.name!r}; write num_slices= and size= in place of sizes=, or "
+                "CostRule(buckets=field.buckets(tokens_per_slice)) in place of counts_delivered."
             )
         return Limits(max_series=1, max_of_series=self.spec.num_slices)
 
