@@ -32,7 +32,9 @@ __all__ = [
     "make_nnunet",
     "make_openi",
     "make_padchest",
+    "make_pairs",
     "make_rsna",
+    "make_totalsegmentator",
     "picture",
     "storage_affine",
     "write_nifti",
@@ -545,4 +547,54 @@ def make_msd(folder: Path) -> VolumeTree:
             "inputs.layout.is_patient_study=true",
         ),
         secrets=("Task01", "MADE_0"),
+    )
+
+
+def make_pairs(folder: Path) -> VolumeTree:
+    """Pairs: labels in other number types and under names with an ending, classes by a description."""
+    root = folder / "pairs"
+    cases: dict[str, MadeCase] = {}
+    for number in range(4):
+        channels, labels, affine = _make_case(20 + number)
+        path = root / "images" / f"pair{number}.nii.gz"
+        label = root / "labels" / f"pair{number}{('', '_seg', '-label', '_mask')[number]}.nii.gz"
+        write_nifti(path, channels[..., 0], affine)
+        write_nifti(label, labels.astype(LABEL_TYPES[number]), affine)
+        cases[f"pairs/pair{number}"] = MadeCase(images={None: (path, None)}, label=label)
+    (root / "dataset.json").write_text('{"labels": {"a": 1, "b": 2, "c": 3}}', encoding="utf-8")
+    return VolumeTree(
+        images=root,
+        cases=cases,
+        classes={"a": (1,), "b": (2,), "c": (3,)},
+        settings=(
+            "inputs.layout.kind=pairs",
+            f"inputs.dicom={root}",
+            "inputs.layout.modality=CT",
+            "inputs.layout.is_patient_study=true",
+        ),
+        secrets=("pair0", "pair1"),
+    )
+
+
+def make_totalsegmentator(folder: Path) -> VolumeTree:
+    """TotalSegmentator: a folder a subject, a mask a class, official splits; a name that no class has."""
+    root = folder / "total"
+    cases: dict[str, MadeCase] = {}
+    names = ("kidney_left", "vertebrae_L5", "of_mr_miller")
+    for number in range(4):
+        channels, labels, affine = _make_case(30 + number)
+        path = root / f"s000{number}" / "ct.nii.gz"
+        write_nifti(path, channels[..., 0], affine)
+        for value, name in enumerate(names, start=1):
+            mask = (labels == value).astype(LABEL_TYPES[number])
+            write_nifti(path.parent / "segmentations" / f"{name}.nii.gz", mask, affine)
+        cases[f"s000{number}"] = MadeCase(images={None: (path, None)}, label=None)
+    rows = "".join(f"s000{number};50;m;{'val' if number == 2 else 'train'}\n" for number in range(4))
+    (root / "meta.csv").write_text(f"image_id;age;gender;split\n{rows}", encoding="utf-8")
+    return VolumeTree(
+        images=root,
+        cases=cases,
+        classes={},
+        settings=("inputs.layout.kind=totalsegmentator", f"inputs.dicom={root}"),
+        secrets=("s0000", "s0001", "miller"),
     )

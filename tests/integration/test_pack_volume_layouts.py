@@ -20,11 +20,11 @@ from shardflow.errors import ConfigError
 from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.keys import mask_field
-from tests.layout_trees import VolumeTree, make_msd, make_nnunet
+from tests.layout_trees import VolumeTree, make_msd, make_nnunet, make_pairs, make_totalsegmentator
 from tests.pack_case import PackCase, read_ledger
 
 EVERYTHING = "policy.max_quarantined_share=1"
-TREES: dict[str, Callable[[Path], VolumeTree]] = {"msd": make_msd, "nnunet": make_nnunet}
+TREES: dict[str, Callable[[Path], VolumeTree]] = {"msd": make_msd, "nnunet": make_nnunet, "pairs": make_pairs}
 _LPS: NDArray[np.float64] = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
@@ -303,3 +303,65 @@ def test_volume_and_mask_deliver_what_nibabel_reads(case: PackCase, storage: str
             for plane, numbers in zip(batch["parts"][0], tree.classes.values(), strict=True):
                 assert np.array_equal(plane, np.isin(labels, numbers) & is_inside)
     assert sorted(seen) == sorted(made)
+
+
+def test_masks_of_a_subject_are_regions_under_their_names(case: PackCase) -> None:
+    tree = make_totalsegmentator(case.folder)
+    summary = case.pack(*tree.settings)
+    assert summary.reasons == {"LAYOUT_FILE": 1}
+    dataset = case.open()
+    for study, made in tree.cases.items():
+        packed = Packed(dataset, case.sample_key(study))
+        (facts,) = packed.series
+        path, _ = made.images[None]
+        image = _load(path)
+        stored = in_file(packed.voxels(0), facts["affine_lps"], image.shape, image.affine)
+        assert np.array_equal(stored, np.asanyarray(image.dataobj))
+        assert (facts["modality"], facts["unit"]) == ("CT", "HU")
+        for file, label in (
+            ("kidney_left", "kidney_left"),
+            ("vertebrae_L5", "vertebrae_L5"),
+            ("of_mr_miller", None),
+        ):
+            mask = _load(path.parent / "segmentations" / f"{file}.nii.gz")
+            found = in_file(packed.mask(0, label), facts["affine_lps"], mask.shape, mask.affine)
+            assert np.array_equal(found, np.asanyarray(mask.dataobj))
+            wanted = sitk.GetArrayFromImage(
+                sitk.ReadImage(str(path.parent / "segmentations" / f"{file}.nii.gz"))
+            )
+            assert found.sum() == wanted.sum() > 0
+    rows = dataset.splits["val"]
+    assert [*rows] == [dataset.samples.find(case.sample_key("s0002"))]
+    written = b"".join(path.read_bytes() for path in case.output.rglob("*") if path.is_file())
+    assert not [secret for secret in tree.secrets if secret.encode() in written]
+
+
+def test_a_subject_without_its_image_or_masks_is_missed(case: PackCase) -> None:
+    tree = make_totalsegmentator(case.folder)
+    (tree.images / "s0000" / "ct.nii.gz").unlink()
+    shutil.rmtree(tree.images / "s0001" / "segmentations")
+    summary = case.pack(*tree.settings, EVERYTHING)
+    assert summary.reasons["MISSING_FILE"] == 2
+    assert summary.studies["packed"] == 2
+
+
+def test_pairs_need_no_description_and_miss_what_is_not_there(case: PackCase) -> None:
+    tree = make_pairs(case.folder)
+    (tree.images / "dataset.json").unlink()
+    (tree.images / "labels" / "pair1_seg.nii.gz").unlink()
+    summary = case.pack(*tree.settings, EVERYTHING)
+    assert summary.reasons == {"MISSING_FILE": 1, "STUDY_QUARANTINED": 1}
+    packed = Packed(case.open(), case.sample_key("pairs/pair2"))
+    labels = _load(tree.cases["pairs/pair2"].label)
+    for value in (1, 2, 3):
+        mask = in_file(
+            packed.mask(0, None, value), packed.series[0]["affine_lps"], labels.shape, labels.affine
+        )
+        assert np.array_equal(mask, np.asanyarray(labels.dataobj) == value)
+
+
+def test_a_table_of_subjects_of_another_form_is_named(case: PackCase) -> None:
+    tree = make_totalsegmentator(case.folder)
+    (tree.images / "meta.csv").write_text("image_id,split\ns0000,train\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="separated by semicolons"):
+        case.pack(*tree.settings)

@@ -150,6 +150,8 @@ LAYOUT_KINDS: Final = (
     "rsna",
     "nnunet",
     "msd",
+    "pairs",
+    "totalsegmentator",
 )
 """``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
 ``manifest``: a table does. The others are public collections in the form in which their owners distribute

@@ -12,7 +12,7 @@ from shardflow.errors import ConfigError
 from shardflow.packing.sources.layouts.archives import Chexpert, CtRate, MimicCxr, OpenI, PadChest
 from shardflow.packing.sources.layouts.base import LAYOUTS_GROUP, Layout, LayoutInputs, offered_layouts
 from shardflow.packing.sources.layouts.table_layout import Folder, Headers, Lidc, Manifest, Rsna
-from shardflow.packing.sources.layouts.volumes import Decathlon, NnUnet
+from shardflow.packing.sources.layouts.volumes import Decathlon, NnUnet, Pairs, TotalSegmentator
 
 LayoutFactory: TypeAlias = Callable[[LayoutInputs, Sequence[str]], Layout]
 
@@ -28,7 +28,9 @@ _LAYOUTS: Final[dict[str, LayoutFactory]] = {
     "nnunet": NnUnet,
     "openi": OpenI,
     "padchest": PadChest,
+    "pairs": Pairs,
     "rsna": Rsna,
+    "totalsegmentator": TotalSegmentator,
 }
 
 
