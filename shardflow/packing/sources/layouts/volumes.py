@@ -32,6 +32,7 @@ from shardflow.packing.sources.layouts.base import (
 )
 from shardflow.packing.sources.placement import ClassNames, ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
+from shardflow.reports.lexicon import word_set
 
 _DATASET: Final = "dataset.json"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _+().,:/-]{0,63}")
@@ -248,100 +249,14 @@ class Pairs(Decathlon):
     )
 
 
-_PARTS: Final = frozenset(
-    [
-        "adrenal",
-        "and",
-        "aorta",
-        "appendage",
-        "artery",
-        "atrial",
-        "atrium",
-        "autochthon",
-        "bladder",
-        "bones",
-        "bowel",
-        "brachiocephalic",
-        "brain",
-        "cardiac",
-        "carotid",
-        "cartilages",
-        "cava",
-        "cavity",
-        "clavicle",
-        "clavicula",
-        "colon",
-        "common",
-        "cord",
-        "costal",
-        "cyst",
-        "disc",
-        "discs",
-        "duodenum",
-        "esophagus",
-        "eye",
-        "face",
-        "femur",
-        "fibula",
-        "gallbladder",
-        "gland",
-        "gluteus",
-        "hands",
-        "heart",
-        "hip",
-        "humerus",
-        "iliac",
-        "iliopsoas",
-        "inferior",
-        "intervertebral",
-        "kidney",
-        "left",
-        "liver",
-        "lobe",
-        "lower",
-        "lung",
-        "maximus",
-        "medius",
-        "middle",
-        "minimus",
-        "muscle",
-        "myocardium",
-        "pancreas",
-        "patella",
-        "portal",
-        "prostate",
-        "psoas",
-        "pulmonary",
-        "quadriceps",
-        "radius",
-        "rib",
-        "right",
-        "sacrum",
-        "scapula",
-        "skull",
-        "small",
-        "spinal",
-        "spleen",
-        "splenic",
-        "sternum",
-        "stomach",
-        "subclavian",
-        "superior",
-        "thigh",
-        "thyroid",
-        "tibia",
-        "trachea",
-        "trunk",
-        "ulna",
-        "upper",
-        "urinary",
-        "vein",
-        "vena",
-        "ventricle",
-        "vertebra",
-        "vertebrae",
-        "vessels",
-    ]
+_PARTS: Final = word_set(
+    "adrenal and aorta appendage artery atrial atrium autochthon bladder bones bowel brachiocephalic "
+    "brain cardiac carotid cartilages cava cavity clavicle clavicula colon common cord costal cyst disc "
+    "discs duodenum esophagus eye face femur fibula gallbladder gland gluteus hands heart hip humerus "
+    "iliac iliopsoas inferior intervertebral kidney left liver lobe lower lung maximus medius middle "
+    "minimus muscle myocardium pancreas patella portal prostate psoas pulmonary quadriceps radius rib "
+    "right sacrum scapula skull small spinal spleen splenic sternum stomach subclavian superior thigh "
+    "thyroid tibia trachea trunk ulna upper urinary vein vena ventricle vertebra vertebrae vessels"
 )
 """Words of the class names of TotalSegmentator: what file names of masks may publish."""
 _LEVEL: Final = re.compile(r"[CLST]?\d{1,2}")
