@@ -36,6 +36,9 @@ summary says so.
 
 Shards that others wrote (shardflow index) are brought along, and DST needs nothing else.
 
+With --volumes, DST becomes a dataset of its own in which each series that is a volume is stored in bricks,
+for crops, or in slices again; --where, --keys and --split choose its samples. No voxel changes.
+
 With --where, --keys or --split, DST becomes a dataset of its own of these samples alone: shards of their
 own, the same sample keys and splits, and with them their facts and the values of attached tables. Token ids
 and entity views are left behind. DST is a new local folder.
@@ -47,6 +50,7 @@ examples:
   shardflow copy my-dataset s3://bucket/my-dataset
   shardflow copy s3://bucket/my-dataset /scratch/my-dataset --newest --threads 8
   shardflow copy my-dataset /scratch/ct --where "facts.modality == 'CT' and labels.nodule == 1"
+  shardflow copy my-dataset /scratch/in-bricks --volumes bricks
 """
 _MIB = 1 << 20
 
@@ -68,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_where(parser)
     add("--split", metavar="SPLIT", help="only samples of these splits, such as train+val (all)")
+    add(
+        "--volumes",
+        choices=("bricks", "slices"),
+        help="store volumes in bricks or in slices (as they are); docs/packing.md says which",
+    )
     add_threads(parser, "files at once")
     add_json(parser)
 
@@ -81,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"DST: {error.message}") from None
     if not arguments.target or source.url == target.url:
         raise ConfigError("DST must be another place than SRC, got the same or none; name one.")
-    if arguments.where or arguments.keys or arguments.split:
+    if arguments.where or arguments.keys or arguments.split or arguments.volumes:
         _copy_part(arguments, target)
         return 0
     start = time.perf_counter()
@@ -114,13 +123,13 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
 
     if not isinstance(target, LocalStore):
         raise ConfigError(
-            "--where copies to a local folder, DST is an address; copy the part to a folder, and that folder "
-            "to the address."
+            "--where and --volumes copy to a local folder, DST is an address; copy the part to a folder, and "
+            "that folder to the address."
         )
     if arguments.newest or arguments.no_sidecars:
         raise ConfigError(
-            "--newest and --no-sidecars are of whole copies; leave them out: a part is of the newest "
-            "version, and facts and tables come along."
+            "--newest and --no-sidecars are of whole copies; leave them out: --where and --volumes take the "
+            "newest version, and facts and tables come along."
         )
     dataset = open_dataset(arguments.source)
     split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
@@ -128,7 +137,7 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     rows = chosen.rows
     numbers = np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows))
     with step_progress("copying samples") as advance:
-        report = copy_subset(dataset, numbers, target.root, progress=advance)
+        report = copy_subset(dataset, numbers, target.root, volumes=arguments.volumes, progress=advance)
     splits = ", ".join(f"{count:,} {name}" for name, count in report.splits.items())
     missing = (
         f"; {chosen.num_missing:,} others lack a value that --where compares" if chosen.num_missing else ""
@@ -138,10 +147,17 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
         f"copied {copied}{missing}",
         f"{human_bytes(report.num_bytes)} in {counted(report.num_shards, 'shard')}: {report.dataset_id}",
     ]
+    if arguments.volumes:
+        changed = f"{counted(report.num_volumes, 'volume')} stored in {arguments.volumes}"
+        lines.append(f"{changed}; other members are as they were")
     if report.tables:
         lines.append(f"with the values of {', '.join(report.tables)}")
     if not report.has_facts:
         lines.append("note: SRC has no tables of facts (shardflow attach SRC --facts), so DST has none")
+    if report.left_behind:
+        remedies = {"tokens": "shardflow tokenize", "views": "shardflow entities"}
+        commands = " and ".join(remedies[name] for name in report.left_behind)
+        lines.append(f"note: {' and '.join(report.left_behind)} are of SRC alone; run {commands} on DST")
     write_result(arguments, {**asdict(report), "num_missing": chosen.num_missing}, lines)
 
 

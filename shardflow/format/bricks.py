@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -94,6 +94,22 @@ class StoredVolume:
     """Where the first brick begins in the frame, in bytes."""
     columns: Mapping[str, NDArray[Any]]
     """Columns of the bricks, in the order of storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedVolume:
+    """A volume as it is stored: its description, and the bytes of its member."""
+
+    stored: StoredVolume
+    num_bytes: int
+    """Size of the frame."""
+    pieces: Iterable[bytes]
+    """The frame, in pieces that follow one another; read once."""
+
+    @property
+    def frame(self) -> bytes:
+        """The whole frame."""
+        return b"".join(self.pieces)
 
 
 def frame_around(

@@ -224,11 +224,14 @@ def encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16]
     return np.array([code[value] for value in values], "<u2"), names
 
 
-def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> bytes:
+def merge_series(
+    parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]], *, codecs: Sequence[str] | None = None
+) -> bytes:
     """Encode the series of chosen samples of tables: the bytes that `encode_series` makes of these samples.
 
     Args:
         parts: Tables, and the chosen samples of each, in order.
+        codecs: How each of these series is stored now; as the tables say by default.
     """
     chosen = [
         _Chosen(table, np.concatenate([samples for _, samples in group]))
@@ -255,6 +258,9 @@ def merge_series(parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]]) -> byte
             for part in chosen
         ]
         columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *codes]), list(names)
+    if codecs is not None:
+        columns["codec"], names = encode_names("codec", codecs)
+        vocabularies["codec"] = list(names)
     affines = np.zeros((0, 3, 4), "<f8")
     for name in (*COUNTS, *MEASURES, *ANSWERS):
         dtype = _DTYPES[name]

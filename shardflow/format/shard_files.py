@@ -12,16 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import StorageError
+from shardflow.format.bricks import EncodedVolume, StoredVolume, brick_columns
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import Json, shard_name
 from shardflow.format.manifest import FileEntry, ShardEntry
 from shardflow.format.samples import COLUMNS, derived_column
-from shardflow.format.table import StreamedColumn, Table, crc32c, stream_table
-from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, member_header, member_num_bytes, padding
+from shardflow.format.table import StreamedColumn, Table, stream_table
+from shardflow.format.tar import END_OF_ARCHIVE, member_header, member_num_bytes, padding
 from shardflow.storage import LocalStore, write_atomic
 
 Fields = Sequence[tuple[str, bytes]]
@@ -68,16 +70,31 @@ class SplitFiles:
             FormatError: A name is too long for a tar; nothing is written.
             StorageError: It cannot be written.
         """
-        members = [(name, payload, member_header(f"{key}.{name}", len(payload))) for name, payload in fields]
-        num_bytes = sum(member_num_bytes(len(payload)) for _, payload in fields)
+        for name, payload in fields:
+            member_header(f"{key}.{name}", len(payload))
+        self.stream(key, fields, sum(member_num_bytes(len(payload)) for _, payload in fields))
+
+    def stream(self, key: str, fields: Iterable[tuple[str, bytes | EncodedVolume]], num_bytes: int) -> None:
+        """Append a sample whose fields are made one after another, volumes in bricks among them.
+
+        Args:
+            key: Of the sample.
+            fields: Names in ascending order, with bytes or volumes; an error of theirs ends the shard, which
+                `abandon` then removes.
+            num_bytes: About the size of all members, by which shards are cut.
+
+        Raises:
+            FormatError: A name is too long for a tar.
+            StorageError: It cannot be written.
+        """
         shard = self._shard
         if shard is not None and (
             shard.num_bytes + num_bytes > self._target_bytes or shard.num_samples == self._max_samples
         ):
-            self._end()
+            self.cut()
         if self._shard is None:
             self._shard = _OpenShard(self._root, self._split, len(self._entries))
-        self._shard.add(key, members)
+        self._shard.add(key, fields)
 
     def close(self) -> list[ShardEntry]:
         """End the last shard; return all of them.
@@ -85,7 +102,7 @@ class SplitFiles:
         Raises:
             StorageError: It cannot be written.
         """
-        self._end()
+        self.cut()
         return self._entries
 
     def abandon(self) -> None:
@@ -94,7 +111,12 @@ class SplitFiles:
             self._shard.abandon()
             self._shard = None
 
-    def _end(self) -> None:
+    def cut(self) -> None:
+        """End the open shard, if there is one.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
         if self._shard is not None:
             self._entries.append(self._shard.close())
             self._shard = None
@@ -125,25 +147,39 @@ class _OpenShard:
         self._offsets = array("Q")
         self._sizes = array("Q")
         self._crcs = array("I")
+        self._volumes: list[tuple[int, StoredVolume]] = []
 
     @property
     def num_samples(self) -> int:
         return len(self._keys)
 
-    def add(self, key: str, members: Sequence[tuple[str, bytes, bytes]]) -> None:
-        """Append a sample: name, payload and header of each member."""
-        for name, payload, header in members:
-            size = len(payload)
-            self._buffer += (header, payload, padding(size))
+    def add(self, key: str, fields: Iterable[tuple[str, bytes | EncodedVolume]]) -> None:
+        """Append a sample."""
+        first = len(self._sizes)
+        for name, payload in fields:
+            pieces: Iterable[bytes]
+            if isinstance(payload, bytes):
+                size, pieces = len(payload), (payload,)
+            else:
+                size, pieces = payload.num_bytes, payload.pieces
+                self._volumes.append((len(self._sizes), payload.stored))
+            self._put(member_header(f"{key}.{name}", size))
+            offset, checksum = self.num_bytes, 0
+            for piece in pieces:
+                checksum = google_crc32c.extend(checksum, piece)
+                self._put(piece)
+            self._put(padding(size))
             self._field_name.append(self._names.setdefault(name, len(self._names)))
-            self._offsets.append(self.num_bytes + BLOCK_NUM_BYTES)
+            self._offsets.append(offset)
             self._sizes.append(size)
-            self._crcs.append(crc32c(payload))
-            num_bytes = member_num_bytes(size)
-            self.num_bytes += num_bytes
-            self._num_buffered += num_bytes
+            self._crcs.append(checksum)
         self._keys.append(key.encode("ascii"))
-        self._num_fields.append(len(members))
+        self._num_fields.append(len(self._sizes) - first)
+
+    def _put(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self.num_bytes += len(data)
+        self._num_buffered += len(data)
         if self._num_buffered >= _BUFFER_BYTES:
             self._flush()
 
@@ -166,6 +202,7 @@ class _OpenShard:
             "field_offset": np.asarray(self._offsets, "<u8"),
             "field_num_bytes": np.asarray(self._sizes, "<u8"),
             "field_crc32c": np.asarray(self._crcs, "<u4"),
+            **(brick_columns(self._volumes) if self._volumes else {}),
         }
         index = ShardIndex.encode_columns(self._name, self.num_bytes, names, columns)
         # Syncs the folder, and with it the name of the tar.
@@ -179,6 +216,7 @@ class _OpenShard:
             index=entry,
             num_samples=len(self._keys),
             num_fields=len(self._offsets),
+            num_volumes=len(self._volumes),
         )
 
     def abandon(self) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, Final
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +20,35 @@ from numpy.typing import NDArray
 from shardflow.errors import FormatError
 from shardflow.format.bricks import (
     BRICK_COLUMNS,
+    EncodedVolume,
     Extents,
     StoredVolume,
     frame_around,
     grid_of,
     morton_order,
 )
+from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.slice_codecs import b2nd
 from shardflow.format.table import crc32c
 
 BRICK_SHAPE: Final = (16, 64, 64)
 """Default size of a brick: slices, rows, columns."""
-_MAX_EXTENT: Final = 65535
+MAX_EXTENT: Final = 65535
+"""Largest size of a volume along an axis."""
+_SPOOL_BYTES: Final = 64 << 20
+_WHAT: Final = "writing bricks to a temporary file"
 _FULL: Final = 255
+
+
+def suits_bricks(*, kind: Any, num_slices: int, num_samples: Any) -> bool:
+    """Return whether a series is one that bricks are for.
+
+    Args:
+        kind: ``volume`` or another kind of series.
+        num_slices: Of the series.
+        num_samples: Values a pixel.
+    """
+    return bool(kind == "volume" and num_slices > 1 and num_samples == 1)
 
 
 def fitting_brick_shape(shape: Sequence[int], wanted: Sequence[int] = BRICK_SHAPE) -> Extents:
@@ -46,22 +64,6 @@ def fitting_brick_shape(shape: Sequence[int], wanted: Sequence[int] = BRICK_SHAP
     """
     z, y, x = (-(-size // -(-size // min(most, size))) for size, most in zip(shape, wanted, strict=True))
     return z, y, x
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedVolume:
-    """A volume as it is stored: its description, and the bytes of its member."""
-
-    stored: StoredVolume
-    num_bytes: int
-    """Size of the frame."""
-    pieces: Iterable[bytes]
-    """The frame, in pieces that follow one another; read once."""
-
-    @property
-    def frame(self) -> bytes:
-        """The whole frame."""
-        return b"".join(self.pieces)
 
 
 class VolumeEncoder:
@@ -89,9 +91,9 @@ class VolumeEncoder:
         brick_shape: Sequence[int] = BRICK_SHAPE,
         spool: IO[bytes] | None = None,
     ) -> None:
-        if len(shape) != 3 or not all(1 <= size <= _MAX_EXTENT for size in shape) or dtype.kind not in "iuf":
+        if len(shape) != 3 or not all(1 <= size <= MAX_EXTENT for size in shape) or dtype.kind not in "iuf":
             raise FormatError(
-                f"a volume must be (slices, rows, columns) numbers, each size at most {_MAX_EXTENT}, "
+                f"a volume must be (slices, rows, columns) numbers, each size at most {MAX_EXTENT}, "
                 f"got {dtype} {tuple(shape)}."
             )
         if len(brick_shape) != 3 or min(brick_shape) < 1:
@@ -171,6 +173,70 @@ class VolumeEncoder:
         for name, value in facts.items():
             self._columns[name][number] = value
         self._num_bricks += 1
+
+
+class VolumeWriter:
+    """Encoder of a series that arrives slice by slice; a context manager.
+
+    Memory is that of one layer of bricks (16 slices by default) and of a spool of 64 MiB, whatever the size
+    of the series: encoded bricks wait in the spool, above its bound in an unnamed file, since they are stored
+    in another order than they come.
+
+    Args:
+        shape: ``(D, H, W)``.
+        dtype: Integers or floats.
+        folder: For the unnamed file.
+        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
+
+    Attributes:
+        num_slices_at_once: Slices of a layer of bricks.
+
+    Raises:
+        FormatError: The shape or dtype is none of a volume.
+        StorageError: The spool cannot be made.
+    """
+
+    def __init__(
+        self, shape: Extents, dtype: np.dtype[Any], *, folder: Path, brick_shape: Sequence[int] = BRICK_SHAPE
+    ) -> None:
+        with naming_os_errors(_WHAT):
+            self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
+                max_size=_SPOOL_BYTES, dir=str(folder)
+            )
+        self._encoder = VolumeEncoder(shape, dtype, brick_shape=brick_shape, spool=self._spool)
+        self.num_slices_at_once = self._encoder.slab_num_slices
+        self._slab = np.empty((self.num_slices_at_once, *shape[1:]), dtype)
+        self._num_slices, self._num_left = 0, shape[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+    def add(self, pixels: NDArray[Any]) -> None:
+        """Take the next slice, ``(rows, columns)`` or ``(rows, columns, 1)``.
+
+        Raises:
+            StorageError: The spool cannot be written.
+        """
+        self._slab[self._num_slices] = pixels.reshape(self._slab.shape[1:])
+        self._num_slices += 1
+        self._num_left -= 1
+        if self._num_slices == len(self._slab) or not self._num_left:
+            with naming_os_errors(_WHAT):
+                self._encoder.add(self._slab[: self._num_slices])
+            self._num_slices = 0
+
+    def finish(self) -> EncodedVolume:
+        """Return the volume, whose pieces are read before the spool is closed.
+
+        Raises:
+            FormatError: Slices are missing.
+        """
+        return self._encoder.finish()
 
 
 def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:

@@ -12,7 +12,7 @@ from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.tables import check_table_name
-from shardflow.format.volume_encoder import BRICK_SHAPE
+from shardflow.format.volume_encoder import BRICK_SHAPE, suits_bricks
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode
@@ -296,7 +296,7 @@ class VolumesConfig:
             num_slices: Of the series.
             num_samples: Values a pixel.
         """
-        is_volume = kind == "volume" and num_slices > 1 and num_samples == 1
+        is_volume = suits_bricks(kind=kind, num_slices=num_slices, num_samples=num_samples)
         is_wanted = not self.modalities or modality in self.modalities
         return self.storage == "bricks" and is_volume and is_wanted
 

@@ -11,6 +11,8 @@ import functools
 import math
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +121,21 @@ def _blosc2() -> Any:
     # switch is one per process and Blosc2's own.
     blosc2.set_releasegil(True)
     return blosc2
+
+
+@contextmanager
+def headers_of_packing() -> Iterator[None]:
+    """Write frames as packing processes do, whose headers name one thread to decode with.
+
+    By default Blosc2 names as many as this process may use. The switch is one per process.
+    """
+    former = _blosc2().set_nthreads(1)
+    _empty_header.cache_clear()
+    try:
+        yield
+    finally:
+        _blosc2().set_nthreads(former)
+        _empty_header.cache_clear()
 
 
 def _parameters(itemsize: int) -> dict[str, Any]:

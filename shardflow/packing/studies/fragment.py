@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 import google_crc32c
 import numpy as np
 
-from shardflow.format.bricks import BRICK_COLUMNS, Extents, StoredVolume
+from shardflow.format.bricks import BRICK_COLUMNS, EncodedVolume, Extents, StoredVolume
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
 from shardflow.format.shard_files import naming_os_errors
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from shardflow.format.volume_encoder import EncodedVolume
 
 _FOOTER: Final = struct.Struct("<II8s")
 _MAGIC: Final = b"SFFRAG03"

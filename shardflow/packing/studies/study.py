@@ -20,9 +20,10 @@ import numpy as np
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_for, encode_array
-from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
+from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
+from shardflow.format.volume_encoder import VolumeWriter
 from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
@@ -72,7 +73,6 @@ from shardflow.packing.studies.records import (
 )
 from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
-from shardflow.packing.studies.volumes import VolumeWriter
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
@@ -388,7 +388,12 @@ class StudyMembers:
         )
         bricks = None
         if facts["codec"] == BRICKS_CODEC:
-            bricks = VolumeWriter(self.writer, number, stack, form, self.rules.volumes)
+            bricks = VolumeWriter(
+                (len(stack.slices), stack.rows, stack.columns),
+                np.dtype(form.dtype),
+                folder=self.writer.folder,
+                brick_shape=self.rules.volumes.brick_shape,
+            )
         finder = None if self._privacy.looks_for_heads else self._head_finder(stack)
         wanted = frozenset(finder.indices if finder is not None else ())
         with (
@@ -411,7 +416,7 @@ class StudyMembers:
             display_range = display.result()
             made = variants.finish(display_range)
             if bricks is not None:
-                bricks.finish()
+                self.writer.add_volume(volume_field(number), bricks.finish())
         if finder is not None and finder.find() is not None:
             self._privacy.flag_head(facts["deidentification"])
         return {

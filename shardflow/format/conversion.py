@@ -1,0 +1,247 @@
+"""Members of a sample on their way into another dataset: volumes change between slices and bricks.
+
+Nothing is lost: slices that become bricks and slices again have equal bytes where the codec is the same, and
+equal values always. All other members stay as they are, but for the ``codec`` of such a series in
+``study.json``. Memory is that of one layer of bricks, of a spool of 64 MiB and of 16 MiB of other members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.bricks import BRICKS_CODEC, BrickVolume, EncodedVolume
+from shardflow.format.codecs import (
+    DEFAULT_CODEC,
+    array_header,
+    codec_for,
+    decode_array,
+    encode_array,
+)
+from shardflow.format.dataset import Dataset
+from shardflow.format.index import FieldLocation
+from shardflow.format.keys import (
+    STUDY_FIELD,
+    parse_slice_field,
+    parse_small_field,
+    parse_variant_field,
+    slice_field,
+    volume_field,
+)
+from shardflow.format.volume_encoder import MAX_EXTENT, VolumeWriter, suits_bricks
+
+VolumeStorage: TypeAlias = Literal["bricks", "slices"]
+Member: TypeAlias = "tuple[str, bytes | EncodedVolume]"
+SLICE_CODEC: Final = "slice_codec"
+"""Entry of a manifest's ``extra``: codec of the slices of volumes, where none are left to tell it."""
+_GROUP_BYTES: Final = 16 << 20
+_STATED: Final = frozenset({"kind", "num_slices", "rows", "columns", "samples_per_pixel", "dtype", "codec"})
+"""What ``study.json`` says of each series, so that nothing has to look at its slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """A series in slices that becomes bricks."""
+
+    number: int
+    names: Sequence[str]
+    """In geometric order."""
+    shape: tuple[int, int, int]
+    dtype: np.dtype[Any]
+
+
+class SampleMembers:
+    """Reader of all members of samples, as another dataset stores them.
+
+    Args:
+        source: A dataset that shardflow wrote.
+        volumes: ``bricks`` joins the slices of each series that packing would store in bricks: of kind
+            ``volume``, of several slices and one value a pixel. ``slices`` makes slices of all series in
+            bricks. None changes nothing.
+        folder: For an unnamed file of encoded bricks.
+
+    Attributes:
+        changed: New codec of each series that changed, by sample and number of the series.
+        slice_codec: The codec of slices: of those in the dataset that are no plain ``b2nd``; else of those
+            that became bricks before; else ``b2nd``.
+    """
+
+    def __init__(self, source: Dataset, volumes: VolumeStorage | None, folder: Path) -> None:
+        self.source, self.volumes, self._folder = source, volumes, folder
+        self.changed: dict[tuple[int, int], str] = {}
+        self.slice_codec = DEFAULT_CODEC if volumes is None else _slice_codec(source)
+
+    def of(self, row: int, sample: int) -> Iterator[Member]:
+        """Yield the members of a sample, names ascending; volumes are taken before the next member is.
+
+        Args:
+            row: Row in the samples table.
+            sample: What `changed` calls it.
+
+        Raises:
+            FormatError: A member is damaged, or slices of a volume are missing; the message names both.
+            StorageError: Reading failed, or the unnamed file cannot be written.
+        """
+        path, fields = self.source.sample_fields(row)
+        index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
+        place = int(self.source.studies.gather("row_in_shard", row))
+        stored = {fields[number].name: volume for number, volume in index.volumes_in(place, first_field=0)}
+        joined: dict[str, _Slices] = {}
+        split: dict[str, tuple[int, BrickVolume, str]] = {}
+        study = self._study(row, path, fields) if self.volumes == "bricks" else None
+        if study is not None:
+            found = self._slices_to_join(row, path, fields, study["series"])
+            joined = {volume_field(one.number): one for one in found}
+        elif self.volumes == "slices" and (volumes := index.volumes_of(place)):
+            study = self._study(row, path, fields)
+            for number, field in volumes.items():
+                volume = index.volume(field)
+                codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
+                # Sorts where its slices do.
+                split[slice_field(number, 0, codec)] = number, volume, codec
+        gone = {name for one in joined.values() for name in one.names}
+        gone |= {volume_field(number) for number, _, _ in split.values()}
+        codecs = {one.number: BRICKS_CODEC for one in joined.values()}
+        codecs |= {number: codec for number, _, codec in split.values()}
+        self.changed.update({(sample, number): codec for number, codec in codecs.items()})
+
+        plain: list[str] = []
+        num_bytes = 0
+        sizes = {field.name: field.num_bytes for field in fields}
+        for name in sorted({*sizes, *joined, *split} - gone):
+            is_plain = name in sizes and name not in stored and not (name == STUDY_FIELD and codecs and study)
+            if plain and (not is_plain or num_bytes + sizes[name] > _GROUP_BYTES):
+                yield from self.source.read_fields(row, plain).items()
+                plain, num_bytes = [], 0
+            if is_plain:
+                plain.append(name)
+                num_bytes += sizes[name]
+            elif name in joined:
+                yield from self._join(row, path, name, joined[name])
+            elif name in split:
+                yield from self._split(row, *split[name])
+            elif name in stored:
+                payload = self.source.read_fields(row, [name])[name]
+                yield name, EncodedVolume(stored[name], len(payload), [payload])
+            elif study is not None:
+                yield name, _with_codecs(study, codecs)
+        if plain:
+            yield from self.source.read_fields(row, plain).items()
+
+    def _study(self, row: int, path: str, fields: Sequence[FieldLocation]) -> dict[str, Any] | None:
+        """Return ``study.json`` if it describes every series."""
+        if not any(field.name == STUDY_FIELD for field in fields):
+            return None
+        payload = self.source.read_fields(row, [STUDY_FIELD])[STUDY_FIELD]
+        try:
+            study = json.loads(payload)
+            is_whole = all(one.keys() >= _STATED for one in study.get("series", []))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise self._error(row, path, STUDY_FIELD, "a study must be a JSON object, got another") from None
+        return study if is_whole and study.get("series") else None
+
+    def _slices_to_join(
+        self, row: int, path: str, fields: Sequence[FieldLocation], series: Sequence[Mapping[str, Any]]
+    ) -> Iterator[_Slices]:
+        """Yield the series of slices that packing would store in bricks."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        for field in fields:
+            part = parse_slice_field(field.name)
+            if part is not None:
+                found.setdefault(part.series, []).append((part.index, field.name))
+        for number, facts in enumerate(series):
+            num_slices, places = facts["num_slices"], sorted(found.get(number, ()))
+            if facts["codec"] == BRICKS_CODEC or not suits_bricks(
+                kind=facts["kind"], num_slices=num_slices, num_samples=facts["samples_per_pixel"]
+            ):
+                continue
+            if len({name.rpartition(".")[2] for _, name in places}) > 1:
+                continue  # each slice in several codecs: which one is wanted is not known
+            missing = next(
+                (want for want, (has, _) in enumerate([*places, (-1, "")]) if has != want), num_slices
+            )
+            if missing != num_slices or len(places) != num_slices:
+                name = slice_field(number, missing, facts["codec"])
+                raise self._error(
+                    row, path, name, f"a volume must have its {num_slices} slices, got {len(places)}"
+                )
+            names = [name for _, name in places]
+            shape, dtype = self._header(row, path, names[0])
+            extents = num_slices, *shape[:2]
+            if dtype.kind in "iuf" and max(extents) <= MAX_EXTENT and shape[2:] in {(), (1,)}:
+                yield _Slices(number, names, (extents[0], extents[1], extents[2]), dtype)
+
+    def _header(self, row: int, path: str, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        payload = self.source.read_fields(row, [name])[name]
+        try:
+            return array_header(name.rpartition(".")[2], payload)
+        except FormatError as error:
+            raise self._error(row, path, name, error.message) from None
+
+    def _join(self, row: int, path: str, name: str, slices: _Slices) -> Iterator[Member]:
+        """Yield the volume of a series of slices."""
+        with VolumeWriter(slices.shape, slices.dtype, folder=self._folder) as volume:
+            for first in range(0, slices.shape[0], volume.num_slices_at_once):
+                names = slices.names[first : first + volume.num_slices_at_once]
+                payloads = self.source.read_fields(row, names)
+                for one in names:
+                    volume.add(self._pixels(row, path, one, payloads[one], slices))
+            yield name, volume.finish()
+
+    def _pixels(self, row: int, path: str, name: str, payload: bytes, slices: _Slices) -> NDArray[Any]:
+        try:
+            pixels = decode_array(name.rpartition(".")[2], payload)
+        except FormatError as error:
+            raise self._error(row, path, name, error.message) from None
+        if pixels.dtype != slices.dtype or pixels.shape[:2] != slices.shape[1:] or pixels[0, 0].size != 1:
+            raise self._error(
+                row,
+                path,
+                name,
+                f"a slice must be {slices.dtype} {slices.shape[1:]} as the first one of its series, got "
+                f"{pixels.dtype} {pixels.shape}",
+            )
+        return pixels
+
+    def _split(self, row: int, number: int, volume: BrickVolume, codec: str) -> Iterator[Member]:
+        """Yield the slices of a series in bricks."""
+        depth = volume.brick_shape[0]
+        slab, held = np.empty((0, *volume.shape[1:]), volume.dtype), -1
+        # The order of names, which from 10,000 slices on is not that of the slices.
+        for name, place in sorted((slice_field(number, at, codec), at) for at in range(volume.shape[0])):
+            if place // depth != held:
+                held = place // depth
+                stop = min((held + 1) * depth, volume.shape[0]), *volume.shape[1:]
+                slab = self.source.read_volume(row, number, (held * depth, 0, 0), stop)
+            yield name, encode_array(codec, slab[place - held * depth])
+
+    def _error(self, row: int, path: str, name: str, problem: str) -> FormatError:
+        key = self.source.studies.sample_key(row)
+        return FormatError(f"{problem.rstrip('.')} ({path}, {key}.{name}); run `shardflow verify`.")
+
+
+def _with_codecs(study: Mapping[str, Any], codecs: Mapping[int, str]) -> bytes:
+    """Encode ``study.json`` as packing does, with other codecs of some series."""
+    series = [
+        {**one, "codec": codecs.get(number, one["codec"])} for number, one in enumerate(study["series"])
+    ]
+    found = {**study, "series": series}
+    text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii")
+
+
+def _slice_codec(source: Dataset) -> str:
+    parsers = (parse_slice_field, parse_small_field, parse_variant_field)
+    names = {
+        name for shard in range(len(source.manifest.shards)) for name in source.shard_index(shard).field_names
+    }
+    parts = [part for name in names for parse in parsers if (part := parse(name)) is not None]
+    used = sorted({part.codec for part in parts} - {DEFAULT_CODEC})
+    return used[0] if used else str(source.manifest.extra.get(SLICE_CODEC, DEFAULT_CODEC))
