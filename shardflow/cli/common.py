@@ -286,6 +286,18 @@ def show_lines(lines: Iterable[str]) -> None:
         _console().print(line, markup=False)
 
 
+def told_languages(reports: Mapping[str, Mapping[str, int]]) -> str:
+    """Put the counts of reports by language into words.
+
+    Args:
+        reports: `shardflow.format.keys.REPORT_COUNTS` of a manifest.
+    """
+    languages = sorted(reports["languages"].items(), key=lambda item: (-item[1], item[0]))
+    counts = ", ".join(f"{count:,} {name}" for name, count in languages)
+    unread = [f"{count:,} not read whole ({reason})" for reason, count in sorted(reports["unread"].items())]
+    return "; ".join([counts, *unread])
+
+
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Print aligned ``name  value`` lines."""
     pairs = [(name, str(value)) for name, value in facts]

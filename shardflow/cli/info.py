@@ -17,6 +17,7 @@ from shardflow.cli.common import (
     positive_number,
     show_facts,
     show_table,
+    told_languages,
     write_json,
 )
 from shardflow.errors import ConfigError
@@ -80,6 +81,8 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
     """
     import numpy as np
 
+    from shardflow.format.keys import REPORT_COUNTS
+
     manifest, samples = dataset.manifest, dataset.samples
     files = manifest.files()
     chosen = None if where is None and keys is None else _chosen(dataset, where, keys)
@@ -101,6 +104,7 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
             "skipped": manifest.counts.skipped,
             "quarantined": manifest.counts.quarantined,
         },
+        "reports": manifest.extra.get(REPORT_COUNTS, {}),
         "splits": {
             split: {
                 "samples": counts["num_samples"],
@@ -213,6 +217,8 @@ def _show(facts: dict[str, Any]) -> None:
             ("inputs", inputs),
         ]
     )
+    if facts["reports"]:
+        show_facts([("reports", told_languages(facts["reports"]))])
     selected = facts.get("selected")
     if selected is not None:
         counts = ", ".join(f"{count:,} of {split}" for split, count in selected["splits"].items())

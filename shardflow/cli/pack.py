@@ -21,7 +21,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from shardflow.cli.common import add_job_settings, add_json, counted, human_bytes, interruptible, show_lines
+from shardflow.cli.common import (
+    add_job_settings,
+    add_json,
+    counted,
+    human_bytes,
+    interruptible,
+    show_lines,
+    told_languages,
+)
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
@@ -169,6 +177,8 @@ def _describe(summary: PackSummary) -> Iterator[str]:
         case _:
             slices, shards = counted(summary.num_slices, "slice"), counted(summary.num_shards, "shard")
             yield f"{slices} in {shards}, samples: {_splits(summary.splits)}."
+            if summary.reports:
+                yield f"Reports by language: {told_languages(summary.reports)}."
             yield from summary.notes
     yield f"dataset_id {summary.dataset_id}"
 

@@ -58,7 +58,7 @@ from shardflow.packing.scheduling import (
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.layouts.base import PlacedLayout
 from shardflow.packing.sources.layouts.opening import open_layout
-from shardflow.packing.studies.report_content import reading_basis
+from shardflow.packing.studies.report_content import check_languages, reading_basis
 from shardflow.packing.summary import PackSummary, Status, forecast
 from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
 from shardflow.packing.tables.keys import PrivateFolder
@@ -478,6 +478,7 @@ class _Job:
         crash_log = CrashLog(self._workspace.crash_log)
         with self._run.open_engine() as engine:
             ingested = self._ingest_all(engine, discovered, key, crash_log)
+            check_languages(self._config.reports, ingested.reports, self._workspace.reports)
             plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports)
             for split in plan.empty_splits:
                 self._run.progress.note(f"split {split} gets no study: too few patients, or too few parts")

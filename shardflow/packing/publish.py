@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
+from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.records import RECORD_TIMES
 from shardflow.format.samples import SampleEntry, SampleFacts
@@ -82,6 +83,10 @@ class Settled:
     """Studies by outcome."""
     tallies: dict[str, int]
     """Counts of what de-identification did."""
+    languages: dict[str, int]
+    """Reports that were read by language; ``english+german`` is a mixed one."""
+    num_unread: int
+    """Reports with a part in a language without rules."""
     rules: dict[int, tuple[str, ...]]
     """Names of the rules that hold files back, by row; for the private ledger alone."""
 
@@ -96,6 +101,8 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     samples: list[SampleEntry] = []
     study_reason = plan.study_reason.copy()
     tallies: Counter[str] = Counter()
+    languages: Counter[str] = Counter()
+    num_unread = 0
     rules: dict[int, tuple[str, ...]] = {}
     for planned in plan.shards:
         record = load_record(workspace.records, planned.name)
@@ -106,6 +113,8 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
             files.decide(study, outcome.reason, outcome.instances)
             study_reason[study] = reason_code(outcome.reason)
             tallies.update(outcome.tallies)
+            languages.update(["+".join(sorted(outcome.languages))] if outcome.languages else [])
+            num_unread += outcome.is_unread
             if outcome.rules:
                 rows = files.files_of(study)
                 rules.update({int(rows[at]): names for at, names in outcome.rules.items()})
@@ -126,6 +135,8 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
         reasons=count_reasons(files.reason, reports.reason),
         studies=studies,
         tallies=dict(sorted(tallies.items())),
+        languages=dict(sorted(languages.items())),
+        num_unread=num_unread,
         rules=rules,
     )
 
@@ -174,6 +185,8 @@ def publish(
         kept = sample_entries(base.samples)
         shards, samples = merge_samples([(former, kept), (shards, samples)])
         extra = {**base.extra, **extra, "next_shards": _next_shards(base, settled)}
+    if reports := _reports(settled, base):
+        extra[REPORT_COUNTS] = reports
     if base is None or RECORD_TIMES in base.extra:  # what it says holds of every sample
         deid = content["deid"]
         extra[RECORD_TIMES] = "none" if deid["dates"] == "remove" else deid.get("times", "second")
@@ -208,6 +221,16 @@ def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | No
         "profile_codes": codes,
         "report_text": deid["report_text"],
     }
+
+
+def _reports(settled: Settled, base: Base | None) -> dict[str, dict[str, int]]:
+    """Count the reports of all samples by language, and those that are not read whole by reason."""
+    former: Mapping[str, Any] = {} if base is None else base.extra.get(REPORT_COUNTS, {})
+    languages = Counter(former.get("languages", {}))
+    languages.update(settled.languages)
+    unread = Counter(former.get("unread", {}))
+    unread.update({LANGUAGE_WITHOUT_RULES: settled.num_unread} if settled.num_unread else {})
+    return {"languages": dict(sorted(languages.items())), "unread": dict(unread)} if languages else {}
 
 
 def _next_shards(base: Base, settled: Settled) -> dict[str, int]:

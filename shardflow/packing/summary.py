@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
+from shardflow.format.keys import REPORT_COUNTS
 from shardflow.packing.inventory import CARRIED, PACKED, UNDECIDED, count_outcomes, count_reasons
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class PackSummary:
     identities: dict[str, int] = field(default_factory=dict)
     """Patient IDs that were ``joined`` to persons, ``uncertain`` and ``decided`` pairs of them, persons
     ``in_two_splits`` since an earlier version, ``copied_studies``; zeros are left out."""
+    reports: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Reports that were read: ``languages`` counts them by language (``english+german`` is a mixed one),
+    ``unread`` those that were not read whole, by reason; empty without any."""
     splits: dict[str, int] = field(default_factory=dict)
     """Samples by split."""
     missing_tasks: tuple[int, ...] = ()
@@ -83,6 +87,7 @@ class PackSummary:
             manifest_version=manifest.manifest_version,
             num_known_inputs=num_known_inputs,
             identities=dict(identities or {}),
+            reports=dict(extra.get(REPORT_COUNTS, {})),
             splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
             num_shards=len(manifest.shards),
             num_slices=extra["num_slices"],

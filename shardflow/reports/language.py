@@ -23,6 +23,8 @@ from typing import Final, Literal, TypeAlias, cast, get_args
 from shardflow.errors import ConfigError
 
 ENGLISH: Final = "english"
+LANGUAGES: Final = (ENGLISH,)
+"""Languages with rules; all others are not read (`shardflow.reports.detection`)."""
 TABLES: Final = ("anatomy.csv", "cues.csv", "findings.csv", "headers.csv", "meanings.csv", "words.csv")
 
 Side = Literal["", "B", "L", "R"]

@@ -16,13 +16,14 @@ from typing import Any, Final
 
 from shardflow.errors import ConfigError
 from shardflow.reports.assertion import Assertion, Judgment, Strength
+from shardflow.reports.detection import Unread, detect_languages
 from shardflow.reports.findings import Entity, EntityFinder, Place, probability_of
 from shardflow.reports.language import ENGLISH, TABLES
 from shardflow.reports.lexicon import Lexicon, load_lexicon
 from shardflow.reports.mentions import Mention, find_mentions
 from shardflow.reports.sections import Section, SectionKind, split_sections
 
-RULES_VERSION: Final = 3
+RULES_VERSION: Final = 4
 """Raised whenever a rule in code reads some text otherwise than before; the tables speak for themselves."""
 
 
@@ -31,7 +32,12 @@ def rules_digest() -> str:
     """Return the SHA-256 of the shipped tables and the version of the rules."""
     hasher = hashlib.sha256(f"rules {RULES_VERSION}\n".encode("ascii"))
     root = files("shardflow.reports")
-    for name in ("codes.csv", "probability.csv", *(f"{ENGLISH}/{table}" for table in TABLES)):
+    for name in (
+        "codes.csv",
+        "languages.csv",
+        "probability.csv",
+        *(f"{ENGLISH}/{table}" for table in TABLES),
+    ):
         data = root.joinpath(*name.split("/")).read_bytes()
         hasher.update(f"{name} {len(data)}\n".encode("ascii"))
         hasher.update(data)
@@ -39,7 +45,7 @@ def rules_digest() -> str:
 
 
 def reader_name() -> str:
-    """Return the name of the rules as ``report.json`` has it, such as ``english-3-0123456789abcdef``."""
+    """Return the name of the rules as ``report.json`` has it, such as ``english-4-0123456789abcdef``."""
     return f"{ENGLISH}-{RULES_VERSION}-{rules_digest()[:16]}"
 
 
@@ -67,6 +73,10 @@ class ReportContent:
     entities: tuple[Entity, ...]
     """In the text's order."""
     mentions: tuple[Mention, ...]
+    languages: tuple[str, ...] = (ENGLISH,)
+    """Languages of the text, such as ``"english"``, the one with most letters first."""
+    unread: tuple[Unread, ...] = ()
+    """Parts in languages without rules: only extractors find something in them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; spans are pairs of characters, closed-open."""
@@ -89,12 +99,14 @@ class ReportReader:
         self._extractors = tuple(extractors)
 
     def read(self, text: str) -> ReportContent:
-        """Read one report.
+        """Read one report, but for the parts of it in a language without rules.
 
         Raises:
             ConfigError: An extractor answered with a span outside the text.
         """
         sections = split_sections(text, self._lexicon)
+        detected = detect_languages(text)
+        english = detected.blank(text, ENGLISH)
         entities: list[Entity] = []
         mentions: list[Mention] = []
         for section in sections:
@@ -102,13 +114,13 @@ class ReportReader:
             if section.kind not in _UNREAD:
                 entities += [
                     _in_section(one, section.kind, _place(one, section, text), first)
-                    for one in self._finder.find(text[first:last])
+                    for one in self._finder.find(english[first:last])
                 ]
             if section.kind != "comparison":
                 # What is compared with is another examination, and so are its images.
                 mentions += [
                     replace(one, span=(one.span[0] + first, one.span[1] + first))
-                    for one in find_mentions(text[first:last])
+                    for one in find_mentions(english[first:last])
                 ]
         for name, extractor in self._extractors:
             for found in extractor(text):
@@ -117,7 +129,13 @@ class ReportReader:
                 kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
                 entities.append(_in_section(one, kind, one.anatomy))
         entities.sort(key=lambda one: one.span)
-        return ReportContent(sections=tuple(sections), entities=tuple(entities), mentions=tuple(mentions))
+        return ReportContent(
+            sections=tuple(sections),
+            entities=tuple(entities),
+            mentions=tuple(mentions),
+            languages=detected.languages,
+            unread=detected.unread,
+        )
 
 
 def load_extractors() -> list[tuple[str, Extractor]]:

@@ -11,6 +11,7 @@ from html import escape
 from importlib import resources
 
 from shardflow.format import Dataset
+from shardflow.format.keys import REPORT_COUNTS
 from shardflow.format.manifest import manifest_path
 from shardflow.viewing.dataset_facts import DatasetFacts
 from shardflow.viewing.markup import document, section, table
@@ -21,6 +22,7 @@ from shardflow.viewing.page_sections import (
     hounsfield,
     human_size,
     inputs,
+    reports,
     shapes,
     splits,
     summarize,
@@ -61,6 +63,7 @@ def render_page(
         section("Inputs", inputs(dataset, facts)),
         section("De-identification", deidentification(deid)),
         section("Splits", splits(dataset, facts)),
+        section("Reports", reports(dataset)) if REPORT_COUNTS in dataset.manifest.extra else "",
         section("What the studies are", shapes(dataset, facts)),
         section("Findings about series", findings(dataset, facts)),
         section("CT values", hounsfield(facts)),

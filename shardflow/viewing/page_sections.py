@@ -15,6 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardflow.format import Dataset
+from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.reasons import FLAGS, REASONS, Reason, remedy_of
 from shardflow.viewing.dataset_facts import HU_START, HU_STEP, HU_STOP, DatasetFacts, Histogram, Thumbnail
 from shardflow.viewing.markup import counted, note, table
@@ -254,6 +255,15 @@ def inputs(dataset: Dataset, facts: DatasetFacts) -> str:
         f"<h3>Quarantined: should have been packed, and could not be</h3>{_quarantined(facts)}"
         f"<h3>Skipped: not meant to be packed</h3>{_skipped(facts)}"
     )
+
+
+def reports(dataset: Dataset) -> str:
+    """Show the reports by language, and how many were not read whole."""
+    counts: Any = dataset.manifest.extra[REPORT_COUNTS]
+    chart = _ranked("Reports by language", Counter(counts["languages"]))
+    unread = int(counts["unread"].get(LANGUAGE_WITHOUT_RULES, 0))
+    remark = f"{unread:,} not read whole, for want of rules for their language" if unread else ""
+    return _figure("Reports by language", chart, remark)
 
 
 def _quarantined(facts: DatasetFacts) -> str:

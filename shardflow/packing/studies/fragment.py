@@ -54,6 +54,10 @@ class StudyOutcome:
     """Reason of each file whose outcome differs from the study's, by position in the study's list."""
     tallies: dict[str, int] = field(default_factory=dict)
     """Counts of what de-identification did."""
+    languages: tuple[str, ...] = ()
+    """Languages of the report, if it was read."""
+    is_unread: bool = False
+    """Whether a part of the report is in a language without rules."""
     rules: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Names of the rules that hold files back, by position; for the private ledger alone."""
 

@@ -6,6 +6,7 @@ reports loads neither.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ConfigError
+from shardflow.packing.linking import read_report
 from shardflow.packing.settings import ReportsConfig, digest_of
 
 if TYPE_CHECKING:
+    from shardflow.packing.linking import ReportTable
     from shardflow.reports import ReportReader
     from shardflow.reports.alignment.evidence import AlignmentRules
 
 REPORT_JSON_VERSION: Final = 1
+_MAX_LOOKED_AT: Final = 10_000
+"""Reports whose language is looked at before packing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,40 @@ def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSe
         extractors=tuple(sorted(config.extractors)),
         lexicon=config.lexicon,
     )
+
+
+def check_languages(config: ReportsConfig, reports: ReportTable, spool: Path) -> None:
+    """Check that findings of the reports can be aligned: most are in a language that is read.
+
+    At most `_MAX_LOOKED_AT` are looked at, evenly spread.
+
+    Args:
+        config: Settings; with extractors, which read any language, there is nothing to check.
+        reports: The reports.
+        spool: File of their texts.
+
+    Raises:
+        ConfigError: More than half of them are in languages without rules.
+        StorageError: The texts cannot be read.
+    """
+    if not (config.extract and config.align) or config.extractors:
+        return
+    linked = sorted(reports.report_of.values())
+    if not linked:
+        return
+    from shardflow.reports.detection import detect_languages
+    from shardflow.reports.language import LANGUAGES
+
+    chosen = linked[:: -(-len(linked) // _MAX_LOOKED_AT)]
+    texts = (read_report(spool, reports.place_of(number)).decode("utf-8") for number in chosen)
+    mains = Counter(detect_languages(text).languages[0] for text in texts)
+    others = {name: count for name, count in mains.items() if name not in LANGUAGES}
+    if 2 * sum(others.values()) > len(chosen):
+        usual = max(sorted(others), key=lambda name: others[name])
+        raise ConfigError(
+            f"reports.align needs reports in {' or '.join(LANGUAGES)}, got {sum(others.values()):,} of "
+            f"{len(chosen):,} in languages without rules (most of them: {usual}); set reports.align = false."
+        )
 
 
 def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:

@@ -145,6 +145,8 @@ class StudyMembers:
 
     def __post_init__(self) -> None:
         self._attached = AttachedFields()
+        self._languages: tuple[str, ...] = ()
+        self._is_unread = False
         # Whether report or attachments name a side of the body.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
@@ -183,6 +185,8 @@ class StudyMembers:
                     outcome=Outcome.PACKED,
                     instances={**self._left_out, **self._bad, **self._attached.reasons},
                     tallies=self._privacy.tallies(),
+                    languages=self._languages,
+                    is_unread=self._is_unread,
                     rules=self._privacy.rules,
                 )
                 return self.writer.commit(packed, facts)
@@ -365,6 +369,7 @@ class StudyMembers:
         if report is not None and reading is not None:
             text = report.decode("utf-8")
             content = contents["report"] = reading.read(text)
+            self._languages, self._is_unread = tuple(content["languages"]), bool(content["unread"])
             aligned = reading.align(described, content, contents.get("annotations"), text)
             if aligned is not None:
                 contents["alignment"] = aligned

@@ -14,18 +14,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format.bricks import StoredVolume
 from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
 from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.keys import SAMPLE_KEY_PATTERN, shard_name
+from shardflow.format.keys import REPORT_COUNTS, REPORT_JSON_FIELD, SAMPLE_KEY_PATTERN, shard_name
 from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
 from shardflow.format.reasons import Reason
 from shardflow.format.samples import SampleEntry
@@ -199,16 +201,36 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
         deidentification=_deidentification(newest, removed),
         plan_digest=plan_digest,
         removed={"patients": sorted(removed.patients), "studies": sorted(removed.studies)},
+        **_report_counts(newest, removed),
     )
 
 
 def _deidentification(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
+    recorded: Any = newest.base.manifest.extra.get("deidentification", {})
+    return counts_without(recorded, *_rows_of(newest, removed))
+
+
+def _report_counts(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
+    """Return the counts of reports without those of removed samples, as far as these can be read."""
+    recorded: Any = newest.base.manifest.extra.get(REPORT_COUNTS)
+    if recorded is None:
+        return {}
+    counts = {name: Counter(recorded[name]) for name in ("languages", "unread")}
+    dataset, rows = _rows_of(newest, removed)
+    for row in rows:
+        with suppress(ShardflowError, ValueError, KeyError, TypeError):
+            content = json.loads(dataset.read_fields(row, [REPORT_JSON_FIELD])[REPORT_JSON_FIELD])
+            counts["languages"].subtract(["+".join(sorted(content["languages"]))])
+            counts["unread"].subtract({one["reason"] for one in content["unread"]})
+    return {REPORT_COUNTS: {name: dict(sorted((+one).items())) for name, one in counts.items()}}
+
+
+def _rows_of(newest: NewestVersion, removed: _Removed) -> tuple[Dataset, list[int]]:
     base, manifest, uploader = newest.base, newest.base.manifest, newest.uploader
     store = LocalStore(newest.workspace.output) if uploader is None else uploader.store(manifest)
     keys = base.samples.column("sample_key").tolist()
     rows = [row for row, key in enumerate(keys) if key.decode("ascii") in removed.studies]
-    recorded: Any = manifest.extra.get("deidentification", {})
-    return counts_without(recorded, Dataset(store, manifest), rows)
+    return Dataset(store, manifest), rows
 
 
 def _count_removed(shards: tuple[ShardEntry, ...], kept: list[SampleEntry]) -> list[ShardEntry]:

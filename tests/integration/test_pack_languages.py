@@ -1,0 +1,65 @@
+"""Packing of reports in several languages: each is counted, and none is read as another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardflow.cli.main import main
+from shardflow.errors import ConfigError
+from shardflow.packing.versions.removal import Withdrawn, remove
+from tests.dicom_factory import make_study
+from tests.pack_case import PackCase
+
+FRENCH = "RÉSULTATS : Pas de pneumothorax. Pas d'épanchement pleural."
+MIXED = "FINDINGS: No effusion.\nCONCLUSION: Pas de pneumothorax."
+ENGLISH = "FINDINGS: A nodule. No effusion."
+
+
+def _prepare(folder: Path, texts: list[str]) -> tuple[PackCase, list[str]]:
+    case = PackCase(folder)
+    case.prepare(has_reports=True)
+    made = [
+        make_study(case.dicom / f"p{number}", patient=f"P{number}", modality="CT", num_slices=2, seed=number)
+        for number in range(len(texts))
+    ]
+    case.write_reports({one.study_instance_uid: text for one, text in zip(made, texts, strict=True)})
+    return case, [case.sample_key(one.study_instance_uid) for one in made]
+
+
+def test_languages_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case, keys = _prepare(tmp_path, [ENGLISH, ENGLISH, MIXED, FRENCH])
+    counts = {
+        "languages": {"english": 2, "french": 1, "english+french": 1},
+        "unread": {"LANGUAGE_WITHOUT_RULES": 2},
+    }
+    assert case.pack().reports == counts
+    assert case.pack().reports == counts  # already packed
+    dataset = case.open()
+    content = json.loads(dataset.read_fields(dataset.samples.find(keys[3]), ["report.json"])["report.json"])
+    assert content["entities"] == content["mentions"] == []
+    assert {one["reason"] for one in content["unread"]} == {"LANGUAGE_WITHOUT_RULES"}
+    capsys.readouterr()
+    assert main(["info", str(case.output)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 english, 1 english+french, 1 french; 2 not read whole (LANGUAGE_WITHOUT_RULES)" in shown
+    assert dataset.manifest.page is not None
+    page = (case.output / dataset.manifest.page.path).read_text(encoding="utf-8")
+    assert "Reports by language" in page
+    assert "2 not read whole" in page
+    remove(case.output, case.private, Withdrawn(sample_keys=[keys[3]]))
+    assert case.open().manifest.extra["reports"] == {
+        "languages": {"english": 2, "english+french": 1},
+        "unread": {"LANGUAGE_WITHOUT_RULES": 1},
+    }
+
+
+def test_alignment_of_a_corpus_that_no_rule_reads_is_refused_before_work(tmp_path: Path) -> None:
+    case, _ = _prepare(tmp_path, [FRENCH, FRENCH, ENGLISH])
+    with pytest.raises(
+        ConfigError, match=r"got 2 of 3 in languages without rules \(most of them: french\); set"
+    ):
+        case.pack()
+    assert not list(case.output.rglob("*.tar"))
