@@ -21,7 +21,7 @@ import re
 import resource
 import secrets
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -186,6 +186,7 @@ class _OpenFiles:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self._files: OrderedDict[tuple[int, str], _Descriptor] = OrderedDict()
+        self._unused: deque[int] = deque()
 
     def take(self, owner: int, path: str, open_file: Callable[[], int]) -> _Descriptor:
         """Return an open file of a store, for one reader more."""
@@ -194,6 +195,7 @@ class _OpenFiles:
             self.reset()
         key = owner, path
         with self.lock:
+            self._close_unused()
             descriptor = self._files.get(key)
             if descriptor is None:
                 descriptor = self._files[key] = _Descriptor(open_file())
@@ -215,7 +217,28 @@ class _OpenFiles:
         if self.pid != os.getpid():
             self.reset()
         with self.lock:
-            for key in [key for key in self._files if key[0] == owner]:
+            self._unused.append(owner)
+            self._close_unused()
+
+    def forget(self, owner: int) -> None:
+        """Close the files of a store that nothing refers to any more.
+
+        The garbage collector may call this inside any other method, on a thread that holds the lock: then the
+        next call closes them.
+        """
+        if self.pid != os.getpid():
+            return
+        self._unused.append(owner)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._close_unused()
+            finally:
+                self.lock.release()
+
+    def _close_unused(self) -> None:
+        while self._unused:
+            owner = self._unused.popleft()
+            for key in [key for key in list(self._files) if key[0] == owner]:
                 self._evict(self._files.pop(key))
 
     @staticmethod
@@ -260,7 +283,7 @@ class LocalStore:
     def __del__(self) -> None:
         """Close the descriptors: they are plain numbers that nothing else closes."""
         if hasattr(self, "_owner") and _OPEN_FILES is not None:  # at the end of the interpreter it may be
-            self.close()
+            _OPEN_FILES.forget(self._owner)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"

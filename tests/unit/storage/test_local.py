@@ -74,6 +74,28 @@ def test_a_store_out_of_use_leaves_no_descriptor_open(tmp_path: Path) -> None:
     assert _open_descriptors(tmp_path) == 0
 
 
+def test_a_store_may_be_collected_while_another_one_opens_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs on the thread that holds the lock of all descriptors, and must not wait for it."""
+    unused = [LocalStore(tmp_path / "unused")]
+    unused[0].put_new("a", CONTENT)
+    assert unused[0].read("a") == CONTENT
+    store = LocalStore(tmp_path / "used")
+    store.put_new("b", CONTENT)
+    real = store._open
+
+    def collect_then_open(path: str) -> int:
+        unused.clear()
+        return real(path)
+
+    monkeypatch.setattr(store, "_open", collect_then_open)
+    assert store.read("b") == CONTENT
+    store.put_new("c", CONTENT)
+    assert store.read("c") == CONTENT
+    assert _open_descriptors(tmp_path / "unused") == 0
+
+
 def test_a_descriptor_in_use_survives_its_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
     monkeypatch.setattr(local, "_OPEN_FILES", local._OpenFiles(max_files=1))
