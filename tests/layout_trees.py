@@ -244,6 +244,7 @@ def make_padchest(folder: Path) -> MadeTree:
         reports=reports,
         settings=(
             "inputs.layout.kind=padchest",
+            "reports.align=false",  # its reports are in Spanish
             f"inputs.dicom={images}",
             f"inputs.reports={table}",
             f"inputs.layout.table={table}",

@@ -477,7 +477,7 @@ def test_removed_tables_are_gone_and_versions_that_a_run_needs_stay(
         (["--delete-old"], "--delete-old needs --runs DIR"),
         (["--delete-old", "--runs", "nowhere"], "no folder 'nowhere' of runs"),
         (["--remove"], "--remove needs --name"),
-        (["--remove", "--facts"], "needs one of a file, --facts, --remove and --delete-old"),
+        (["--remove", "--facts"], "needs one of a file, --facts, --voxels, --remove and --delete-old"),
     ],
 )
 def test_slips_of_removal_get_a_sentence(

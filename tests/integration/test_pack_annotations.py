@@ -184,7 +184,7 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
     sources = {roi["source"] for one in everything for roi in one["rois"]}
     assert sources == {"dicom-seg", "rtstruct", "sr-tid1500"}
     labels = {roi["label"] for one in everything for roi in one["rois"]}
-    assert {"liver", "bone", "lung nodule"} <= labels
+    assert {"liver", "bone", "pulmonary nodule"} <= labels
     assert sum(one["count"] for one in everything for one in one["dangling"]) >= 8
     for fields in _samples(case).values():
         if "annotations.json" not in fields:
