@@ -32,6 +32,8 @@ a third-party parser only the class name is kept.
 
 from __future__ import annotations
 
+import os
+
 
 class ShardflowError(Exception):
     """Base of all errors raised on purpose; one message, one string."""
@@ -39,6 +41,15 @@ class ShardflowError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+def os_reason(error: Exception) -> str:
+    """Return what the operating system says, such as ``"Read-only file system"``, without a path.
+
+    Of other errors it is the class.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    return os.strerror(code) if code else type(error).__name__
 
 
 class ConfigError(ShardflowError, ValueError):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TextIO
 
-from shardflow.errors import ShardflowError, StorageError
+from shardflow.errors import ShardflowError, StorageError, os_reason
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -183,10 +183,9 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
-            f"cannot write an event file: {type(error).__name__} ({reason}); free disk space or correct "
-            "its folder, and run the job again."
+            f"cannot write an event file: {type(error).__name__} ({os_reason(error)}); free disk space or "
+            "correct its folder, and run the job again."
         ) from None
 
 

@@ -34,9 +34,12 @@ UNITS: Final = ("study", "series", "image", "entity")
 class CommandParser(argparse.ArgumentParser):
     """argparse that fails the way every other error does, instead of printing its usage and leaving."""
 
+    command = ""
+    """The command whose help answers what the parser of all commands does not know."""
+
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: the command line itself is wrong."""
-        raise ConfigError(f"{message}; see: {self.prog} --help")
+        raise ConfigError(f"{message}; see: {' '.join(filter(None, (self.prog, self.command)))} --help")
 
 
 class HelpFormatter(argparse.HelpFormatter):

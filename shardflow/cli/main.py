@@ -200,6 +200,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
+    parser.command = only or ""
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions that matter, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

@@ -169,6 +169,7 @@ def _describe(summary: PackSummary) -> Iterator[str]:
             yield f"Nothing is published: these tasks have to run before, with --task I/N: {tasks}."
             return
         case "planned":
+            yield from summary.notes
             yield (
                 f"Dry run: {summary.num_slices} slices, {summary.num_shards} new shards of about "
                 f"{summary.num_bytes} bytes, samples: {_splits(summary.splits)}. Pixels were not read."

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from shardflow.cli.common import add_dataset, add_json, counted, existing_dataset, write_result
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.storage import LocalStore, open_store
 
 REMOVE_DESCRIPTION = """\
@@ -104,7 +104,7 @@ def _read(name: str | None, option: str) -> tuple[str, ...]:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{option} must name a readable text file, got {type(error).__name__}; correct it."
+            f"{option} must name a readable text file, got {os_reason(error)}; correct it."
         ) from None
     # A byte order mark before the first line would hide the identifier on it.
     lines = text.removeprefix(_BYTE_ORDER_MARK).splitlines()

@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import StorageError
+from shardflow.errors import StorageError, os_reason
 from shardflow.format.bricks import EncodedVolume, StoredVolume, brick_columns
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import Json, shard_name
@@ -360,7 +360,6 @@ def naming_os_errors(action: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
-            f"{action} must succeed, got: {reason}; make room or repair it, and run the job again."
+            f"{action} must succeed, got: {os_reason(error)}; make room or repair it, and run the job again."
         ) from None

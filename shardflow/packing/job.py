@@ -186,6 +186,7 @@ class PackRun:
             peak_memory_bytes=peak_memory(engine),
             num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
             identities=ingested.identity_counts,
+            notes=ingested.notes,
         )
 
     def unpublished(self, status: Status, ingested: Ingested, engine: Engine, **facts: Any) -> PackSummary:
@@ -199,6 +200,7 @@ class PackRun:
             inputs={"total": len(ingested.files) + len(ingested.reports), **outcomes},
             reasons=reasons,
             identities=ingested.identity_counts,
+            notes=ingested.notes,
             seconds=self.seconds(),
             peak_memory_bytes=peak_memory(engine),
             **facts,
@@ -281,8 +283,9 @@ class Execution:
         run.finish_upload()
         run.workspace.remove_work()
         run.progress.phase("done", 0)
+        summary = run.summary("packed", manifest, self.engine, ingested)
         notes = self._carried(manifest, len(settled.samples), attached)
-        return replace(run.summary("packed", manifest, self.engine, ingested), notes=notes)
+        return replace(summary, notes=(*summary.notes, *notes))
 
     def _attach(self, dataset: Dataset) -> list[str]:
         """Attach the tables that the layout finds beside the images, and those of the settings."""
@@ -603,6 +606,6 @@ class _Job:
             )
         identities.keep_packed(packed)
         identities.join_splits(files.studies, packed)
-        for note in identities.notes(deid.on_uncertain_identity):
+        for note in (*ingested.notes, *identities.notes(deid.on_uncertain_identity)):
             run.progress.note(note)
         return replace(ingested, identities=identities)

@@ -193,6 +193,19 @@ class ReportTable:
         people = int(self.people_digest[report])
         return int(self.digest[report]), [people] if people else []
 
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence where fewer than half of the reports with text found their study, else none."""
+        num_linked = int(np.count_nonzero(self.study != NO_STUDY))
+        strangers = [reason_code(Reason.REPORT_WITHOUT_STUDY), reason_code(Reason.MISSING_IDENTIFIER)]
+        num_unlinked = int(np.count_nonzero((self.study == NO_STUDY) & np.isin(self.reason, strangers)))
+        if num_linked >= num_unlinked:
+            return ()
+        note = (
+            f"Only {num_linked:,} of {num_linked + num_unlinked:,} reports belong to a study of the images; "
+            "check that they name the study, or patient and accession number, as headers or layout.table do."
+        )
+        return (note,)
+
     def decide(self, study_reason: NDArray[np.uint8]) -> None:
         """Give undecided reports the outcome of their study, if that is decided.
 

@@ -58,7 +58,8 @@ class PackSummary:
     num_bytes: int = 0
     """Size of all files of the dataset."""
     notes: tuple[str, ...] = ()
-    """What remains to be done, a sentence each: tables that lack the values of new samples."""
+    """What remains to be done, a sentence each: most reports name no study, tables lack the values of new
+    samples."""
     seconds: float = 0.0
     """Wall time of this run."""
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class PackSummary:
         peak_memory_bytes: dict[str, int],
         num_known_inputs: int = 0,
         identities: Mapping[str, int] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> Self:
         """Summarize a published dataset."""
         counts = asdict(manifest.counts)
@@ -92,6 +94,7 @@ class PackSummary:
             num_shards=len(manifest.shards),
             num_slices=extra["num_slices"],
             num_bytes=sum(entry.num_bytes for entry in manifest.files()) + len(manifest.encode()),
+            notes=notes,
             seconds=seconds,
             peak_memory_bytes=peak_memory_bytes,
         )
@@ -142,6 +145,7 @@ def forecast(
         num_bytes=sum(shard.estimated_bytes for shard in plan.shards),
         num_known_inputs=0 if ingested.scope is None else ingested.scope.num_known,
         identities=ingested.identity_counts,
+        notes=ingested.notes,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
     )

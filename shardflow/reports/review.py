@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast, get_args
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex
@@ -232,9 +232,7 @@ def write_private(path: Path, text: str) -> None:
         path.touch(mode=0o600, exist_ok=False)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"the output must be a new file, got {type(error).__name__}; name another."
-        ) from None
+        raise ConfigError(f"the output must be a new file, got {os_reason(error)}; name another.") from None
 
 
 def _read(dataset: Dataset, names: Sequence[str]) -> Iterator[tuple[int, dict[str, bytes]]]:

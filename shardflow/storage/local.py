@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import AlreadyExistsError, NotFoundError, ShortReadError, StorageError
+from shardflow.errors import AlreadyExistsError, NotFoundError, ShortReadError, StorageError, os_reason
 from shardflow.storage.store import ByteRange, check_object_path, check_ranges, sized
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
@@ -144,8 +144,7 @@ def _naming(action: str, path: Path) -> Iterator[None]:
         raise _exists(path) from None
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        reason = os.strerror(error.errno) if error.errno else type(error).__name__
-        raise StorageError(f"{action} {path.name} failed: {code} ({reason}).") from error
+        raise StorageError(f"{action} {path.name} failed: {code} ({os_reason(error)}).") from error
 
 
 def _remove(path: Path) -> None:

@@ -60,6 +60,11 @@ def test_wrong_command_line_is_one_line_and_code_2(call: Call, arguments: tuple[
     assert called.err.count("\n") == 1
 
 
+def test_an_unknown_option_points_to_the_help_of_its_command(call: Call) -> None:
+    assert call("info", "x", "--yaml").err.endswith("see: shardflow info --help\n")
+    assert call("--yaml").err.endswith("see: shardflow --help\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "nearest"),
     [(("verfy", "x"), "verify"), (("--json", "inof"), "info"), (("tok",), "tokenize")],

@@ -22,6 +22,6 @@ def test_a_missing_input_folder_is_named_on_a_terminal_only(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     called = call("pack", "--config", recipe)
     assert called.code == 2
-    assert "input folder 1 of 1 must exist and be readable" in called.err
+    assert "input folder 1 of 1 must exist and be readable, got No such file or directory;" in called.err
     assert ("SENTINEL" in called.err) is is_terminal
     assert "SENTINEL" not in called.out

@@ -18,6 +18,7 @@ from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import load
 from shardflow.packing import PackSummary, pack
+from shardflow.packing.progress import SilentProgress
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study
 from tests.layout_trees import (
@@ -222,6 +223,28 @@ def test_each_odd_input_of_a_manifest_has_its_outcome(case: PackCase) -> None:
     assert summary.studies["packed"] == 2
     private = "".join(path.read_text(encoding="utf-8") for path in case.private.glob("*.log"))
     assert "Pat-30" not in private
+
+
+class _Log(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_summary_and_log_say_that_most_reports_found_no_study(case: PackCase) -> None:
+    tree = make_manifest(case.folder)
+    _edit_table(
+        case.folder / "texts.csv", lambda rows: [row.update(study=f"x{row['study']}") for row in rows]
+    )
+    log = _Log()
+    dry = pack(case.config(*tree.settings), log, is_dry_run=True)
+    summary = pack(case.config(*tree.settings), log)
+    for found in (dry, summary):
+        (note,) = found.notes
+        assert note.startswith("Only 0 of 2 reports belong to a study of the images;")
+    assert log.notes.count(note) == 2
 
 
 def test_rows_without_files_can_be_ignored(case: PackCase) -> None:

@@ -10,12 +10,13 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Final, Literal
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
@@ -132,10 +133,37 @@ def _find_columns(header: list[str]) -> tuple[int, int, int]:
     for wanted in (_KEY, _TEXT):
         if names.count(wanted) != 1:
             raise ConfigError(
-                f"the report table must have one column {wanted!r}, got {names.count(wanted)}; "
-                "name it in the first line."
+                f"the report table must have one column {wanted!r}, got {names.count(wanted)} "
+                f"{say_columns(header)}; name it in the first line."
             )
     return names.index(_KEY), names.index(_TEXT), len(names)
+
+
+def say_columns(names: Sequence[str]) -> str:
+    """Say which columns a table has, as a part of a sentence.
+
+    The first line of a table without names holds identifiers, so one of the usual names must be among them.
+
+    Example:
+        >>> say_columns(["StudyInstanceUID", "findings"]), say_columns(["1.2.840", "No fracture."])
+        ('among StudyInstanceUID, findings', 'among what does not look like names of columns')
+    """
+    found = [name.strip() for name in names if name.strip()]
+    folded = {re.sub(r"[ _-]", "", name).casefold() for name in found}
+    if not folded & _USUAL_NAMES or not all(map(_COLUMN_NAME.fullmatch, found)):
+        return "among what does not look like names of columns"
+    return f"among {', '.join(found[:_MAX_COLUMNS_SAID])}{', ...' * (len(found) > _MAX_COLUMNS_SAID)}"
+
+
+_COLUMN_NAME: Final = re.compile(r"[A-Za-z_][\w ./-]{0,39}", re.ASCII)
+_MAX_COLUMNS_SAID: Final = 20
+_USUAL_NAMES: Final = frozenset(
+    {
+        *("accession", "accessionnumber", "file", "filename", "findings", "id", "image", "imageid"),
+        *("impression", "path", "patient", "patientid", "report", "reportid", "reporttext", "split"),
+        *("study", "studyid", "studyinstanceuid", "studyuid", "subject", "subjectid", "text"),
+    }
+)
 
 
 def _iter_jsonl(path: Path) -> Iterator[ReportRecord | BrokenReport]:
@@ -157,6 +185,13 @@ def _parse_json(place: int, line: bytes) -> ReportRecord | BrokenReport:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return _broken(place, Reason.REPORT_UNREADABLE, f"no JSON: {type(error).__name__}")
+    absent = [name for name in (_KEY, _TEXT) if name not in row] if isinstance(row, dict) else []
+    if absent and place == 1:
+        # The keys of the first line are those of all, as the header of a CSV is.
+        raise ConfigError(
+            f"the reports must have the keys {_KEY!r} and {_TEXT!r} in every line, got no {absent[0]!r} "
+            f"{say_columns([*row])} in the first; rename the keys."
+        )
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in (_KEY, _TEXT)):
         return _broken(place, Reason.REPORT_UNREADABLE, f"no object with the strings {_KEY} and {_TEXT}")
     return make_record(place, row[_KEY], row[_TEXT])
@@ -217,7 +252,7 @@ def _open_table(path: Path) -> BinaryIO:
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(
-            f"the report table must be readable, got {type(error).__name__}; check the path."
+            f"the report table must be readable, got {os_reason(error)}; check the path."
         ) from None
     if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
         file.close()

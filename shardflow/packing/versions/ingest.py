@@ -129,6 +129,11 @@ class Ingested:
     """Persons among the patients, once they are known."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what the inputs lack, for log and summary."""
+        return self.reports.notes()
+
+    @property
     def identity_counts(self) -> dict[str, int]:
         """Counts of what links patients, for the summary."""
         return {} if self.identities is None else self.identities.counts

@@ -62,6 +62,17 @@ def test_copies_strangers_and_empty_texts(tmp_path: Path) -> None:
     assert table.unusable == set()
 
 
+def test_a_sentence_says_that_most_reports_belong_to_no_study(tmp_path: Path) -> None:
+    own, strangers = _report("1.1", "a"), [_report("9.8", "b"), _report("9.9", "c")]
+    nameless = BrokenReport(place=4, reason=Reason.MISSING_IDENTIFIER, detail="")
+    assert _link(tmp_path, own, strangers[0], _report("1.2", " ")).notes() == ()
+    (note,) = _link(tmp_path, own, *strangers).notes()
+    assert note.startswith("Only 1 of 3 reports belong to a study")
+    (note,) = _link(tmp_path, own, strangers[0], nameless).notes()
+    assert note.startswith("Only 1 of 3 reports belong to a study")
+    assert ReportTable().notes() == ()
+
+
 def test_a_report_that_cannot_be_read_makes_its_study_unusable(tmp_path: Path) -> None:
     broken = BrokenReport(place=3, reason=Reason.REPORT_UNREADABLE, detail="", study_instance_uid="1.3")
     stray = BrokenReport(place=4, reason=Reason.MISSING_IDENTIFIER, detail="")

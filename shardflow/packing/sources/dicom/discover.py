@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
 
 
@@ -68,7 +68,7 @@ def _check_roots(roots: Sequence[Path]) -> None:
         except OSError as error:
             raise ConfigError(
                 f"input folder {number} of {len(roots)} must exist and be readable, got "
-                f"{type(error).__name__}; correct its path in the configuration.",
+                f"{os_reason(error)}; correct its path in the configuration.",
                 path=str(root),
             ) from None
     for number, root in enumerate(resolved, start=1):

@@ -31,9 +31,14 @@ from shardflow.packing.sources.documents.facts import (
 _LINE_END: Final = re.compile(r"\r\n|\r|\n")
 _SEGMENT: Final = re.compile(r"[A-Z][A-Z0-9]{2}(?=[^\w\s]|$)")
 _INLINE: Final = re.compile(
-    r"(?:(?<=[ \t])|(?<=\|))(?=(?:MSH|PID|PV1|ORC|OBR|NTE|NK1|ZDS)\|)|(?<=[ \t|])(?=OBX\|\d)"
+    r"(?:(?<=[ \t])|(?<=\|))"
+    r"(?=MSH\|[^\w\s|]{3}|(?:PID|PV1|OBR|NTE|NK1)\|\d{0,4}\|+[^|\s]|ORC\|[A-Z]{2}\||ZDS\|\d+\.\d)"
+    r"|(?<=[ \t|])(?=OBX\|\d)"
 )
-"""Start of a segment on the line of another; inside a field its separator would be escaped."""
+"""Start of a segment on the line of another: its name and what its first fields hold.
+
+A field that is only called like a segment does not begin one.
+"""
 _NOT_DATA: Final = frozenset({"BHS", "BTS", "FHS", "FTS"})
 _ESCAPE: Final = re.compile(r"\\([EFHNRST]|X[0-9A-Fa-f]*|[CMZ][0-9A-Za-z]*|\.[a-z]{2} ?[+-]?\d*)\\")
 """Anything else, such as the path of a file, stays as it is."""

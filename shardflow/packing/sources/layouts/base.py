@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 from shardflow.config import check_fields
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
@@ -26,6 +26,7 @@ from shardflow.packing.sources.reports import (
     ReportRecord,
     iter_csv_rows,
     iter_reports,
+    say_columns,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def read_table(
             yield from _read_csv(path, what, columns, required)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(
-            f"{what} must be a readable table, got {type(error).__name__}; correct its path or the file."
+            f"{what} must be a readable table, got {os_reason(error)}; correct its path or the file."
         ) from None
 
 
@@ -124,8 +125,8 @@ def _find(
         count = names.count(columns[role].casefold())
         if count != 1:
             raise ConfigError(
-                f"{what} must have one column {columns[role]!r} ({role}), got {count}; correct the table, or "
-                "name the column in the settings of the layout."
+                f"{what} must have one column {columns[role]!r} ({role}), got {count} {say_columns(header)}; "
+                "correct the table, or name the column in the settings of the layout."
             )
     wanted = {role: name.casefold() for role, name in columns.items()}
     return {role: names.index(name) if name in names else None for role, name in wanted.items()}

@@ -297,12 +297,14 @@ class _Join:
         """Return the studies by the most reliable key of the row."""
         if study := self._manifest.study_of_row(values):
             return [study]
-        if values["report"]:
-            return sorted(self._by_report.get(values["report"], {values["report"]}))
-        if values["accession"] and values["patient"]:
-            key = values["patient"], values["accession"]
-            return sorted(self._by_accession.get(key, {"/".join(key)}))
-        return []
+        if found := self._by_report.get(values["report"]):
+            return sorted(found)
+        # A column of that name may hold something else, or number the texts alone.
+        key = values["patient"], values["accession"]
+        if found := self._by_accession.get(key):
+            return sorted(found)
+        unknown = values["report"] or ("/".join(key) if all(key) else "")
+        return [unknown] if unknown else []
 
 
 def _rescale(slope: str, intercept: str) -> tuple[float, float] | None:

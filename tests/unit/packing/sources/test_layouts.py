@@ -231,3 +231,23 @@ def test_a_reports_table_without_its_column_is_refused_when_the_layout_opens(tmp
     inputs = InputsConfig(dicom=(tmp_path,), reports=reports)
     with pytest.raises(ConfigError, match="must have one column 'text', got 0"):
         open_layout(inputs, ("train", "val"))
+
+
+def test_a_column_called_report_unlinks_nothing(tmp_path: Path) -> None:
+    images = [
+        {"path": f"{name}.png", "patient": "p", "accession": name, "study": f"s-{name}", "report": named}
+        for name, named in (("a", ""), ("b", "R-2"))
+    ]
+    texts = [
+        {"report": "1", "patient": "p", "accession": "a", "text": "by its order"},
+        {"report": "R-2", "patient": "p", "accession": "a", "text": "by its own number"},
+        {"report": "3", "patient": "p", "accession": "c", "text": "of another study"},
+        {"report": "4", "patient": "", "accession": "a", "text": "two hospitals count alike"},
+    ]
+    inputs = InputsConfig(
+        dicom=(tmp_path,),
+        reports=write_table(tmp_path / "texts.csv", texts),
+        layout=LayoutConfig(kind="manifest", table=write_table(tmp_path / "images.csv", images)),
+    )
+    found = [one.study_instance_uid for one in open_layout(inputs, ("train", "val")).reports()]
+    assert found == ["s-a", "s-b", "3", "4"]

@@ -68,7 +68,11 @@ def test_csv_takes_reports_longer_than_the_modules_default(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"study_instance_uid,findings\n1,b\n", "one column 'text', got 0"),
+        (
+            b"study_instance_uid,findings\n1,b\n",
+            "one column 'text', got 0 among study_instance_uid, findings",
+        ),
+        (b"1.2.3,SECRET\n1,b\n", "got 0 among what does not look like names"),
         (b"text,text,study_instance_uid\n1,b,c\n", "one column 'text', got 2"),
         (b"", "one column 'study_instance_uid', got 0"),
         (b'study_instance_uid,text\n1,"SECRET\n2,b\n', "well-formed CSV"),
@@ -81,6 +85,28 @@ def test_a_damaged_table_is_refused_as_a_whole(tmp_path: Path, content: bytes, m
     with pytest.raises(ConfigError, match=message) as caught:
         list(iter_reports(table, "csv"))
     assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            {"study_id": "1.2", "findings": "SECRET"},
+            "got no 'study_instance_uid' among study_id, findings in",
+        ),
+        ({"study_instance_uid": "1.2", "body": "SECRET"}, "got no 'text' among study_instance_uid, body"),
+        ({"1.2.3": "SECRET"}, "among what does not look like names"),
+    ],
+)
+def test_jsonl_without_its_keys_is_refused_by_its_first_line(
+    tmp_path: Path, first: dict[str, str], said: str
+) -> None:
+    table = tmp_path / "reports.jsonl"
+    table.write_text(json.dumps(first) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as caught:
+        list(iter_reports(table, "jsonl"))
+    assert "SECRET" not in str(caught.value)
+    assert "1.2" not in str(caught.value)
 
 
 def test_jsonl_reads_objects_and_names_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
