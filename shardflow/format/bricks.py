@@ -286,25 +286,25 @@ class BrickVolume:
     @property
     def low(self) -> NDArray[np.float32]:
         """Lower bounds of the values of the bricks, ``grid``; one of NaN and -inf where there are NaN."""
-        return self._ongrid_of("low")
+        return self._on_grid("low")
 
     @property
     def high(self) -> NDArray[np.float32]:
         """Upper bounds, ``grid``. Where both bounds are equal (or NaN), all voxels have that value."""
-        return self._ongrid_of("high")
+        return self._on_grid("high")
 
     @property
     def occupancy(self) -> NDArray[np.uint8]:
         """Share of the voxels above the lowest value of the volume, ``grid``, in 1/255, rounded up."""
-        return self._ongrid_of("occupancy")
+        return self._on_grid("occupancy")
 
     @property
     def slice_num_bytes(self) -> NDArray[np.int64]:
         """Stored bytes of each slice, ``(D,)``: an equal share of the bricks that it lies in, rounded up."""
-        layers = self._ongrid_of("num_bytes").sum(axis=(1, 2), dtype=np.int64)
+        layers = self._on_grid("num_bytes").sum(axis=(1, 2), dtype=np.int64)
         return np.repeat(-(-layers // self.brick_shape[0]), self.brick_shape[0])[: self.shape[0]]
 
-    def _ongrid_of(self, name: str) -> NDArray[Any]:
+    def _on_grid(self, name: str) -> NDArray[Any]:
         found: NDArray[Any] = self.columns[name][_stored_places(self.grid, self.brick_shape)]
         return found
 

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from shardflow.errors import StateError
+from shardflow.errors import ConfigError, StateError
 from shardflow.fields.field import Field
 from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
@@ -38,6 +38,7 @@ from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection, select
 from shardflow.loading.weighting import sampled
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
+from shardflow.sampling.permutation import MAX_COUNTER, checked_int
 from shardflow.sampling.spec import Sampling
 from shardflow.telemetry import StageCounters, Tunables
 
@@ -248,6 +249,7 @@ class Loader:
         batch = _given_batch(batch, spec)
         if lock is not None:
             dataset = open_locked(dataset, lock)
+        seed = checked_int("seed", seed, low=0, high=MAX_COUNTER, where="Loader", error=ConfigError)
         self._resolved = resolve_world(world)
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)

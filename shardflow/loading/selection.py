@@ -227,6 +227,9 @@ def split_names(dataset: Dataset, split: str) -> list[str]:
     Raises:
         ConfigError: A split is unknown, empty or named twice.
     """
+    given: object = split
+    if not isinstance(given, str):
+        raise ConfigError(f"split is a name such as 'train', or several as 'train+val', got {given!r}.")
     names = [name.strip() for name in split.split(_SEPARATOR)]
     known = dataset.splits
     for name in names:

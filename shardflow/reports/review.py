@@ -1,6 +1,6 @@
-"""What a person looks at: findings that are not sure, with corrections read back, and phrases nobody knows.
+"""Review of findings: uncertain ones as a CSV file with corrections read back, and phrases no lexicon knows.
 
-Both write files of the person's own, which hold words of reports: mode 0600, and never a log.
+Both files hold words of reports, so their mode is 0600, and nothing of them is logged.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class _Check:
         near = near or [one for one, part in parts.items() if part.startswith(f"{short}_")]
         near = near[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         if near:
-            return f"There is no column {name!r}; did you mean {' or '.join(near)}"
+            return f"There is no column {name!r}; did you mean {' or '.join(near)}?"
         listed = sorted(known)
         more = "" if len(listed) <= _MAX_LISTED else f" and {len(listed) - _MAX_LISTED} more"
         return f"There is no column {name!r}; there are {', '.join(listed[:_MAX_LISTED])}{more}"

@@ -16,6 +16,7 @@ import pytest
 
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
+from shardflow.fields.types.pixels import check_fill
 from shardflow.format import Dataset
 from shardflow.format.samples import SampleFacts
 from shardflow.loading import Loader
@@ -191,6 +192,33 @@ def test_places_without_an_image_hold_the_fill(dataset: Dataset) -> None:
         assert all((batch["ct"][batch["ct_mask"] == 0] == -5).all() for batch in loader)
     with pytest.raises(ConfigError, match="does not fit into uint16"):
         _loader(dataset, {"x": sf.Image(series="modality == 'DX'", size=(8, 8), fill=-1, missing="pad")})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_fill_beyond_the_dtype_is_one_sentence() -> None:
+    for fill in (1e30, -1.0, 0.5, float("nan")):
+        with pytest.raises(ConfigError, match="does not fit into uint16"):
+            check_fill("image", fill, np.dtype(np.uint16))
+    assert check_fill("image", 65535, np.dtype(np.uint16)) == 65535
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"split": ["train"]},
+            r"split is a name such as 'train', or several as 'train\+val', got \['train'\]",
+        ),
+        ({"seed": "7"}, "seed must be an integer"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_slips_of_a_loader_are_one_sentence(
+    dataset: Dataset, settings: Mapping[str, Any], message: str
+) -> None:
+    arguments: dict[str, Any] = {"split": "train", "seed": 5, "batch": SPEC, "fields": {}, **settings}
+    with pytest.raises(ConfigError, match=message):
+        sf.Loader(dataset, **arguments)
 
 
 def test_a_slab_is_contiguous(dataset: Dataset) -> None:

@@ -180,7 +180,7 @@ def _named(name: str, known: Mapping[str, ColumnInfo]) -> list[str]:
     if near:
         hint = f"did you mean {' or '.join(near)}?"
     elif known:
-        hint = f"there are {', '.join(known)}."
+        hint = "`shardflow columns DATASET` lists them."
     else:
         hint = "there are none; attach a table: shardflow attach DATASET FILE --name NAME --on KEY"
     raise ConfigError(f"There is no column {name!r}; {hint}")

@@ -59,7 +59,8 @@ def check_fill(name: str, fill: float, dtype: np.dtype[Any]) -> float:
     Raises:
         ConfigError: The dtype cannot hold it.
     """
-    if dtype.kind != "f" and np.array(fill).astype(dtype) != fill:
+    info = None if dtype.kind == "f" else np.iinfo(dtype)
+    if info is not None and not (info.min <= fill <= info.max and float(fill).is_integer()):
         raise ConfigError(
             f"fill={fill} of the field {name!r} does not fit into {dtype}; write another one, or a wider "
             "dtype."

@@ -1,4 +1,4 @@
-"""Where a region is: anywhere, around a voxel of a class, at a finding, or in the middle.
+"""Positions of regions: anywhere, around a voxel of a class, at a finding, or in the middle.
 
 All are integers of the plan's keyed generator, so a region is the same on any number of ranks, in any
 execution and after a resume.

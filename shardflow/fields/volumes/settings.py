@@ -12,6 +12,8 @@ from shardflow.fields.layout import WINDOWS
 from shardflow.fields.volumes.geometry import Shape, Vector
 
 _MAX_SIDE: Final = 2**11
+_SPACINGS_MM: Final = (0.01, 1000)
+"""Finer than a micro-CT, and longer than a body: a number beyond is a slip."""
 
 
 def checked_shape(name: str, value: Any) -> Shape:
@@ -39,10 +41,11 @@ def checked_spacing(value: Any) -> Vector:
         found = [float(each) for each in value]
     except (TypeError, ValueError):
         found = []
-    if len(found) != 3 or not all(0 < each < math.inf for each in found):
+    least, most = _SPACINGS_MM
+    if len(found) != 3 or not all(least <= each <= most for each in found):
         raise ConfigError(
-            "spacing_mm is three numbers of millimeters along D, H and W, such as (1.5, 1.0, 1.0), got "
-            f"{value!r}."
+            f"spacing_mm is three numbers from {least} to {most} of millimeters along D, H and W, such as "
+            f"(1.5, 1.0, 1.0), got {value!r}."
         )
     return found[0], found[1], found[2]
 
