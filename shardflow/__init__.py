@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
     from shardflow.fields.volumes.field import Volume
-    from shardflow.format.copying import copy_dataset as copy
+    from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
     from shardflow.format.writer import ShardWriter
@@ -155,7 +155,7 @@ _SOURCES: Final = {
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
     "blend": "shardflow.loading.blend_file:open_blend",
-    "copy": "shardflow.format.copying:copy_dataset",
+    "copy": "shardflow.format.copies.copying:copy_dataset",
     "open": "shardflow.loading.sample:open_dataset",
     "pack": "shardflow.packing.job:pack",
     "read_fields": "shardflow.fields.registry:read_fields",

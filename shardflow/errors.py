@@ -33,6 +33,8 @@ a third-party parser only the class name is kept.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ShardflowError(Exception):
@@ -163,3 +165,16 @@ class CheckpointError(ShardflowError):
 
 class TrainingError(ShardflowError):
     """A training step cannot be taken: a gradient is missing or not finite."""
+
+
+@contextmanager
+def naming_os_errors(action: str) -> Iterator[None]:
+    """Turn errors of the operating system into `StorageError` without a path, which may name a person."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{action} must succeed, got: {os_reason(error)}; make room or repair it, and run the job again."
+        ) from None

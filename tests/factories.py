@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.format.bricks import StoredVolume
 from shardflow.format.codecs import encode_array
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import (
     REPORT_FIELD,
@@ -34,6 +33,7 @@ from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
 from shardflow.format.tar import TarWriter
+from shardflow.format.volumes.bricks import StoredVolume
 from shardflow.seeds import derive
 from shardflow.storage import LocalStore
 

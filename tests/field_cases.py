@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardflow.format import Dataset
 from shardflow.format.codecs import encode_array
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field
 from shardflow.format.samples import SampleFacts
 from tests.factories import MadeSample, make_dataset, sample_key

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardflow.format.shard_files import naming_os_errors
+from shardflow.errors import naming_os_errors
 from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
 from shardflow.packing.studies import assembly, fragment

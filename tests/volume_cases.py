@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardflow.format import Dataset
-from shardflow.format.bricks import StoredVolume
 from shardflow.format.codecs import encode_array
 from shardflow.format.keys import STUDY_FIELD, slice_field, volume_field
 from shardflow.format.samples import SampleFacts
-from shardflow.format.volume_encoder import encode_volume
+from shardflow.format.volumes.bricks import StoredVolume
+from shardflow.format.volumes.encoder import encode_volume
 from tests.factories import MadeSample, make_dataset, sample_key
 
 __all__ = ["VolumeSeries", "affine_of", "make_volumes", "stored_volume", "volume_sample"]

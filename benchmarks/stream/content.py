@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset, encode_array, tokens
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex, shard_name, slice_field
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit

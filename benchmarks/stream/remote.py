@@ -204,7 +204,7 @@ def compare(num_studies: int, num_rounds: int) -> dict[str, Any]:
 
 
 def _copy(folder: Path, url: str) -> None:
-    from shardflow.format.copying import copy_dataset
+    from shardflow.format.copies.copying import copy_dataset
     from shardflow.storage import LocalStore, open_store
 
     copy_dataset(LocalStore(folder), open_store(url))

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from benchmarks.about import about_run
 from shardflow.format import encode_array
-from shardflow.format.bricks import grid_of
-from shardflow.format.volume_encoder import fitting_brick_shape
+from shardflow.format.volumes.bricks import grid_of
+from shardflow.format.volumes.encoder import fitting_brick_shape
 
 SHAPES = ((16, 64, 64), (8, 64, 64), (32, 32, 32), (16, 32, 32), (32, 64, 64), (64, 64, 64), (16, 128, 128))
 FILTERS = {

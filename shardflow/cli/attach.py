@@ -279,7 +279,7 @@ def _described(done: AttachedTable, *, listed: bool) -> list[str]:
 
 
 def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
-    from shardflow.format.facts import attach_facts
+    from shardflow.format.facts.making import attach_facts
 
     source = None
     if arguments.source is not None:
@@ -309,7 +309,7 @@ def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
 
 
 def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
-    from shardflow.format.voxels import attach_voxels
+    from shardflow.format.facts.voxels import attach_voxels
 
     with step_progress("samples") as on_samples:
         done = attach_voxels(dataset, num_threads=arguments.threads, on_samples=on_samples)

@@ -20,7 +20,7 @@ from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
-    from shardflow.format.columns import ColumnInfo, Columns, ColumnValues
+    from shardflow.format.facts.columns import ColumnInfo, Columns, ColumnValues
 
 DESCRIPTION = """\
 Lists the columns of DATASET: facts of studies (facts.*) and of series (series.*), and those of attached
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    from shardflow.format.columns import open_columns
+    from shardflow.format.facts.columns import open_columns
 
     dataset = open_dataset(arguments.dataset)
     columns = open_columns(dataset)
@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _is_optional(name: str) -> bool:
     """Return whether a table stores a column only if a series has a value of it."""
-    from shardflow.format.columns import SERIES_PREFIX
-    from shardflow.format.series import OPTIONAL
+    from shardflow.format.facts.columns import SERIES_PREFIX
+    from shardflow.format.facts.series import OPTIONAL
 
     return name.startswith(SERIES_PREFIX) and name.removeprefix(SERIES_PREFIX) in OPTIONAL
 
@@ -150,7 +150,7 @@ def _blocks(dataset: Dataset, columns: Columns, info: ColumnInfo) -> Iterator[Co
     """Yield the values of a column, some rows of its own unit at a time."""
     import numpy as np
 
-    from shardflow.format.columns import num_unit_rows
+    from shardflow.format.facts.columns import num_unit_rows
 
     num_rows = num_unit_rows(dataset, info.unit)
     for start in range(0, num_rows, _ROWS_AT_ONCE):

@@ -19,7 +19,7 @@ from shardflow.cli.common import (
     write_result,
 )
 from shardflow.errors import ConfigError, StorageError
-from shardflow.format.copying import CopyReport, copy_dataset
+from shardflow.format.copies.copying import CopyReport, copy_dataset
 from shardflow.storage import open_store
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     import numpy as np
 
-    from shardflow.format.subset import copy_subset
+    from shardflow.format.copies.subset import copy_subset
     from shardflow.loading.selection import choose_rows
     from shardflow.storage import LocalStore
 

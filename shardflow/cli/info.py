@@ -156,7 +156,7 @@ def _images_by_role(dataset: Dataset, rows: NDArray[np.int64] | slice) -> dict[s
     import numpy as np
 
     from shardflow.fields.catalog import Limits, TableSelection
-    from shardflow.format.series import open_series
+    from shardflow.format.facts.series import open_series
 
     try:
         table, _ = open_series(dataset)

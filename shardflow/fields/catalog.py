@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.reader import Samples
 from shardflow.format import Dataset
-from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_rank
 from shardflow.format.entities import EntityTable
+from shardflow.format.facts.series import FactColumn, SeriesTable, encode_no_series, open_series
+from shardflow.format.facts.units import UnitTable
 from shardflow.format.keys import sha256_hex
-from shardflow.format.series import FactColumn, SeriesTable, encode_no_series, open_series
 from shardflow.format.table import Table
-from shardflow.format.units import UnitTable
+from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
 Int64Array = NDArray[np.int64]

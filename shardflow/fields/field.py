@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
     from shardflow.format import Dataset
-    from shardflow.format.bricks import RegionPlan
     from shardflow.format.entities import EntityPlace
+    from shardflow.format.volumes.bricks import RegionPlan
     from shardflow.telemetry import StageCounters
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]

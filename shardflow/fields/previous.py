@@ -30,8 +30,8 @@ from shardflow.fields.field import (
 from shardflow.fields.reader import Samples, Shard
 from shardflow.fields.units import unit_of
 from shardflow.format import Dataset
-from shardflow.format.bricks import RegionPlan
-from shardflow.format.studies import NO_ROW, open_studies
+from shardflow.format.facts.studies import NO_ROW, open_studies
+from shardflow.format.volumes.bricks import RegionPlan
 
 Int64Array = NDArray[np.int64]
 

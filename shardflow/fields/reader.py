@@ -22,7 +22,6 @@ from shardflow.errors import ChecksumError, FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.format import Dataset, ShardIndex
-from shardflow.format.bricks import RegionPlan
 from shardflow.format.codecs import codec_rank
 from shardflow.format.keys import (
     STUDY_FIELD,
@@ -33,6 +32,7 @@ from shardflow.format.keys import (
     volume_field,
 )
 from shardflow.format.slice_codecs.npy import npy_header
+from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters

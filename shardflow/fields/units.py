@@ -18,10 +18,10 @@ from shardflow.fields.types.pixel_field import DEFAULT_SERIES
 from shardflow.fields.where import SeriesWhere
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
+from shardflow.format.facts.series import open_series
+from shardflow.format.facts.units import DerivedUnit, UnitTable, check_unit
 from shardflow.format.manifest import Manifest
-from shardflow.format.series import open_series
 from shardflow.format.tables import AttachedTables
-from shardflow.format.units import DerivedUnit, UnitTable, check_unit
 from shardflow.storage import ByteStore
 
 _LOGGER = logging.getLogger(__name__)

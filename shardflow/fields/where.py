@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.catalog import TableSelection
 from shardflow.format import Dataset
-from shardflow.format.columns import SERIES_PREFIX, Columns, ColumnValues, image_starts, open_columns
 from shardflow.format.entities import ASSERTIONS, RADGRAPH, EntityTable
-from shardflow.format.series import SeriesTable, open_series
-from shardflow.format.units import ChosenSeries, DerivedUnit
+from shardflow.format.facts.columns import SERIES_PREFIX, Columns, ColumnValues, image_starts, open_columns
+from shardflow.format.facts.series import SeriesTable, open_series
+from shardflow.format.facts.units import ChosenSeries, DerivedUnit
 from shardflow.sampling.expressions import (
     Expression,
     ExpressionColumn,

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format import manifest as manifests
-from shardflow.format.bricks import BrickVolume
 from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
@@ -32,6 +31,7 @@ from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
+from shardflow.format.volumes.bricks import BrickVolume
 from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig

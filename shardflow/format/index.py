@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.bricks import BrickTable, BrickVolume, StoredVolume, brick_columns
 from shardflow.format.keys import REPORT_FIELD, Json, check_field, check_sample_key, parse_volume_field
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_num_bytes
+from shardflow.format.volumes.bricks import BrickTable, BrickVolume, StoredVolume, brick_columns
 
 KIND = "shard-index"
 FORMAT_VERSION = 1

@@ -16,7 +16,6 @@ import google_crc32c
 import numpy as np
 
 from shardflow.errors import FormatError, NotFoundError, StorageError
-from shardflow.format.bricks import BrickVolume
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest
@@ -30,6 +29,7 @@ from shardflow.format.tar import (
     padding,
     parse_member_header,
 )
+from shardflow.format.volumes.bricks import BrickVolume
 from shardflow.storage import ByteStore
 
 WHOLE_FILE = "whole file"

@@ -7,7 +7,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -16,14 +16,14 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import StorageError, os_reason
-from shardflow.format.bricks import EncodedVolume, StoredVolume, brick_columns
+from shardflow.errors import naming_os_errors
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import Json, shard_name
 from shardflow.format.manifest import FileEntry, ShardEntry
 from shardflow.format.samples import COLUMNS, derived_column
 from shardflow.format.table import StreamedColumn, Table, stream_table
 from shardflow.format.tar import END_OF_ARCHIVE, member_header, member_num_bytes, padding
+from shardflow.format.volumes.bricks import EncodedVolume, StoredVolume, brick_columns
 from shardflow.storage import LocalStore, write_atomic
 
 Fields = Sequence[tuple[str, bytes]]
@@ -350,16 +350,3 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-@contextmanager
-def naming_os_errors(action: str) -> Iterator[None]:
-    """Turn errors of the operating system into `StorageError` without a path, which may name a person."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"{action} must succeed, got: {os_reason(error)}; make room or repair it, and run the job again."
-        ) from None

@@ -2,7 +2,7 @@
 
 A sidecar is a folder ``<root>/<name>/<owner>/``: its manifest is written last, names its tables, and binds
 them to an owner, which is a version of the dataset or an entity view of one. Kinds of sidecars derive from
-`SidecarManifest`; `shardflow.format.copying` lists them.
+`SidecarManifest`; `shardflow.format.copies.copying` lists them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ManifestError, NoListingError, StorageError
-from shardflow.format.copying import Sidecar, find_sidecars
+from shardflow.format.copies.copying import Sidecar, find_sidecars
 from shardflow.format.entities import EntityManifest, EntityTable
+from shardflow.format.facts.series import SeriesManifest, SeriesTable
+from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
+from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
 from shardflow.format.foreign.places import located
 from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LineOutcomes, verify_ledger
@@ -35,7 +38,6 @@ from shardflow.format.manifest import (
     versions,
 )
 from shardflow.format.samples import SamplesTable
-from shardflow.format.series import SeriesManifest, SeriesTable
 from shardflow.format.shard_checks import (
     WHOLE_FILE,
     Damage,
@@ -48,11 +50,9 @@ from shardflow.format.shard_checks import (
     open_table,
 )
 from shardflow.format.sidecars import SidecarManifest
-from shardflow.format.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
-from shardflow.format.voxels import VoxelsManifest, VoxelTable
 from shardflow.storage import ByteStore, open_store
 
 # Names outside this are not repeated: what lies in the folder by mistake may be named after a patient.

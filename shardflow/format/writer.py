@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import AlreadyExistsError, ConfigError, FormatError
+from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, naming_os_errors
 from shardflow.format.foreign.places import ImageFacts
 from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, check_sample_key, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
@@ -38,14 +38,7 @@ from shardflow.format.sample_values import (
     modality_of,
     picture_facts,
 )
-from shardflow.format.shard_files import (
-    SplitFiles,
-    link_shard,
-    naming_os_errors,
-    package_versions,
-    write_file,
-    write_samples,
-)
+from shardflow.format.shard_files import SplitFiles, link_shard, package_versions, write_file, write_samples
 from shardflow.format.table import Table
 from shardflow.format.tables import (
     ColumnsTable,

@@ -19,7 +19,7 @@ from shardflow.errors import StateError
 from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.registry import present_entries
 from shardflow.fields.types.findings import FINDING_ENTRIES
-from shardflow.format.units import Unit, parse_unit_key
+from shardflow.format.facts.units import Unit, parse_unit_key
 from shardflow.loading.layout import view_of
 
 if TYPE_CHECKING:

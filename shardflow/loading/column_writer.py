@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shardflow.errors import AlreadyExistsError, ConfigError, NotFoundError, StateError, WaitTimeoutError
 from shardflow.fields.units import UnitDataset, unit_of
 from shardflow.format import Dataset
-from shardflow.format.columns import image_starts, num_unit_rows
+from shardflow.format.facts.columns import image_starts, num_unit_rows
 from shardflow.format.keys import Json, canonical_json
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import (

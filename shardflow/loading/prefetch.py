@@ -29,7 +29,7 @@ from shardflow.fields.field import BoundField, DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
 from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import FieldSet
-from shardflow.format.bricks import RegionPlan
+from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.loading.config import World
 from shardflow.loading.selection import Selection
 from shardflow.processes import join_all, wait_for_at_exit

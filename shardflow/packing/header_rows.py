@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.errors import ShardflowError, StorageError
-from shardflow.format.shard_files import naming_os_errors
+from shardflow.errors import ShardflowError, StorageError, naming_os_errors
 from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import StorageError
+from shardflow.errors import StorageError, naming_os_errors
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, digest_bytes, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError
-from shardflow.format.shard_files import naming_os_errors
+from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.packing.deid.identity import PatientEvidence, judge, pairs_of_equal
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import NO_STUDY

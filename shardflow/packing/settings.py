@@ -12,7 +12,7 @@ from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.tables import check_table_name
-from shardflow.format.volume_encoder import BRICK_SHAPE, suits_bricks
+from shardflow.format.volumes.encoder import BRICK_SHAPE, suits_bricks
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode

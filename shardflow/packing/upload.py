@@ -22,13 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, NotFoundError, StorageError
-from shardflow.format.copying import FACTS_KINDS, SIDECAR_KINDS, copy_object, object_stands
+from shardflow.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+    naming_os_errors,
+)
+from shardflow.format.copies.copying import FACTS_KINDS, SIDECAR_KINDS, copy_object, object_stands
 from shardflow.format.entities import view_digests
 from shardflow.format.foreign.places import RelocatedStore
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.tables import TableManifest, table_versions
 from shardflow.packing.workspace import write_plainly

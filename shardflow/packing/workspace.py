@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from shardflow.errors import ConfigError, StorageError
+from shardflow.errors import ConfigError, StorageError, naming_os_errors
 from shardflow.format.reasons import Reason
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import is_temporary_name
 

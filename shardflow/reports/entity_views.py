@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.format.codecs import CODECS
-from shardflow.format.columns import ColumnValues
 from shardflow.format.entities import (
     ASSERTIONS,
     LATERALITIES,
@@ -38,6 +37,7 @@ from shardflow.format.entities import (
     load_entity_manifest,
     view_folder,
 )
+from shardflow.format.facts.columns import ColumnValues
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
     REPORT_FIELD,

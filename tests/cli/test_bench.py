@@ -10,7 +10,7 @@ import pytest
 
 from shardflow.cli.bench_measure import BenchOptions, _joined, measure
 from shardflow.format import Dataset, decode_array
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from tests.cli.conftest import Call
 from tests.factories import make_dataset, make_sample
 from tests.field_cases import make_case_dataset, pixels_of

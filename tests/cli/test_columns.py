@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardflow.format.columns import num_unit_rows
-from shardflow.format.series import open_series
+from shardflow.format.facts.columns import num_unit_rows
+from shardflow.format.facts.series import open_series
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.storage import LocalStore
 from tests.cli.conftest import Call

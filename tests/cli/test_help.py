@@ -12,7 +12,7 @@ from pipelines.demo import __main__ as demo
 from shardflow.cli import common, plan, synth
 from shardflow.cli import main as cli
 from shardflow.cli.common import HelpFormatter
-from shardflow.format.units import UNITS
+from shardflow.format.facts.units import UNITS
 from shardflow.sampling.budget import OVER_BUDGET
 from shardflow.sampling.spec import TAILS
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, PATHOLOGIES

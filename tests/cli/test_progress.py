@@ -16,7 +16,7 @@ import pytest
 
 from shardflow.cli.common import Pace, step_progress
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.logs import time_left
 
 REPOSITORY = Path(__file__).resolve().parents[2]

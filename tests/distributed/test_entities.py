@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.format.entities import EntityDataset, EntityRules
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.reports.entity_views import build_view
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import train

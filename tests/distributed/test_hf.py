@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from tests.distributed.hf_ranks import NUM_STEPS
 from tests.distributed.launcher import job
 from tests.factories import make_dataset

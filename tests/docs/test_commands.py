@@ -20,7 +20,7 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import AlreadyExistsError
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, all_blocks, commands, find_blocks, is_script_page
 from tests.docs.reader import make_reader_folder

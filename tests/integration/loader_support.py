@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format import Dataset
-from shardflow.format.series import SERIES_NAME, SeriesManifest
+from shardflow.format.facts.series import SERIES_NAME, SeriesManifest
 from shardflow.loading import Batch, Loader, LoaderConfig, Selection, World
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore

@@ -12,9 +12,9 @@ import pytest
 
 from shardflow.cli.main import main
 from shardflow.format import Dataset
+from shardflow.format.facts.series import SERIES_NAME, SeriesManifest, open_series
+from shardflow.format.facts.studies import STUDIES_NAME, StudiesManifest
 from shardflow.format.keys import STUDY_FIELD
-from shardflow.format.series import SERIES_NAME, SeriesManifest, open_series
-from shardflow.format.studies import STUDIES_NAME, StudiesManifest
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 

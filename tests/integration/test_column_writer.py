@@ -17,8 +17,8 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError, WaitTimeoutError
 from shardflow.format import Dataset
-from shardflow.format.columns import image_starts, open_columns
-from shardflow.format.series import open_series
+from shardflow.format.facts.columns import image_starts, open_columns
+from shardflow.format.facts.series import open_series
 from shardflow.loading import Batch, World
 from shardflow.loading.column_writer import ColumnWriter, WrittenTable
 from shardflow.storage import write_atomic

@@ -18,7 +18,7 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ManifestError
 from shardflow.format import Dataset, manifest, verify
-from shardflow.format.copying import copy_dataset, copy_object
+from shardflow.format.copies.copying import copy_dataset, copy_object
 from shardflow.format.foreign.build import ForeignSource, index_tars
 from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, open_store
 from tests.factories import make_dataset

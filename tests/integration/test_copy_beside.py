@@ -15,7 +15,7 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.format import Dataset, verify
-from shardflow.format.copying import Sidecar, copy_dataset, find_sidecars
+from shardflow.format.copies.copying import Sidecar, copy_dataset, find_sidecars
 from shardflow.format.entities import EntityDataset, EntityRules, view_folder
 from shardflow.format.manifest import commit
 from shardflow.format.tokens import TokensManifest, open_counts

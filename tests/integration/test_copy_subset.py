@@ -16,10 +16,10 @@ import shardflow as sf
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, StorageError
 from shardflow.format import Dataset, verify
-from shardflow.format.columns import open_columns
-from shardflow.format.series import open_series
-from shardflow.format.studies import open_studies
-from shardflow.format.subset import copy_subset
+from shardflow.format.copies.subset import copy_subset
+from shardflow.format.facts.columns import open_columns
+from shardflow.format.facts.series import open_series
+from shardflow.format.facts.studies import open_studies
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
@@ -97,7 +97,7 @@ def test_a_killed_copy_starts_again_and_gives_the_same_bytes(source: Dataset, tm
         "import os, signal, sys, numpy\n"
         "from pathlib import Path\n"
         "from shardflow.format import Dataset\n"
-        "from shardflow.format.subset import copy_subset\n"
+        "from shardflow.format.copies.subset import copy_subset\n"
         "def stop(done, total):\n"
         f"    if done == 9: os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
         f"copy_subset(Dataset.open(sys.argv[1]), numpy.arange(0, {NUM}, 2), Path(sys.argv[2]),"

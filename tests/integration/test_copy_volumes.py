@@ -15,11 +15,11 @@ from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, FormatError
 from shardflow.format import Dataset, verify
 from shardflow.format.codecs import decode_field
+from shardflow.format.copies.subset import copy_subset
+from shardflow.format.facts.series import open_series
+from shardflow.format.facts.studies import open_studies
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import parse_slice_field, parse_volume_field
-from shardflow.format.series import open_series
-from shardflow.format.studies import open_studies
-from shardflow.format.subset import copy_subset
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import StoredColumn, write_table
 from tests.dicom_factory import make_study
@@ -138,7 +138,7 @@ def test_a_killed_copy_is_no_dataset_and_starts_again(
         "import os, signal, sys, numpy\n"
         "from pathlib import Path\n"
         "from shardflow.format import Dataset\n"
-        "from shardflow.format.subset import copy_subset\n"
+        "from shardflow.format.copies.subset import copy_subset\n"
         "def stop(done, total):\n"
         f"    if done == total - 1: os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
         "source = Dataset.open(sys.argv[1])\n"

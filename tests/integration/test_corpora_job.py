@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format import Dataset
-from shardflow.format.columns import open_columns
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.manifest import Manifest, load
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.format.verification import verify

@@ -20,7 +20,7 @@ from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
-from shardflow.format.facts import attach_facts, series_of_study
+from shardflow.format.facts.making import attach_facts, series_of_study
 from shardflow.loading import (
     Batch,
     EntityNames,

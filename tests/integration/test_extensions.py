@@ -16,8 +16,8 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.registry import field_type, read_fields
 from shardflow.format import codecs
-from shardflow.format.columns import open_columns
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.columns import open_columns
+from shardflow.format.facts.making import attach_facts
 from shardflow.packing.tables.joining import TableSettings, attach_table
 from tests.docs.blocks import find_blocks
 

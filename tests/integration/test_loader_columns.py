@@ -13,7 +13,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.registry import read_fields
 from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
-from shardflow.format.columns import num_unit_rows
+from shardflow.format.facts.columns import num_unit_rows
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.loading import Loader
 from shardflow.loading.blend_file import open_blend

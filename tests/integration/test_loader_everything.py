@@ -15,7 +15,7 @@ import pytest
 
 import shardflow as sf
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.tokens import tokens_folder
 from shardflow.loading import Loader

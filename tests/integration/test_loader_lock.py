@@ -14,9 +14,9 @@ import pytest
 import shardflow as sf
 from shardflow.errors import StateError
 from shardflow.format import Dataset, manifest
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
+from shardflow.format.facts.series import open_series
 from shardflow.format.keys import canonical_json, sha256_hex
-from shardflow.format.series import open_series
 from shardflow.loading import Loader, World
 from shardflow.loading.lock import encode_lock
 from shardflow.sampling import BatchSpec

@@ -19,7 +19,7 @@ from shardflow.errors import ConfigError, SampleError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.previous import PreviousStudies
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.loading import Loader, Selection, open_blend
 from shardflow.loading.binding import bind_fields

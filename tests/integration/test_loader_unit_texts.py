@@ -10,7 +10,7 @@ import shardflow as sf
 from shardflow.fields.units import UnitDataset
 from shardflow.format.codecs import decode_array
 from shardflow.format.entities import EntityDataset, EntityRules
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import slice_field
 from shardflow.loading import Loader
 from shardflow.reports.entity_views import build_view

@@ -15,7 +15,7 @@ import shardflow as sf
 from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.fields.units import UnitDataset
 from shardflow.format import Dataset
-from shardflow.format.units import Unit
+from shardflow.format.facts.units import Unit
 from shardflow.loading import Batch, Loader, World
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from tests.factories import sample_key

@@ -14,7 +14,7 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.voxels import MAX_VOXELS, VoxelsManifest, attach_voxels
+from shardflow.format.facts.voxels import MAX_VOXELS, VoxelsManifest, attach_voxels
 from shardflow.loading import World
 from shardflow.sampling import BatchSpec, Sampling
 from tests.integration.loader_support import Batches, batches_of, open_loader, slots_of

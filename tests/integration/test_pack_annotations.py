@@ -17,7 +17,7 @@ from pydicom.dataset import FileDataset
 
 import shardflow as sf
 from shardflow.format.codecs import decode_array
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.packing import PackSummary
 from tests.dicom_factory import dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger

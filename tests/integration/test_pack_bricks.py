@@ -20,7 +20,7 @@ from shardflow.format.dataset import Dataset, DatasetBlocks
 from shardflow.format.keys import parse_slice_field, parse_volume_field, sha256_hex
 from shardflow.format.table import Table, encode_table
 from shardflow.format.verification import verify
-from shardflow.format.volume_encoder import encode_volume
+from shardflow.format.volumes.encoder import encode_volume
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig

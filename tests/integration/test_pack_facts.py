@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
-from shardflow.format.copying import copy_dataset
+from shardflow.format.copies.copying import copy_dataset
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts import attach_facts, series_of_study
-from shardflow.format.series import SERIES_NAME, SeriesManifest, encode_series, open_series
-from shardflow.format.studies import (
+from shardflow.format.facts.making import attach_facts, series_of_study
+from shardflow.format.facts.series import SERIES_NAME, SeriesManifest, encode_series, open_series
+from shardflow.format.facts.studies import (
     STUDIES_NAME,
     StudiesManifest,
     StudyTable,

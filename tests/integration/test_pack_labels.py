@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardflow.format.columns import open_columns
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import open_columns
 from shardflow.packing import pack
 from shardflow.packing.sources.layouts.archives import CHEXPERT_LABELS
 from tests.layout_trees import (

@@ -18,8 +18,8 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.format import Dataset
-from shardflow.format.columns import open_columns
-from shardflow.format.copying import copy_object
+from shardflow.format.copies.copying import copy_object
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.manifest import FileEntry
 from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload

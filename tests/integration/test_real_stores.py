@@ -11,7 +11,7 @@ import pytest
 
 from shardflow.errors import NotFoundError, ShortReadError, StorageError
 from shardflow.format import Dataset, verify
-from shardflow.format.copying import copy_dataset
+from shardflow.format.copies.copying import copy_dataset
 from shardflow.storage import ByteRange, LocalStore, RemoteOptions, RemoteStore, RetryPolicy, open_store
 from tests.conformance.stores import StoreConformance
 from tests.factories import make_dataset

@@ -16,8 +16,8 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset, manifest, verify
-from shardflow.format.columns import carry_tables, num_unit_rows, open_columns
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.columns import carry_tables, num_unit_rows, open_columns
+from shardflow.format.facts.making import attach_facts
 from shardflow.format.tables import StoredColumn, TableUnit, remove_table, write_table
 from shardflow.packing.tables.review import read_review, write_review
 from shardflow.storage import LocalStore

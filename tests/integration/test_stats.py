@@ -17,8 +17,8 @@ from shardflow.cli import main as cli
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.codecs import encode_array
+from shardflow.format.facts.series import open_series
 from shardflow.format.keys import mask_field, mask_prefix
-from shardflow.format.series import open_series
 from shardflow.loading import LoaderConfig, select
 from shardflow.loading.statistics import PERCENTILES, Histogram, field_statistics
 from tests.factories import MadeSample, make_dataset

@@ -13,10 +13,10 @@ from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, FormatError
-from shardflow.format.bricks import BrickVolume, StoredVolume
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.table import Table
-from shardflow.format.volume_encoder import encode_volume
+from shardflow.format.volumes.bricks import BrickVolume, StoredVolume
+from shardflow.format.volumes.encoder import encode_volume
 
 pytestmark = pytest.mark.fast
 

@@ -15,7 +15,7 @@ import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.columns import open_columns
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.packing.tables.folds import deal, write_folds
 from tests.factories import make_dataset

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.columns import open_columns
+from shardflow.format.facts.columns import open_columns
 from shardflow.packing.tables.joining import TableSettings, attach_table
 from tests.field_cases import make_case_dataset
 

@@ -31,8 +31,8 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.format.columns import ColumnInfo, open_columns
-from shardflow.format.columns import Columns as DatasetColumns
+from shardflow.format.facts.columns import ColumnInfo, open_columns
+from shardflow.format.facts.columns import Columns as DatasetColumns
 
 _DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "bool": np.bool_,

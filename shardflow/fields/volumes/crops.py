@@ -19,7 +19,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.field import DrawKey, FieldContext
 from shardflow.fields.volumes.geometry import Grid, Shape, Vector
-from shardflow.format.voxels import VoxelsManifest, VoxelTable
+from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
 from shardflow.sampling import Permutation
 from shardflow.seeds import derive
 

@@ -19,7 +19,7 @@ from shardflow.fields.volumes.geometry import Grid, Vector
 from shardflow.fields.volumes.resampling import Interpolation, Region, inside, resample, smoothing
 from shardflow.fields.volumes.stored import Crop, is_covered, stored_view
 from shardflow.format import array_header, decode_array
-from shardflow.format.bricks import RegionPlan
+from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.telemetry import StageCounters
 
 

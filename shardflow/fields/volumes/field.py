@@ -53,7 +53,7 @@ from shardflow.fields.volumes.settings import (
     window_ends,
 )
 from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
-from shardflow.format.bricks import RegionPlan
+from shardflow.format.volumes.bricks import RegionPlan
 
 Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole"]
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"

@@ -17,8 +17,8 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.volumes.geometry import ONE, Affine, Grid, Shape
 from shardflow.fields.volumes.resampling import Region
+from shardflow.format.facts.series import SeriesTable
 from shardflow.format.keys import STUDY_FIELD
-from shardflow.format.series import SeriesTable
 from shardflow.storage import ByteRange
 from shardflow.storage.cache.store import read_afresh
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.format.shard_files import naming_os_errors
+from shardflow.errors import naming_os_errors
 from shardflow.format.table import Table, encode_table
 from shardflow.packing.corpora.config import CorpusConfig, LineError, LineReason, number_of
 from shardflow.packing.corpora.content import ContentMaker, texts_digest

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
-from shardflow.format.columns import carry_tables
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import carry_tables
 from shardflow.format.keys import shard_name
 from shardflow.format.ledger import LineOutcomes, stream_outcomes
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions

@@ -17,9 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import ShardflowError, StorageError
+from shardflow.errors import ShardflowError, StorageError, naming_os_errors
 from shardflow.format.manifest import FileEntry, ShardEntry
-from shardflow.format.shard_files import SplitFiles, link_shard, naming_os_errors
+from shardflow.format.shard_files import SplitFiles, link_shard
 from shardflow.packing.corpora.config import (
     PACKED,
     REASON_TABLE,

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardflow.format.facts import write_shard_facts
+from shardflow.errors import naming_os_errors
+from shardflow.format.facts.making import write_shard_facts
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import STUDY_FIELD
-from shardflow.format.shard_files import naming_os_errors, write_file
+from shardflow.format.shard_files import write_file
 from shardflow.format.tar import END_OF_ARCHIVE
 from shardflow.packing.studies.fragment import (
     DamagedFragmentError,
@@ -32,8 +33,8 @@ from shardflow.packing.studies.tasks import CheckDone, ShardDone
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
-    from shardflow.format.bricks import StoredVolume
     from shardflow.format.manifest import FileEntry
+    from shardflow.format.volumes.bricks import StoredVolume
     from shardflow.packing.studies.tasks import CheckTask, ShardTask
     from shardflow.packing.workspace import Workspace
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 import google_crc32c
 import numpy as np
 
-from shardflow.format.bricks import BRICK_COLUMNS, EncodedVolume, Extents, StoredVolume
+from shardflow.errors import naming_os_errors
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_header, padding
+from shardflow.format.volumes.bricks import BRICK_COLUMNS, EncodedVolume, Extents, StoredVolume
 from shardflow.packing.engines.base import decode
 from shardflow.packing.workspace import write_plainly
 

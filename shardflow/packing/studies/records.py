@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import SourceError, StorageError
-from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_for
 from shardflow.format.keys import (
     FIELD_PATTERN,
@@ -30,6 +29,7 @@ from shardflow.format.keys import (
     parse_variant_field,
 )
 from shardflow.format.reasons import Outcome, Reason, outcome_of
+from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.packing.deid.allowlist import allow_ordinal, allow_technical
 from shardflow.packing.header_rows import seconds_of_day
 from shardflow.packing.registry import attachment_kinds

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
-from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.codecs import codec_for, encode_array
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
-from shardflow.format.volume_encoder import VolumeWriter
+from shardflow.format.volumes.bricks import BRICKS_CODEC
+from shardflow.format.volumes.encoder import VolumeWriter
 from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS

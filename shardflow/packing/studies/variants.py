@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import naming_os_errors
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.format.codecs import decode_array, encode_array
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.viewing.planes import encode_thumbnail
 
 if TYPE_CHECKING:

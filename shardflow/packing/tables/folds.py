@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.format.columns import Columns, open_columns
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import Columns, open_columns
 from shardflow.format.tables import StoredColumn, check_table_name, write_table
 from shardflow.seeds import derive
 from shardflow.storage import LocalStore

@@ -19,12 +19,11 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError
-from shardflow.format.columns import image_starts, num_unit_rows
+from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import image_starts, num_unit_rows
+from shardflow.format.facts.series import open_series
 from shardflow.format.keys import STUDY_FIELD
-from shardflow.format.series import open_series
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tables import TableUnit
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.header_rows import digest64

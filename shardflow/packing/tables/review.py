@@ -19,12 +19,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError
-from shardflow.format.columns import Columns, ColumnValues, image_starts, num_unit_rows, open_columns
+from shardflow.errors import ConfigError, naming_os_errors
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import Columns, ColumnValues, image_starts, num_unit_rows, open_columns
+from shardflow.format.facts.series import open_series
 from shardflow.format.manifest import load, versions
-from shardflow.format.series import open_series
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.tables import (
     COLUMN_NAME,
     MAX_CLASSES,

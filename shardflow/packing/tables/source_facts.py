@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from shardflow.errors import ConfigError, SourceError
-from shardflow.format.columns import image_starts
 from shardflow.format.dataset import Dataset
-from shardflow.format.series import open_series
+from shardflow.format.facts.columns import image_starts
+from shardflow.format.facts.series import open_series
 from shardflow.packing.deid.allowlist import (
     KEYWORDS,
     VIEW_KEYWORDS,

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError
+from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.format.manifest import Manifest, ShardEntry
 from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
-from shardflow.format.shard_files import naming_os_errors
 from shardflow.format.table import Table
 from shardflow.packing.config import PageConfig
 from shardflow.packing.inventory import (

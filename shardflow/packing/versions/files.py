@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardflow.format import Dataset
-from shardflow.format.columns import carry_tables
-from shardflow.format.facts import write_facts
+from shardflow.format.facts.columns import carry_tables
+from shardflow.format.facts.making import write_facts
+from shardflow.format.facts.series import SeriesManifest
+from shardflow.format.facts.studies import StudiesManifest
+from shardflow.format.facts.voxels import VoxelsManifest
 from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import SampleEntry, SamplesTable
-from shardflow.format.series import SeriesManifest
 from shardflow.format.shard_files import write_file
-from shardflow.format.studies import StudiesManifest
 from shardflow.format.tables import TableManifest
-from shardflow.format.voxels import VoxelsManifest
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
     CARRIED,

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.format.bricks import StoredVolume
 from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
 from shardflow.format.index import FieldLocation, ShardIndex
@@ -33,6 +32,7 @@ from shardflow.format.reasons import Reason
 from shardflow.format.samples import SampleEntry
 from shardflow.format.shard_files import write_file
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
+from shardflow.format.volumes.bricks import StoredVolume
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import of_inputs, reason_code
 from shardflow.packing.people import encode_evidence, read_evidence

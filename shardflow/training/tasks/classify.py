@@ -23,7 +23,7 @@ from shardflow.fields.field import Field
 from shardflow.fields.transforming import load_function
 from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pixel_field import PixelField
-from shardflow.format.columns import open_columns
+from shardflow.format.facts.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
 from shardflow.training.config import AugmentConfig, ImageConfig, ModelConfig, TaskConfig
 from shardflow.training.device.images import ImagePipeline

@@ -13,8 +13,8 @@ from shardflow.errors import ConfigError
 from shardflow.fields.units import UnitDataset
 from shardflow.fields.where import Where
 from shardflow.format import Dataset
-from shardflow.format.columns import num_unit_rows
-from shardflow.format.series import open_series
+from shardflow.format.facts.columns import num_unit_rows
+from shardflow.format.facts.series import open_series
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.storage import LocalStore
 from tests.field_cases import make_case_dataset

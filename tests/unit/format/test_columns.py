@@ -11,8 +11,8 @@ import pytest
 from shardflow.errors import ConfigError, FormatError
 from shardflow.fields.units import UnitDataset
 from shardflow.format import Dataset
-from shardflow.format.columns import image_starts, num_unit_rows, open_columns
-from shardflow.format.series import open_series
+from shardflow.format.facts.columns import image_starts, num_unit_rows, open_columns
+from shardflow.format.facts.series import open_series
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.storage import LocalStore
 from tests.field_cases import make_case_dataset

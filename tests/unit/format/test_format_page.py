@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import decode_array
-from shardflow.format.series import ANSWERS, COUNTS, MEASURES, OPTIONAL, STRINGS, open_series
-from shardflow.format.studies import open_studies
+from shardflow.format.facts.series import ANSWERS, COUNTS, MEASURES, OPTIONAL, STRINGS, open_series
+from shardflow.format.facts.studies import open_studies
 from shardflow.format.table import encode_table
 from shardflow.format.tar import encode_member
 from tests.factories import make_dataset, make_sample

@@ -10,8 +10,8 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
-from shardflow.format.facts import attach_facts, role_of, series_of_study
-from shardflow.format.series import (
+from shardflow.format.facts.making import attach_facts, role_of, series_of_study
+from shardflow.format.facts.series import (
     OPTIONAL,
     ROLE_MIXED,
     SeriesManifest,

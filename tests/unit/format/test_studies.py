@@ -10,9 +10,9 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
-from shardflow.format.facts import attach_facts
-from shardflow.format.series import SeriesManifest
-from shardflow.format.studies import (
+from shardflow.format.facts.making import attach_facts
+from shardflow.format.facts.series import SeriesManifest
+from shardflow.format.facts.studies import (
     NO_NUMBER,
     NO_ROW,
     StudiesManifest,

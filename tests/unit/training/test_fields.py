@@ -18,7 +18,7 @@ from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityRules
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.loading import open_view, select
 from shardflow.reports.entity_views import build_view
 from shardflow.sampling import ImageBucket, TileRule

@@ -18,7 +18,7 @@ from transformers import (
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.loading import Batch, Loader, World
 from shardflow.training.hf import LoaderTrainer
 from tests.factories import make_dataset

@@ -12,7 +12,7 @@ from lightning import LightningModule, Trainer
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.loading import Batch
 from shardflow.sampling import BatchSpec
 from shardflow.training.lightning import ShardDataModule

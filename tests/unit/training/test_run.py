@@ -25,7 +25,7 @@ from shardflow.errors import (
     TrainingError,
 )
 from shardflow.format import Dataset, manifest
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.storage import LocalStore
 from shardflow.training import loop as evaluate_module
 from shardflow.training import step as step_module

@@ -9,7 +9,7 @@ import pytest
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityRules
-from shardflow.format.facts import attach_facts
+from shardflow.format.facts.making import attach_facts
 from shardflow.reports.entity_views import build_view
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import train

@@ -11,8 +11,8 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.format.bricks import BRICKS_CODEC
 from shardflow.format.reasons import Reason
+from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.packing.sources.attachments import (
     LABEL_VOLUMES,
     Attached,

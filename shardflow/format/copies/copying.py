@@ -28,16 +28,16 @@ from shardflow.errors import (
     StorageError,
 )
 from shardflow.format.entities import EntityManifest
+from shardflow.format.facts.series import SeriesManifest
+from shardflow.format.facts.studies import StudiesManifest
+from shardflow.format.facts.voxels import VoxelsManifest
 from shardflow.format.foreign.places import located
 from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
-from shardflow.format.series import SeriesManifest
 from shardflow.format.sidecars import SidecarManifest
-from shardflow.format.studies import StudiesManifest
 from shardflow.format.tables import TableManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
-from shardflow.format.voxels import VoxelsManifest
 from shardflow.storage import ByteStore
 
 FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest | VoxelsManifest], ...]] = (

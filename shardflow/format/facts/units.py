@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format.facts.series import SeriesTable
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.samples import COLUMNS, SamplesTable
-from shardflow.format.series import SeriesTable
 
 DerivedUnit: TypeAlias = Literal["series", "image"]
 Int64Array: TypeAlias = NDArray[np.int64]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.series import (
+from shardflow.format.facts.series import (
     ANSWERS,
     COUNTS,
     FLAG_PREFIX,
@@ -31,7 +31,8 @@ from shardflow.format.series import (
     SeriesTable,
     open_series,
 )
-from shardflow.format.studies import STUDY_NUMBERS, STUDY_STRINGS, StudyTable, open_studies
+from shardflow.format.facts.studies import STUDY_NUMBERS, STUDY_STRINGS, StudyTable, open_studies
+from shardflow.format.facts.units import UnitTable
 from shardflow.format.tables import (
     ROWS_NAME,
     ColumnKind,
@@ -41,7 +42,6 @@ from shardflow.format.tables import (
     open_columns_table,
     write_table,
 )
-from shardflow.format.units import UnitTable
 from shardflow.storage import ByteStore
 
 FACTS_PREFIX: Final = "facts."

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.bricks import BRICKS_CODEC, BrickVolume, EncodedVolume
 from shardflow.format.codecs import (
     DEFAULT_CODEC,
     array_header,
@@ -35,7 +34,8 @@ from shardflow.format.keys import (
     slice_field,
     volume_field,
 )
-from shardflow.format.volume_encoder import MAX_EXTENT, VolumeWriter, suits_bricks
+from shardflow.format.volumes.bricks import BRICKS_CODEC, BrickVolume, EncodedVolume
+from shardflow.format.volumes.encoder import MAX_EXTENT, VolumeWriter, suits_bricks
 
 VolumeStorage: TypeAlias = Literal["bricks", "slices"]
 Member: TypeAlias = "tuple[str, bytes | EncodedVolume]"

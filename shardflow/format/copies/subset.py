@@ -2,7 +2,7 @@
 
 Every field is checked while it is copied. The result is another dataset, version 1 of its own, with the same
 sample keys and splits; the manifest comes last. The same samples give the same bytes, and a copy that was
-killed is started again. Volumes may change their storage on the way (`shardflow.format.conversion`).
+killed is started again. Volumes may change their storage on the way (`shardflow.format.copies.conversion`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, NoListingError
-from shardflow.format.columns import carry_tables
-from shardflow.format.conversion import SLICE_CODEC, SampleMembers, VolumeStorage
-from shardflow.format.copying import find_sidecars
+from shardflow.errors import ConfigError, NoListingError, naming_os_errors
+from shardflow.format.copies.conversion import SLICE_CODEC, SampleMembers, VolumeStorage
+from shardflow.format.copies.copying import find_sidecars
 from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityManifest
+from shardflow.format.facts.columns import carry_tables
+from shardflow.format.facts.series import FactsManifest, SeriesManifest, merge_series, open_series
+from shardflow.format.facts.studies import StudiesManifest, merge_study_facts, open_studies
 from shardflow.format.manifest import Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
-from shardflow.format.series import FactsManifest, SeriesManifest, merge_series, open_series
-from shardflow.format.shard_files import SplitFiles, naming_os_errors, write_samples
-from shardflow.format.studies import StudiesManifest, merge_study_facts, open_studies
+from shardflow.format.shard_files import SplitFiles, write_samples
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import LocalStore, write_atomic
 

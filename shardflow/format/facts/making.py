@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.codecs import array_header, codec_rank
 from shardflow.format.dataset import Dataset
-from shardflow.format.index import FieldLocation
-from shardflow.format.keys import STUDY_FIELD, parse_slice_field
-from shardflow.format.manifest import load, versions
-from shardflow.format.series import (
+from shardflow.format.facts.series import (
     COUNTS,
     REVISION,
     ROLE_MIXED,
@@ -37,8 +34,7 @@ from shardflow.format.series import (
     encode_series,
     merge_series,
 )
-from shardflow.format.sidecars import SidecarManifest
-from shardflow.format.studies import (
+from shardflow.format.facts.studies import (
     STUDIES_NAME,
     StudiesManifest,
     StudyFacts,
@@ -47,6 +43,10 @@ from shardflow.format.studies import (
     facts_of_study,
     merge_study_facts,
 )
+from shardflow.format.index import FieldLocation
+from shardflow.format.keys import STUDY_FIELD, parse_slice_field
+from shardflow.format.manifest import load, versions
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.storage import LocalStore, write_atomic
 

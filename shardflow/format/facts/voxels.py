@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.codecs import codec_rank, decode_array
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series
 from shardflow.format.keys import ANNOTATIONS_FIELD, Json, parse_mask_field
 from shardflow.format.manifest import load, versions
 from shardflow.format.regions import Region, read_regions
-from shardflow.format.series import FactsManifest, SeriesTable, encode_names, open_series
 from shardflow.format.table import Table, encode_table
 from shardflow.seeds import derive
 from shardflow.storage import LocalStore, write_atomic

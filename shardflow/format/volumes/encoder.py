@@ -1,6 +1,6 @@
 """Encoder of volumes in bricks: a slab of slices at a time, each brick one chunk of a Blosc2 frame.
 
-`shardflow.format.bricks` reads them. The bytes depend on the values, the dtype and the brick size alone.
+`shardflow.format.volumes.bricks` reads them. The bytes depend on values, dtype and brick size alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import IO, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
-from shardflow.format.bricks import (
+from shardflow.errors import FormatError, naming_os_errors
+from shardflow.format.slice_codecs import b2nd
+from shardflow.format.table import crc32c
+from shardflow.format.volumes.bricks import (
     BRICK_COLUMNS,
     EncodedVolume,
     Extents,
@@ -27,9 +29,6 @@ from shardflow.format.bricks import (
     grid_of,
     morton_order,
 )
-from shardflow.format.shard_files import naming_os_errors
-from shardflow.format.slice_codecs import b2nd
-from shardflow.format.table import crc32c
 
 BRICK_SHAPE: Final = (16, 64, 64)
 """Default size of a brick: slices, rows, columns."""

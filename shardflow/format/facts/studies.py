@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.series import FactColumn, FactsManifest, encode_names
 from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json
-from shardflow.format.series import FactColumn, FactsManifest, encode_names
 from shardflow.format.table import Table, encode_table
 
 STUDIES_NAME: Final = "studies.tbl"

@@ -1,0 +1,1 @@
+"""Tables of facts beside a dataset: of series, studies and voxels, and the columns that expressions read."""
