@@ -54,7 +54,9 @@ def main() -> None:
         print(json.dumps(measure(arguments)))
         return
     make_datasets(arguments.content)
-    rows = json.loads(arguments.out.read_text())["rows"] if len(arguments.cells) < len(CELLS) else []
+    rows = []
+    if len(arguments.cells) < len(CELLS) and arguments.out.is_file():
+        rows = json.loads(arguments.out.read_text())["rows"]
     first = max((row["round"] for row in rows), default=-1) + 1
     for turn in range(first, first + arguments.rounds):
         for cell in arguments.cells:
@@ -220,7 +222,7 @@ def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         for tree, root in zip(_TREES, (arguments.views, Path(__file__).parent), strict=True)
     }
     summary = {}
-    for cell in CELLS:
+    for cell in sorted({row["cell"] for row in rows}, key=CELLS.index):
         mine = [row for row in rows if row["cell"] == cell]
         pairs = [
             [next(row for row in mine if (row["tree"], row["round"]) == (tree, turn)) for tree in _TREES]
@@ -246,8 +248,8 @@ def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     method = (
         f"Alternating, each run in a process of its own, {arguments.seconds:g} s a cell, two threads; "
         "datasets of 16 CT studies (16 of 40 slices resized to 256 x 256; all slices), 256 single images of "
-        "512 x 512 and 40,000 texts. Ratios are fields divided by views, of the two runs of a round; the "
-        "machine was busy with other work (load), so CPU time says more than throughput."
+        "512 x 512 and 40,000 texts. Ratios are fields divided by views, of the two runs of a round; where "
+        "the machine was busy with other work (load of a run), CPU time says more than throughput."
     )
     arguments.out.write_text(
         json.dumps({"about": about, "method": method, "summary": summary, "rows": rows}, indent=1) + "\n"
