@@ -62,9 +62,8 @@ class ShardWriter:
     """Writes a dataset from Python, sample by sample; a context manager.
 
     The dataset appears when the block ends: the manifest is written last, and an exception removes what was
-    written before it. The same samples in the same order give the same bytes; slices in ``b2nd`` do so on
-    machines with as many processors, since a frame names its writer's threads. Held in memory are the index
-    of the open shard of each split and about 100 bytes for each sample.
+    written before it. The same samples in the same order give the same bytes. Held in memory are the index of
+    the open shard of each split and about 100 bytes for each sample.
 
     A sample is a mapping with a ``__key__`` (1 to 64 of ``a-z`` and ``0-9``) and fields named as in
     docs/format.md, section 4. The last part of a field's name says how its value is stored:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +29,6 @@ from shardflow.format.facts.studies import StudiesManifest, merge_study_facts, o
 from shardflow.format.manifest import Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.shard_files import SplitFiles, write_samples
-from shardflow.format.slice_codecs import b2nd
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import LocalStore, write_atomic
 
@@ -100,8 +98,7 @@ def copy_subset(
         raise ConfigError("A copy needs at least one sample, none is chosen; loosen --where.")
     _begin(target, source, rows, volumes)
     members = SampleMembers(source, volumes, target)
-    with b2nd.headers_of_packing() if volumes else nullcontext():
-        shards = _copy_shards(members, rows, target, shard_bytes, progress)
+    shards = _copy_shards(members, rows, target, shard_bytes, progress)
     samples = source.studies
     modality = samples.gather("modality", rows)
     used, codes = np.unique(modality, return_inverse=True)

@@ -11,8 +11,6 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,21 +121,6 @@ def _blosc2() -> Any:
     return blosc2
 
 
-@contextmanager
-def headers_of_packing() -> Iterator[None]:
-    """Write frames as packing processes do, whose headers name one thread to decode with.
-
-    By default Blosc2 names as many as this process may use. The switch is one per process.
-    """
-    former = _blosc2().set_nthreads(1)
-    _empty_header.cache_clear()
-    try:
-        yield
-    finally:
-        _blosc2().set_nthreads(former)
-        _empty_header.cache_clear()
-
-
 def _parameters(itemsize: int) -> dict[str, Any]:
     """What decides the compressed bytes."""
     blosc2 = _blosc2()
@@ -160,6 +143,8 @@ def _layout(
         "chunks": chunk_shape or shape,
         "blocks": chunk_shape or (_block_rows(shape, itemsize), *shape[1:]),
         "cparams": _blosc2().CParams(**_parameters(itemsize)),
+        # A header names the threads to decode with; by default as many as the writing machine has.
+        "dparams": _blosc2().DParams(nthreads=1),
     }
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from shardflow.errors import FormatError
 from shardflow.format.codecs import CODECS, array_header, codec_for, decode_array, encode_array
+from shardflow.format.slice_codecs import b2nd
 
 pytestmark = pytest.mark.fast
 
@@ -132,6 +133,7 @@ def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
         chunks=pixels.shape,
         blocks=(block_rows, *pixels.shape[1:]),
         contiguous=True,
+        dparams=blosc2.DParams(nthreads=1),
         cparams=blosc2.CParams(
             codec=blosc2.Codec.ZSTD,
             clevel=1,
@@ -142,6 +144,22 @@ def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
         ),
     )
     return bytes(frame.to_cframe())
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "<i2"])
+def test_frames_do_not_depend_on_the_threads_of_the_writer(dtype: str) -> None:
+    pixels = np.arange(4096).reshape(64, 64).astype(dtype)
+    found = set()
+    former = blosc2.set_nthreads(1)
+    try:
+        for num_threads in (1, 4):
+            blosc2.set_nthreads(num_threads)
+            b2nd._empty_header.cache_clear()
+            found.add(b2nd.encode(pixels))
+    finally:
+        blosc2.set_nthreads(former)
+        b2nd._empty_header.cache_clear()
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
