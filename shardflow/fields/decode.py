@@ -7,6 +7,7 @@ interpreter's lock meanwhile.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -34,7 +35,7 @@ class Scratch:
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an array of undefined content that is valid until it is given back or dropped."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         buffer, self._spare = self._spare, None
         if buffer is None or len(buffer) < num_bytes:
             buffer = np.empty(-(-num_bytes // _STEP) * _STEP, np.uint8)
@@ -55,7 +56,7 @@ class Scratch:
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a C-contiguous array of undefined content."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         return self.bytes(name, num_bytes).view(dtype).reshape(shape)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -220,7 +221,7 @@ class SlotVolume(RegionContent):
         codec, target = self._shard.codec(number), self.target(thread)[place]
         try:
             shape, dtype = array_header(codec, payload)
-            with self._delivery.counters.timed("decode", int(np.prod(shape)) * dtype.itemsize):
+            with self._delivery.counters.timed("decode", math.prod(shape) * dtype.itemsize):
                 if shape == target.shape and dtype == target.dtype and target.flags.c_contiguous:
                     decode_array(codec, payload, out=target)
                 elif shape == crop.stored.shape[1:] and np.can_cast(dtype, target.dtype):
