@@ -37,6 +37,7 @@ from shardflow.packing.attachments.annotations.region_writer import (
 )
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
 from shardflow.packing.sources.attachments import AttachmentItem
+from shardflow.packing.sources.layouts.table_layout import LIDC_RATINGS
 
 _STUDIES: Final = ("study_instance_uid", "studyinstanceuid", "study_uid", "study_id", "studyid", "study")
 _IMAGES: Final = (
@@ -411,9 +412,18 @@ def read_lidc(path: Path, targets: Targets, writer: RegionWriter) -> None:
                         label=name,
                         reader=reader,
                         flags=() if name else ("non_nodule",),
+                        measurements=tuple(_ratings(drawn)),
                     )
                 )
                 _read_drawing(drawn, region, targets, writer)
+
+
+def _ratings(drawn: ET.Element) -> Iterator[Mapping[str, Any]]:
+    """Yield what a reader rated of a nodule as measurements without a unit; small nodules have none."""
+    for name in LIDC_RATINGS:
+        text = _text(drawn.find(f"characteristics/{name}"))
+        if len(text) == 1 and text in "123456":
+            yield {"code": {"scheme": "LIDC", "value": name}, "unit": "1", "value": int(text)}
 
 
 def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, writer: RegionWriter) -> None:

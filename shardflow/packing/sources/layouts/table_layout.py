@@ -401,7 +401,7 @@ class Headers:
         return read_reports(self._inputs)
 
 
-_RATINGS: Final = (
+LIDC_RATINGS: Final = (
     "subtlety",
     "internalStructure",
     "calcification",
@@ -433,7 +433,9 @@ class Lidc(PlacedLayout):
         A nodule's number is a reader's own, so each reader's nodule counts; small ones are not rated.
         """
         readers: Counter[str] = Counter()
-        found: defaultdict[str, dict[str, list[int]]] = defaultdict(lambda: {name: [] for name in _RATINGS})
+        found: defaultdict[str, dict[str, list[int]]] = defaultdict(
+            lambda: {name: [] for name in LIDC_RATINGS}
+        )
         for path in sorted(self._annotations(), key=os.fsencode):
             try:
                 root = parse_xml(read_bounded(path))
@@ -443,7 +445,7 @@ class Lidc(PlacedLayout):
             for session in (one for one in root.walk() if one.name == "readingSession" and study):
                 readers[study] += 1
                 for rated in (one for one in session.walk() if one.name == "characteristics"):
-                    for name in _RATINGS:
+                    for name in LIDC_RATINGS:
                         value = rated.find(name)
                         text = "" if value is None else value.text().strip()
                         if text.isdecimal():

@@ -63,7 +63,9 @@ def lidc(path: Path, *sessions: str, doctype: str = "") -> Path:
 def test_readers_of_lidc_stay_apart_and_exclusions_are_holes(tmp_path: Path) -> None:
     square, hole = [(4, 4), (14, 4), (14, 14), (4, 14)], [(7, 7), (10, 7), (10, 10), (7, 10)]
     cut = edge_map(square, 1) + edge_map(hole, 1, "FALSE")
-    first = f"<unblindedReadNodule><noduleID>Canary 1</noduleID>{cut}</unblindedReadNodule>"
+    rated = "<malignancy>5</malignancy><texture>canary</texture><subtlety>77</subtlety>"
+    first = f"<unblindedReadNodule><noduleID>Canary 1</noduleID><characteristics>{rated}</characteristics>"
+    first += f"{cut}</unblindedReadNodule>"
     second = f"<unblindedReadNodule><noduleID>2</noduleID>{edge_map([(9, 8)], 3)}</unblindedReadNodule>"
     second += (
         f"<nonNodule><nonNoduleID>3</nonNoduleID><imageSOP_UID>{sop_uid(2)}</imageSOP_UID>"
@@ -84,6 +86,8 @@ def test_readers_of_lidc_stay_apart_and_exclusions_are_holes(tmp_path: Path) -> 
     assert result.rois[1]["slices"][0]["box_px"] == [9.5, 8.5, 9.5, 8.5]
     assert result.rois[1]["mask"] is None
     assert result.dangling == {"IMAGE_NOT_PACKED": 1}
+    malignancy = {"code": {"scheme": "LIDC", "value": "malignancy"}, "unit": "1", "value": 5}
+    assert [roi.get("measurements") for roi in result.rois] == [[malignancy], None, None]
     assert "anary" not in str(result.rois)
 
 
