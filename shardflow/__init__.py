@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
     from shardflow.fields.volumes.field import Volume
+    from shardflow.fields.volumes.stitching import Stitcher
     from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -94,6 +95,7 @@ __all__ = [
     "ShardflowError",
     "Slices",
     "StateError",
+    "Stitcher",
     "StorageError",
     "Text",
     "TokenBudget",
@@ -145,6 +147,7 @@ _SOURCES: Final = {
     "ShardflowError": "shardflow.errors:ShardflowError",
     "Slices": "shardflow.fields.types.pictures:Slices",
     "StateError": "shardflow.errors:StateError",
+    "Stitcher": "shardflow.fields.volumes.stitching:Stitcher",
     "StorageError": "shardflow.errors:StorageError",
     "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",

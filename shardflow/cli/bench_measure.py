@@ -32,7 +32,8 @@ from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.binding import bind_fields, bind_transform
-from shardflow.loading.selection import Selection, select
+from shardflow.loading.selection import Selection
+from shardflow.loading.windows import select_samples
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters
@@ -131,7 +132,14 @@ class _Bench:
     def __init__(self, dataset: Dataset, options: BenchOptions) -> None:
         self._dataset = dataset
         self._options = options
-        selection = select(dataset, options.split, unit=options.unit, where=options.where, keys=options.keys)
+        selection = select_samples(
+            dataset,
+            options.split,
+            unit=options.unit,
+            where=options.where,
+            keys=options.keys,
+            fields=options.fields,
+        )
         self._selection, self._fields = bind_fields(selection, options.fields, StageCounters())
         has_members = any(isinstance(one, PixelField) for one in self._fields.specs.values())
         has_texts_alone = not (has_members or self._fields.has_pictures)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardflow.format import Dataset
 
 # Repeated here so that --help needs no NumPy; a test compares them with those of the format.
-UNITS: Final = ("study", "series", "image", "entity")
+UNITS: Final = ("study", "series", "image", "window", "entity")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -169,7 +169,8 @@ def add_unit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unit",
         choices=UNITS,
-        help="a sample is a study, a series, an image, or a finding of the entity view (study)",
+        help="a sample is a study, a series, an image, a window of a field with center = 'grid', or a "
+        "finding of the entity view (study)",
     )
 
 

@@ -227,7 +227,8 @@ def _selection(arguments: argparse.Namespace) -> Selection:
         ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
     """
     from shardflow.loading.blend_file import open_blend
-    from shardflow.loading.selection import FULL_STUDY, open_view, select
+    from shardflow.loading.selection import FULL_STUDY, open_view
+    from shardflow.loading.windows import select_samples
 
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
@@ -254,12 +255,13 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     if not set(arguments.split.split("+")) <= set(dataset.samples.splits):
         known = ", ".join(sorted(dataset.samples.splits))
         raise ConfigError(f"--split must be one of {known}, got {arguments.split!r}.")
-    return select(
+    return select_samples(
         dataset,
         arguments.split,
         unit=arguments.unit or "study",
         where=arguments.where,
         keys=arguments.keys,
+        fields=None if arguments.fields is None else named_fields(arguments.fields),
     )
 
 

@@ -22,7 +22,7 @@ from shardflow.format import Dataset
 from shardflow.format.codecs import codec_rank
 from shardflow.format.entities import EntityTable
 from shardflow.format.facts.series import FactColumn, SeriesTable, encode_no_series, open_series
-from shardflow.format.facts.units import UnitTable
+from shardflow.format.facts.units import UnitTable, WindowTable
 from shardflow.format.keys import sha256_hex
 from shardflow.format.table import Table
 from shardflow.format.volumes.bricks import BRICKS_CODEC
@@ -576,6 +576,36 @@ class _SeriesRows(_StudyRows):
         return self.part.of_span(series, series + 1)
 
 
+class _WindowRows(_StudyRows):
+    """Rows that are windows of studies: each has the series of its study."""
+
+    def __init__(self, part: TableSelection, table: WindowTable) -> None:
+        super().__init__(part)
+        self._table = table
+
+    def _of_studies(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers of studies by row."""
+        return values[self._table.study_rows(np.arange(self._table.num_samples))]
+
+    @property
+    def num_images(self) -> Int64Array:
+        return self._of_studies(super().num_images)
+
+    def num_delivered(self, limits: Limits, weights: Weights | None) -> Int64Array:
+        return self._of_studies(super().num_delivered(limits, weights))
+
+    def used(self, population: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        studies = np.zeros(len(self.part.num_series_of_samples), bool)
+        studies[self._table.study_rows(np.flatnonzero(population))] = True
+        return super().used(studies)
+
+    def first_selected(self) -> Int64Array:
+        return self._of_studies(super().first_selected())
+
+    def of_row(self, row: int) -> list[SeriesImages]:
+        return super().of_row(int(self._table.study_rows(np.array([row]))[0]))
+
+
 class _ImageRows(_SeriesRows):
     """Rows that are images."""
 
@@ -636,6 +666,8 @@ def _rows_of(dataset: Dataset, part: TableSelection) -> _StudyRows:
     table = dataset.samples
     if isinstance(table, EntityTable):
         return _EntityRows(part, table)
+    if isinstance(table, WindowTable):
+        return _WindowRows(part, table)
     if isinstance(table, UnitTable):
         if table.unit == "image":
             return _ImageRows(part, table)

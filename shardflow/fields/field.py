@@ -298,6 +298,11 @@ class Field(ABC):
         return 1
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a sample is a window of what the field delivers, which needs ``unit="window"``."""
+        return False
+
+    @property
     def depends_on(self) -> Sequence[str]:
         """Names of fields that are bound before this one; they must not depend on others themselves."""
         return ()
@@ -391,6 +396,14 @@ class BoundField(ABC):
 
         Raises:
             ConfigError: No table knows.
+        """
+        return None
+
+    def num_windows(self, place: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Return how many windows each study of a dataset has, ``(num_studies,)``; None if it makes none.
+
+        Args:
+            place: Of the dataset in the selection, whose samples are studies.
         """
         return None
 
@@ -491,7 +504,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
 
 RESERVED_SUFFIXES: Final = frozenset(
     {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets", "variant"}
-    | {"time_s", "code", "has_value", "recorded", "affine", "valid"}
+    | {"time_s", "code", "has_value", "recorded", "affine", "valid", "start"}
 )
 """Ends of the names of entries beside a field, such as ``NAME_mask``."""
 

@@ -1,8 +1,9 @@
-"""Units: a dataset whose samples are studies, series, images or findings.
+"""Units: a dataset whose samples are studies, series, images, windows or findings.
 
 A dataset of series or images is derived when it is opened, from the samples table, the series table and an
-expression; nothing is stored. Its digest is that of the selected rows, so two expressions that select the
-same rows are the same dataset. Findings come from an entity view, which is stored beside the dataset.
+expression, one of windows from the samples table and counts; nothing is stored. Its digest is that of the
+rows, so two expressions that select the same rows are the same dataset. Findings come from an entity view,
+which is stored beside the dataset.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardflow.fields.where import SeriesWhere
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.facts.series import open_series
-from shardflow.format.facts.units import DerivedUnit, UnitTable, check_unit
+from shardflow.format.facts.units import DerivedTable, DerivedUnit, UnitTable, WindowTable, check_unit
 from shardflow.format.manifest import Manifest
 from shardflow.format.tables import AttachedTables
 from shardflow.storage import ByteStore
@@ -27,7 +28,65 @@ from shardflow.storage import ByteStore
 _LOGGER = logging.getLogger(__name__)
 
 
-class UnitDataset(Dataset):
+class DerivedDataset(Dataset):
+    """A version of a dataset whose samples belong to studies, and are computed from tables.
+
+    `samples` are the rows, `studies` what they belong to, and `dataset_id` is the digest of the rows.
+    """
+
+    samples: DerivedTable
+    unit: str
+    where_tables: tuple[str, ...] = ()
+
+    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each row belongs to."""
+        return self.samples.study_rows(rows)
+
+    @property
+    def text_id(self) -> str:
+        """Digest of the manifest: texts are those of the studies."""
+        return self.manifest.dataset_id
+
+    @property
+    def num_texts(self) -> int:
+        """Number of studies."""
+        return self.studies.num_samples
+
+    def text_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the samples table that each row belongs to."""
+        return self.study_rows(rows)
+
+
+class WindowDataset(DerivedDataset):
+    """A version of a dataset seen as windows of its studies, see `shardflow.loading.windows.select_windows`.
+
+    Args:
+        store: Where the dataset is stored.
+        manifest: Its version.
+        counts: ``(num_studies,)`` windows of each study.
+        tables: Attached tables; None for the newest.
+    """
+
+    samples: WindowTable
+    unit = "window"
+
+    def __init__(
+        self,
+        store: ByteStore,
+        manifest: Manifest,
+        counts: NDArray[np.int64],
+        tables: AttachedTables | None = None,
+    ) -> None:
+        super().__init__(store, manifest, tables)
+        self._counts = counts
+        self.samples = WindowTable(self.studies, counts)
+        self.dataset_id = self.samples.digest(manifest.dataset_id)
+
+    def _place(self) -> tuple[Any, ...]:
+        return self.store, self.manifest, self._counts, self.tables
+
+
+class UnitDataset(DerivedDataset):
     """A version of a dataset seen as series or images.
 
     `samples` are the series or images, `studies` what they belong to, and `dataset_id` is the digest of the
@@ -83,28 +142,10 @@ class UnitDataset(Dataset):
     def _place(self) -> tuple[Any, ...]:
         return self.store, self.manifest, self.unit, self.where, self.tables
 
-    def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the samples table that each series or image belongs to."""
-        return self.samples.study_rows(rows)
-
-    @property
-    def text_id(self) -> str:
-        """Digest of the manifest: texts are those of the studies."""
-        return self.manifest.dataset_id
-
-    @property
-    def num_texts(self) -> int:
-        """Number of studies."""
-        return self.studies.num_samples
-
-    def text_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the samples table that each series or image belongs to."""
-        return self.study_rows(rows)
-
 
 def unit_of(dataset: Dataset) -> str:
-    """Return what a sample of a dataset is: ``study``, ``series``, ``image`` or ``entity``."""
-    if isinstance(dataset, UnitDataset):
+    """Return what a sample of a dataset is: ``study``, ``series``, ``image``, ``window`` or ``entity``."""
+    if isinstance(dataset, DerivedDataset):
         return dataset.unit
     return "entity" if isinstance(dataset, EntityDataset) else "study"
 
@@ -135,6 +176,10 @@ def open_unit(dataset: Dataset, unit: str, where: str | None = None) -> Dataset:
         )
     if unit == "study":
         return dataset
+    if unit == "window":
+        raise ConfigError(
+            "unit='window' follows the field with center='grid'; write it for sf.Loader, beside fields=."
+        )
     if unit == "entity":
         return EntityDataset.beside(dataset)
     derived = UnitDataset.beside(dataset, "series" if unit == "series" else "image", where)

@@ -256,7 +256,7 @@ class Dataset:
 
         Args:
             key: Sample key, or row of the table of samples, negative from its end. Of a dataset of series or
-                images their own keys.
+                images, and of fields with ``center="grid"``, their own keys.
             fields: Fields by name; None takes the default fields, as a loader does.
             seed: That of the loader.
 

@@ -19,6 +19,7 @@ from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.fields.types.pixels import BoundPixels
 from shardflow.fields.units import UnitDataset
 from shardflow.loading.selection import Selection, text_lengths
+from shardflow.loading.windows import check_window_fields
 from shardflow.sampling import BatchSpec, CostRule
 from shardflow.sampling.budget import DELIVERED_PICTURES
 from shardflow.sampling.layout import rows_digest, select_rows
@@ -50,6 +51,7 @@ def bind_fields(
     context = FieldContext(selection, populations, counters)
     if fields is None:
         fields = default_fields(context)
+    check_window_fields(selection, fields)
     bound = FieldSet(fields, context)
     taken = [name for name in FINDING_ENTRIES if name in bound.specs] if selection.has_entities else []
     if taken:

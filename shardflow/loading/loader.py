@@ -35,8 +35,9 @@ from shardflow.loading.lock import (
     run_id,
 )
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
-from shardflow.loading.selection import Selection, select
+from shardflow.loading.selection import Selection
 from shardflow.loading.weighting import sampled
+from shardflow.loading.windows import check_windows, select_samples
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.sampling.permutation import MAX_COUNTER, checked_int
 from shardflow.sampling.spec import Sampling
@@ -184,8 +185,9 @@ class Loader:
             pictures (``image``), the first volume (``slices``) and the report, each where there is any.
             ``{}``: rows, keys and weights alone, for which nothing is read.
         unit: What a sample is: a ``study``; a ``series`` or an ``image`` that ``where`` selects, of which
-            fields of pixels deliver that one alone, beside the texts of its study; or an ``entity``, a
-            finding of the entity view. `BatchInfo.units` has the places of the samples.
+            fields of pixels deliver that one alone, beside the texts of its study; a ``window`` of the volume
+            that the field with ``center="grid"`` cuts, in the order of volumes and windows, each once; or an
+            ``entity``, a finding of the entity view. `BatchInfo.units` has the places of the samples.
         where: Expression that selects samples, such as ``"facts.modality == 'CT' and any(series.rows >=
             512)"``; of series and images ``"modality == 'CT'"``, where None selects all but localizers and
             secondary captures. What it leaves out because a value is missing is logged. See docs/fields.md.
@@ -254,7 +256,8 @@ class Loader:
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)
         config = config or LoaderConfig()
-        selection = select(dataset, split, unit=unit, where=where, keys=keys)
+        selection = select_samples(dataset, split, unit=unit, where=where, keys=keys, fields=fields)
+        check_windows(selection, batch, sampling)
         counters = StageCounters()
         selection, self._fields = bind_fields(selection, fields, counters)
         selection, batch = charge_for_delivered(selection, self._fields, batch)

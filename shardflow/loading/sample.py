@@ -16,12 +16,15 @@ from shardflow.fields.field import BoundField, Field
 from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.registry import FieldSet
+from shardflow.fields.units import unit_of
 from shardflow.format import Dataset
 from shardflow.format.dataset import register_sample_reader
+from shardflow.format.facts.units import parse_unit_key
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.runtime import LoaderRuntime
 from shardflow.loading.selection import Selection, select
+from shardflow.loading.windows import select_windows
 from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.telemetry import StageCounters
 
@@ -36,15 +39,18 @@ class OneSampleReader:
     """Reader of single samples of a dataset, which keeps the fields that it bound last.
 
     Args:
-        dataset: The dataset; its rows may be series, images or findings too.
+        dataset: The dataset; its rows may be series, images, windows or findings too.
     """
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._bindings: dict[str, tuple[Selection, FieldSet]] = {}
+        self._of_windows: dict[str, OneSampleReader] = {}
 
     def read(self, key: str | int, fields: Mapping[str, Field] | None, seed: int) -> dict[str, Any]:
         """Read a sample, see `Dataset.sample`."""
+        if unit_of(self._dataset) == "study" and any(one.has_windows for one in (fields or {}).values()):
+            return self._windows(key, fields or {}).read(key, fields, seed)
         row = self._row(key)
         split = next(name for name, rows in self._dataset.splits.items() if row in rows)
         selection, bound = self._bind(split, fields)
@@ -68,6 +74,26 @@ class OneSampleReader:
         return {
             name: value if name in flat else value[0] for name, value in batch.items() if name not in beside
         }
+
+    def _windows(self, key: str | int, fields: Mapping[str, Field]) -> OneSampleReader:
+        """Return the reader of the windows of the split that a key is in."""
+        found = parse_unit_key(key, "window") if isinstance(key, str) else None
+        if found is None:
+            raise ConfigError(
+                "With center='grid' a sample is a window; write its key, which is that of the study and the "
+                "number of the window, such as dataset.sample('KEYw0', fields)."
+            )
+        try:
+            row = self._dataset.samples.find(found.study_key)
+        except FormatError:
+            raise KeyError("the dataset has no study of this key; batch.info.units has some") from None
+        split = next(name for name, rows in self._dataset.splits.items() if row in rows)
+        name = repr((split, dict(fields)))
+        if name not in self._of_windows:
+            windows = select_windows(select(self._dataset, split), fields).datasets[0]
+            kept = dict(list(self._of_windows.items())[1 - _MAX_BINDINGS :])
+            self._of_windows = {**kept, name: OneSampleReader(windows)}
+        return self._of_windows[name]
 
     def _row(self, key: str | int) -> int:
         samples = self._dataset.samples

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.fields.field import by_rows
-from shardflow.fields.units import UnitDataset, open_unit, unit_of
+from shardflow.fields.units import DerivedDataset, open_unit, unit_of
 from shardflow.fields.where import Where
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset, EntityPlace
@@ -187,7 +187,7 @@ def choose_rows(
     spans = [dataset.splits[name] for name in names]
     joined, whole = _SEPARATOR.join(names), sum(len(span) for span in spans)
     hull = range(spans[0].start, spans[-1].stop)
-    tables = dataset.where_tables if isinstance(dataset, UnitDataset) else ()
+    tables = dataset.where_tables if isinstance(dataset, DerivedDataset) else ()
     if where is None and keys is None and whole == len(hull):
         return SplitRows(joined, hull, None, tables=tables)
     condition = None if where is None else Where(dataset, where)
@@ -274,7 +274,7 @@ def rows_layout(
         num_bytes=num_bytes,
         facts=facts,
     )
-    if not isinstance(dataset, UnitDataset):
+    if not isinstance(dataset, DerivedDataset):
         return layout
     # Where a series is stored is an estimate anyway; two numbers per shard are as good, and much faster.
     sizes = num_bytes[rows.start : rows.stop]
@@ -313,7 +313,7 @@ def text_lengths(dataset: Dataset, rule: CostRule) -> Any:
     if not rule.tokenizer:
         return dataset.samples.column("text_bytes")
     counts = open_counts(dataset, rule.tokenizer)
-    return by_rows(dataset, counts) if isinstance(dataset, UnitDataset) else counts
+    return by_rows(dataset, counts) if isinstance(dataset, DerivedDataset) else counts
 
 
 def _facts(
@@ -379,13 +379,13 @@ class Selection:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Unit of the samples of each dataset: ``study``, ``series``, ``image`` or ``entity``."""
+        """Unit of the samples of each dataset, see `shardflow.fields.units.unit_of`."""
         return tuple(unit_of(dataset) for dataset in self.datasets)
 
     @property
     def has_derived_keys(self) -> bool:
-        """Whether some of the samples are series or images, whose keys are not those of shards."""
-        return any(isinstance(dataset, UnitDataset) for dataset in self.datasets)
+        """Whether some of the samples are parts of studies, whose keys are not those of shards."""
+        return any(isinstance(dataset, DerivedDataset) for dataset in self.datasets)
 
     @property
     def is_local(self) -> bool:
@@ -433,7 +433,9 @@ class Selection:
             PlanError: No step can be formed.
         """
         if not spec.lanes and not auto_lanes:
-            return EpochPlan(self.population, spec, seed=seed, epoch=epoch)
+            # Windows of a volume follow each other, so that few volumes are being stitched.
+            is_shuffled = "window" not in self.units
+            return EpochPlan(self.population, spec, seed=seed, epoch=epoch, is_shuffled=is_shuffled)
         layout = self.layout(spec)
         if auto_lanes:
             spec = replace(spec, lanes=choose_lanes(layout, spec))
@@ -450,7 +452,7 @@ class Selection:
                 seed=seed,
                 spec=spec,
             )
-        view = self.datasets[0].unit if isinstance(self.datasets[0], UnitDataset) else FULL_STUDY
+        view = self.datasets[0].unit if isinstance(self.datasets[0], DerivedDataset) else FULL_STUDY
         return LoaderState(
             dataset_id=self.datasets[0].dataset_id,
             manifest_version=self.datasets[0].manifest_version,
@@ -535,7 +537,7 @@ class Selection:
         """Return the keys of samples' studies as byte strings; of a finding its own."""
         keys = self.key_bytes(rows)
         for dataset, here, inside in self._by_dataset(rows):
-            if isinstance(dataset, UnitDataset):
+            if isinstance(dataset, DerivedDataset):
                 keys[here] = dataset.studies.gather("sample_key", dataset.study_rows(inside))
         return keys
 

@@ -85,21 +85,24 @@ class EpochSlots:
 
 
 class EpochOrder:
-    """Full shuffle of a row range, different in every epoch, in constant memory.
+    """Full shuffle of a row range, different in every epoch, in constant memory; or the rows as they are.
 
     Args:
         population: Rows of the samples table, at least one; a split is such a range.
         seed: Run-level seed.
         epoch: Number of the epoch, from 0.
+        is_shuffled: Whether to shuffle them.
     """
 
-    def __init__(self, population: range, *, seed: int, epoch: int) -> None:
+    def __init__(self, population: range, *, seed: int, epoch: int, is_shuffled: bool = True) -> None:
         self._population = population
-        self._permutation = Permutation(len(population), derive(seed, "epoch-order", epoch))
+        self._permutation = (
+            Permutation(len(population), derive(seed, "epoch-order", epoch)) if is_shuffled else None
+        )
 
     def rows(self, positions: Int64Array) -> Int64Array:
         """Return the rows at ``positions`` in ``[0, len(population))``."""
-        rows = self._permutation(positions)
+        rows = positions.copy() if self._permutation is None else self._permutation(positions)
         rows *= self._population.step
         rows += self._population.start
         return rows

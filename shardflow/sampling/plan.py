@@ -331,6 +331,8 @@ class EpochPlan:
         seed: Run-level seed, 0 to 2**63 - 1.
         epoch: Number of the epoch, from 0.
         layout: Layout of the samples; required if the spec has lanes, otherwise unused.
+        is_shuffled: False leaves samples in the order of their rows, the same in every epoch; lanes and
+            mixtures have orders of their own.
 
     Attributes:
         num_samples: Samples of the epoch: of the population, or draws of a mixture.
@@ -362,8 +364,10 @@ class EpochPlan:
         seed: int,
         epoch: int,
         layout: SampleLayout | None = None,
+        is_shuffled: bool = True,
     ) -> None:
         self.population = _checked_population(population)
+        self._is_shuffled = is_shuffled
         # The indices that the stages use: rows of a range, or numbers of the samples of a subset or blend.
         self._numbers = _numbers_of(self.population)
         self.spec = spec
@@ -388,7 +392,9 @@ class EpochPlan:
                 order = BlendOrder(self.population, seed=self.seed, epoch=self.epoch)
             else:
                 num_samples = len(self._numbers)
-                order = EpochOrder(self._numbers, seed=self.seed, epoch=self.epoch)
+                order = EpochOrder(
+                    self._numbers, seed=self.seed, epoch=self.epoch, is_shuffled=self._is_shuffled
+                )
             slots = self._slots = EpochSlots.of(num_samples, self.spec)
             self._micros = FixedMicroBatches(order, slots, size=self.spec.micro_batch_size)
         else:

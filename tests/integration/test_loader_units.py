@@ -245,7 +245,7 @@ def test_a_row_without_the_content_of_a_field_is_dropped_or_padded(dataset: Data
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"unit": "slice"}, "unit is one of 'study', 'series', 'image', 'entity'"),
+        ({"unit": "slice"}, "unit is one of 'study', 'series', 'image', 'window', 'entity'"),
         (
             {"unit": "study", "where": "modality == 'CT'"},
             r"write facts.modality of the study, or any\(series.m",

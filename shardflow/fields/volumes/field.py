@@ -53,14 +53,22 @@ from shardflow.fields.volumes.settings import (
     window_ends,
 )
 from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
+from shardflow.fields.volumes.windows import (
+    check_covers,
+    checked_overlap,
+    count_windows,
+    num_windows,
+    window_start,
+)
+from shardflow.format.facts.units import WindowTable
 from shardflow.format.volumes.bricks import RegionPlan
 
-Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole"]
+Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole", "grid"]
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
 _MAX_CROPS: Final = 2**10
 _LIMITS: Final = Limits(max_series=1)
-_BESIDE: Final = ("mask", "affine", "range", "valid")
+_BESIDE: Final = ("mask", "affine", "range", "valid", "index", "start", "shape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +81,10 @@ class Volume(Field):
     there is a volume; ``NAME_affine`` ``(B, 4, 4)`` float64, which maps the indices ``(d, h, w, 1)`` of the
     delivered array to LPS millimeters at voxel centers (NaN where the geometry of a series is unknown, the
     identity for an empty slot); ``NAME_range`` ``(B, 2)`` float32, the display range of the series; with
-    ``valid_mask`` ``NAME_valid`` ``(B, 1, D, H, W)`` uint8, 1 for voxels inside of the stored volume.
+    ``valid_mask`` ``NAME_valid`` ``(B, 1, D, H, W)`` uint8, 1 for voxels inside of the stored volume. With
+    ``center="grid"``, int64 each: ``NAME_index`` ``(B, 2)``, the number of the window and how many its
+    volume has; ``NAME_start`` ``(B, 3)``, where it begins in the volume as delivered, negative where that is
+    shorter; ``NAME_shape`` ``(B, 3)``, the voxels of that volume; all 0 for an empty slot.
 
     Only the slices (or bricks) that a region needs are read. Where it begins is an integer of the plan's
     keyed generator, so it is the same on any number of ranks and after a resume.
@@ -99,7 +110,13 @@ class Volume(Field):
     that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
     voxel of `labels`, the others anywhere. ``finding``: with ``unit="entity"``, along the slices around the
     one that shows the finding best, otherwise around the middle. ``middle``: around the middle. ``whole``:
-    the region is the whole volume, brought to ``roi_size`` along each axis, as for a classifier."""
+    the region is the whole volume, brought to ``roi_size`` along each axis, as for a classifier. ``grid``:
+    with ``unit="window"`` a sample is one of the windows that cover the volume, see `overlap` and
+    `Stitcher`."""
+    overlap: float | tuple[float, float, float] = 0.25
+    """With ``center="grid"``: part of a window, from 0 and below 1, that the next one along D, H and W covers
+    again. Windows begin where those of MONAI's ``sliding_window_inference`` do, whose default this is;
+    nnU-Net takes 0.5."""
     num_samples: int = 1
     """Regions of each sample, in neighboring slots of a micro-batch, from one read: B counts regions, and
     ``micro_batch_size`` must be a multiple of it. All fields of the loader fill these slots, and a bad sample
@@ -152,7 +169,7 @@ class Volume(Field):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
-        check_choice("center", self.center, ("random", "foreground", "finding", "middle", "whole"))
+        check_choice("center", self.center, ("random", "foreground", "finding", "middle", "whole", "grid"))
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         check_choice("interpolation", self.interpolation, ("linear", "nearest", "cubic"))
@@ -172,6 +189,7 @@ class Volume(Field):
             )
         check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground")
         self._check_grid()
+        self._check_windows()
         object.__setattr__(self, "windows", checked_windows(self.windows))
         if self.windows and self.dtype not in (None, "uint8", "float32"):
             raise ConfigError(
@@ -200,6 +218,28 @@ class Volume(Field):
                 "center='whole' brings every volume to roi_size, so spacing_mm cannot be kept; leave "
                 "spacing_mm out, or write center='middle' to cut or pad around the middle."
             )
+
+    def _check_windows(self) -> None:
+        overlap = checked_overlap(self.overlap)
+        if self.center != "grid":
+            if self.overlap != 0.25:
+                raise ConfigError(
+                    f"overlap={self.overlap!r} is of windows, and center={self.center!r} makes none; write "
+                    "center='grid', or leave overlap out."
+                )
+            return
+        check_covers(self.roi_size, overlap)
+        object.__setattr__(self, "overlap", overlap if len({*overlap}) > 1 else overlap[0])
+        if self.irregular == "resample" or margins(self.margin) != (0, 0, 0):
+            raise ConfigError(
+                "center='grid' takes neither irregular='resample', whose windows no table counts, nor "
+                "margin; leave them out."
+            )
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a sample is a window of its volume."""
+        return self.center == "grid"
 
     @property
     def num_crops(self) -> int:
@@ -279,6 +319,7 @@ class BoundVolume(BoundField):
         )
         self.shape: Shape = (depth, rows, columns)
         self._tables = [VolumeTable(table) for table in self.selected.catalog.tables]
+        self._samples, self._populations = context.samples, context.populations
         self._foreground: Foreground | None = None
         if spec.center == "foreground":
             self._foreground = Foreground(
@@ -354,6 +395,25 @@ class BoundVolume(BoundField):
         """Return 1 for each row of a dataset that has a series: a region costs the same, wherever it is."""
         return self.has_content[place].astype(np.int64)
 
+    def num_windows(self, place: int) -> NDArray[np.int64] | None:
+        """Return how many windows each study of the population has; None where samples are no windows."""
+        if not self.spec.has_windows:
+            return None
+        rows = self.selected.first_series(place)
+        studies = np.flatnonzero((rows >= 0) & self._populations[place])
+        table, overlap = self._tables[place], checked_overlap(self.spec.overlap)
+        first = self.selected.catalog.tables[place].first_series()
+        found = np.zeros(len(rows), np.int64)
+        found[studies] = count_windows(
+            table,
+            studies,
+            rows[studies] - first[studies],
+            lambda stored: self._grid(stored, None).shape,
+            self.spec.roi_size,
+            overlap,
+        )
+        return found
+
     def follow(self, name: str, spec: Field, context: FieldContext) -> BoundField | None:
         """Bind a field of masks or boxes in the regions of this one."""
         if isinstance(spec, Mask):
@@ -380,6 +440,9 @@ class BoundVolume(BoundField):
         ]
         if self.spec.valid_mask:
             specs.append(ArraySpec.of(f"{name}_valid", np.uint8, num_slots, 1, *self.shape))
+        if self.spec.has_windows:
+            sides = (("index", 2), ("start", 3), ("shape", 3))
+            specs += [ArraySpec.of(f"{name}_{one}", np.int64, num_slots, num) for one, num in sides]
         return specs
 
     def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
@@ -392,9 +455,9 @@ class BoundVolume(BoundField):
         self._blank_beside(arrays, slot)
 
     def _blank_beside(self, arrays: Arrays, slots: int | slice) -> None:
-        for beside, empty in (("mask", 0), ("affine", np.eye(4)), ("range", 0), ("valid", 0)):
+        for beside in _BESIDE:
             if f"{self.name}_{beside}" in arrays:
-                arrays[f"{self.name}_{beside}"][slots] = empty
+                arrays[f"{self.name}_{beside}"][slots] = np.eye(4) if beside == "affine" else 0
 
     def example(self, arrays: Arrays) -> None:
         """Fill the only slot with a ramp of small values, and all that is beside it."""
@@ -422,6 +485,8 @@ class BoundVolume(BoundField):
             self.blank(arrays, request.slot)
             return NoContent()
         fields, plan = self._fields(shard, request, crop), self._plan(shard, request, crop)
+        if self.spec.has_windows:
+            self._put_window(request, crop.stored, arrays)
         return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields, plan)
 
     def needed_regions(self, shard: Shard, request: SlotRequest) -> list[RegionPlan]:
@@ -458,6 +523,9 @@ class BoundVolume(BoundField):
     def _start(self, grid: Grid, stored: StoredVolume, request: SlotRequest, finding: int | None) -> Shape:
         """Return the first point of the region, without its margin; negative where it begins outside."""
         size, place = self.spec.roi_size, None
+        if self.spec.has_windows:
+            overlap = checked_overlap(self.spec.overlap)
+            return window_start(grid.shape, size, overlap, self._window(request))
         if self._foreground is not None:
             place = self._foreground.place(request.draw, request.component, request.study_row, stored.series)
         elif self.spec.center == "finding" and finding is not None:
@@ -468,6 +536,21 @@ class BoundVolume(BoundField):
             return random_start(grid.shape, size, request.draw)
         depth, rows, columns = ((length - side) // 2 for length, side in zip(grid.shape, size, strict=True))
         return depth, rows, columns
+
+    def _window(self, request: SlotRequest) -> int:
+        """Return the number of the window that a sample is."""
+        samples = self._samples.datasets[request.component].samples
+        assert isinstance(samples, WindowTable)  # noqa: S101 - checked when the fields were bound
+        return int(samples.numbers(np.array([request.table_row]))[0])
+
+    def _put_window(self, request: SlotRequest, stored: StoredVolume, arrays: Arrays) -> None:
+        """Note which window of which volume a slot is."""
+        name, slot, size = self.name, request.slot, self.spec.roi_size
+        overlap, number = checked_overlap(self.spec.overlap), self._window(request)
+        shape = self._grid(stored, None).shape
+        arrays[f"{name}_index"][slot] = number, num_windows(shape, size, overlap)
+        arrays[f"{name}_start"][slot] = window_start(shape, size, overlap, number)
+        arrays[f"{name}_shape"][slot] = shape
 
     def _fields(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> list[int]:
         """Return the numbers of the slices of a region, and behind them that of the study.

@@ -276,8 +276,7 @@ def spaced(grid: Grid, affine: Affine, spacing_mm: Vector) -> Grid:
     own = grid.affine(affine)
     lengths = own.spacing_mm
     units = [_scaled(column, 1 / length) for column, length in zip(own.columns, lengths, strict=True)]
-    pairs = ((0, 1), (1, 2), (2, 0))
-    if all(abs(_dot(units[a], units[b])) <= _MAX_TILT for a, b in pairs):
+    if is_perpendicular(own.columns):
         ratios = [spacing_mm[k] / lengths[k] for k in _AXES]
         counts = [max(1, round(grid.shape[k] / ratios[k])) for k in _AXES]
         first = _vector((grid.shape[k] - 1) / 2 - (counts[k] - 1) / 2 * ratios[k] for k in _AXES)
@@ -285,6 +284,12 @@ def spaced(grid: Grid, affine: Affine, spacing_mm: Vector) -> Grid:
         counted = (counts[0], counts[1], counts[2])
         return replace(grid, shape=counted, steps=steps, origin=grid.stored(first))
     return _upright(grid, affine, own, units, spacing_mm)
+
+
+def is_perpendicular(columns: Matrix) -> bool:
+    """Whether the axes of an affine are perpendicular, or so close to it that they count as such."""
+    units = [_scaled(column, 1 / math.sqrt(_dot(column, column))) for column in columns]
+    return all(abs(_dot(units[a], units[b])) <= _MAX_TILT for a, b in ((0, 1), (1, 2), (2, 0)))
 
 
 def stretched(grid: Grid, shape: Shape) -> Grid:

@@ -76,6 +76,12 @@ class VolumeTable:
             bool(int(self._flags[row]) & self._irregular),
         )
 
+    def geometry(self, studies: NDArray[np.int64], series: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return shape and axes of series, ``(n, 12)``: what decides the shape of an upright grid."""
+        rows = self._first[studies].astype(np.int64) + series
+        sides = [side[rows].astype(np.float64)[:, None] for side in self._sides]
+        return np.concatenate([*sides, self._affine[rows][:, :3, :3].reshape(len(rows), 9)], axis=1)
+
 
 def slice_knots(shard: Shard, row: int, stored: StoredVolume) -> tuple[float, ...]:
     """Return where the slices of an irregular series lie, in steps of its affine, see `Grid.knots`.

@@ -1,14 +1,15 @@
-"""Unit tables: the rows of a dataset seen as series or as images, derived from its samples and series tables.
+"""Unit tables: the rows of a dataset seen as series, images or windows, derived from its stored tables.
 
-Nothing is stored by row. A row of series is one number; rows of images are prefix sums over the series. All
-columns of the samples table are computed for the rows that are asked for, so that planning and loading treat
-series and images like studies. Facts of cost are those of the series or the image.
+Nothing is stored by row. A row of series is one number; rows of images are prefix sums over the series, those
+of windows over the studies. All columns of the samples table are computed for the rows that are asked for, so
+that planning and loading treat them like studies. Facts of cost are those of the series, image or window.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias
@@ -52,7 +53,7 @@ class UnitColumn:
 
     __slots__ = ("_name", "_table", "dtype", "ndim", "shape")
 
-    def __init__(self, table: UnitTable, name: str) -> None:
+    def __init__(self, table: DerivedTable, name: str) -> None:
         self._table, self._name = table, name
         self.dtype = table.gather(name, np.zeros(0, np.int64)).dtype
         self.ndim, self.shape = 1, (table.num_samples,)
@@ -73,7 +74,64 @@ class UnitColumn:
         return np.asarray(self[:], dtype)
 
 
-class UnitTable(SamplesTable):
+class DerivedTable(SamplesTable):
+    """Rows that belong to studies, with the columns of the samples table. Safe for many threads.
+
+    Attributes:
+        unit: What a row is.
+    """
+
+    kind: ClassVar[str] = "units"
+    unit: str
+
+    @abstractmethod
+    def digest(self, dataset_id: str) -> str:
+        """Return the identity of the rows: other ones change it."""
+
+    @abstractmethod
+    def study_rows(self, rows: Int64Array) -> Int64Array:
+        """Return the row of the samples table that each row belongs to."""
+
+    @abstractmethod
+    def _gather(self, name: str, rows: Int64Array) -> NDArray[Any]:
+        """Return some rows of a column, ``(n,)``; raises what `gather` raises."""
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the samples table."""
+        return COLUMNS
+
+    def sample_key(self, row: int) -> str:
+        """Return the key of a row."""
+        return bytes(self.gather("sample_key", row)[()]).decode("ascii")
+
+    def modality(self, row: int) -> str:
+        """Return the modality of a row's series."""
+        return self.modalities[int(self.gather("modality", row))]
+
+    def column(self, name: str) -> Any:
+        """Return a column, computed where it is indexed."""
+        return UnitColumn(self, name)
+
+    def gather(self, name: str, rows: NDArray[Any] | int) -> NDArray[Any]:
+        """Return some rows of a column.
+
+        Raises:
+            FormatError: There is no such column.
+            IndexError: A row is outside the table.
+        """
+        rows = np.asarray(rows, np.int64)
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_samples:
+            raise IndexError(f"rows are from 0 to {self.num_samples - 1} in this table, got others ({name}).")
+        return self._gather(name, np.atleast_1d(rows)).reshape(rows.shape)
+
+    @property
+    def vocabularies(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns whose numbers are positions in a list of names, and those names."""
+        return {"modality": self.modalities}
+
+
+class UnitTable(DerivedTable):
     """Rows of series or images with the columns of the samples table. Safe for many threads.
 
     Keys are that of the study followed by ``s`` and the number of the series, and for images by ``i`` and the
@@ -86,8 +144,6 @@ class UnitTable(SamplesTable):
         unit: What a row is.
         chosen: The series that have rows.
     """
-
-    kind: ClassVar[str] = "units"
 
     def __init__(
         self, studies: SamplesTable, series: SeriesTable, unit: DerivedUnit, chosen: ChosenSeries
@@ -167,35 +223,6 @@ class UnitTable(SamplesTable):
 
     # ---- SamplesTable ----------------------------------------------------------------------------
 
-    @property
-    def column_names(self) -> tuple[str, ...]:
-        """The columns of the samples table."""
-        return COLUMNS
-
-    def sample_key(self, row: int) -> str:
-        """Return the key of a row."""
-        return bytes(self.gather("sample_key", row)[()]).decode("ascii")
-
-    def modality(self, row: int) -> str:
-        """Return the modality of a row's series."""
-        return self.modalities[int(self.gather("modality", row))]
-
-    def column(self, name: str) -> Any:
-        """Return a column, computed where it is indexed."""
-        return UnitColumn(self, name)
-
-    def gather(self, name: str, rows: NDArray[Any] | int) -> NDArray[Any]:
-        """Return some rows of a column.
-
-        Raises:
-            FormatError: There is no such column.
-            IndexError: A row is outside the table.
-        """
-        rows = np.asarray(rows, np.int64)
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_samples:
-            raise IndexError(f"rows are from 0 to {self.num_samples - 1} in this table, got others ({name}).")
-        return self._gather(name, np.atleast_1d(rows)).reshape(rows.shape)
-
     def _gather(self, name: str, rows: Int64Array) -> NDArray[Any]:
         if name == "num_series" or (name == "num_slices" and self.unit == "image"):
             return np.ones(rows.shape, "<u4")
@@ -232,11 +259,6 @@ class UnitTable(SamplesTable):
                 return int(found[0])
         raise FormatError("a sample key must be one of the dataset, got another one.")
 
-    @property
-    def vocabularies(self) -> Mapping[str, tuple[str, ...]]:
-        """The columns whose numbers are positions in a list of names, and those names."""
-        return {"modality": self.modalities}
-
     def _keys(self, series: Int64Array, studies: Int64Array, images: Int64Array) -> NDArray[Any]:
         numbers = self._series_table.array("series")[series]
         keys = np.strings.add(self._studies.gather("sample_key", studies), b"s")
@@ -262,6 +284,74 @@ class UnitTable(SamplesTable):
         return np.maximum(self._series_table.array("num_slices")[series].astype(np.int64), 1)
 
 
+class WindowTable(DerivedTable):
+    """Rows that are windows of studies, those of one by their numbers. Safe for many threads.
+
+    Keys are that of the study followed by ``w`` and the number of the window: ``ab12w7``. ``offset_bytes``
+    and ``num_bytes`` are equal shares of the study's, since no table knows where a window is stored.
+
+    Args:
+        studies: The samples table.
+        counts: ``(num_studies,)`` windows of each study; 0 for none.
+    """
+
+    unit = "window"
+
+    def __init__(self, studies: SamplesTable, counts: Int64Array) -> None:
+        self._studies, self._first_row = studies, _starts(counts)
+        self.num_samples = int(self._first_row[-1])
+        self.modalities = studies.modalities
+        self.splits = {
+            name: range(int(self._first_row[span.start]), int(self._first_row[span.stop]))
+            for name, span in studies.splits.items()
+        }
+
+    def digest(self, dataset_id: str) -> str:
+        """Return the identity of the rows: another dataset, or number of windows of a study, changes it."""
+        rows = sha256_hex(np.ascontiguousarray(self._first_row, "<i8").tobytes())
+        return sha256_hex(canonical_json({"dataset_id": dataset_id, "unit": self.unit, "rows": rows}))
+
+    def study_rows(self, rows: Int64Array) -> Int64Array:
+        """Return the row of the samples table that each row belongs to."""
+        return np.searchsorted(self._first_row, rows, side="right") - 1
+
+    def numbers(self, rows: Int64Array) -> Int64Array:
+        """Return the number of each row's window among those of its study, from 0."""
+        return rows - self._first_row[self.study_rows(rows)]
+
+    def counts(self, studies: Int64Array) -> Int64Array:
+        """Return the number of windows of studies, given their rows of the samples table."""
+        found: Int64Array = self._first_row[studies + 1] - self._first_row[studies]
+        return found
+
+    def find(self, key: str) -> int:
+        """Return the row of a key.
+
+        Raises:
+            FormatError: No row has this key.
+        """
+        parsed = parse_unit_key(key, self.unit)
+        if parsed is not None and parsed.window is not None:
+            study = np.array([self._studies.find(parsed.study_key)])
+            if parsed.window < int(self.counts(study)[0]):
+                return int(self._first_row[study[0]]) + parsed.window
+        raise FormatError("a sample key must be one of the dataset, got another one.")
+
+    def _gather(self, name: str, rows: Int64Array) -> NDArray[Any]:
+        studies = self.study_rows(rows)
+        if name not in ("sample_key", "offset_bytes", "num_bytes"):
+            return self._studies.gather(name, studies)
+        numbers, counts = rows - self._first_row[studies], self.counts(studies)
+        if name == "sample_key":
+            keys = np.strings.add(self._studies.gather("sample_key", studies), b"w")
+            return np.asarray(np.strings.add(keys, numbers.astype("S10")))
+        num_bytes = self._studies.gather("num_bytes", studies).astype(np.int64)
+        before = num_bytes * numbers // counts
+        if name == "num_bytes":
+            return np.asarray(num_bytes * (numbers + 1) // counts - before)
+        return np.asarray(self._studies.gather("offset_bytes", studies).astype(np.int64) + before)
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Place of a sample in its study."""
@@ -272,20 +362,25 @@ class Unit:
     """Number of the series in the study; None for a whole study."""
     image: int | None = None
     """Position in the series; None for a whole series."""
+    window: int | None = None
+    """Number among the windows of the study; None for what is no window."""
 
 
 _KEYS: Final = {
     "study": re.compile(r"([a-z0-9]+)", re.ASCII),
-    "series": re.compile(r"([a-z0-9]+)s(\d+)", re.ASCII),
-    "image": re.compile(r"([a-z0-9]+)s(\d+)i(\d+)", re.ASCII),
-    "entity": re.compile(r"([a-z0-9]+)e\d+s(\d+)", re.ASCII),
+    "series": re.compile(r"([a-z0-9]+)s(?P<series>\d+)", re.ASCII),
+    "image": re.compile(r"([a-z0-9]+)s(?P<series>\d+)i(?P<image>\d+)", re.ASCII),
+    "window": re.compile(r"([a-z0-9]+)w(?P<window>\d+)", re.ASCII),
+    "entity": re.compile(r"([a-z0-9]+)e\d+s(?P<series>\d+)", re.ASCII),
 }
 
 
 def parse_unit_key(key: str, unit: str) -> Unit | None:
     """Return the place that the key of a sample names; None if it is no key of this unit."""
     found = _KEYS[unit].fullmatch(key)
-    return None if found is None else Unit(found[1], *(int(number) for number in found.groups()[1:]))
+    if found is None:
+        return None
+    return Unit(found[1], **{name: int(number) for name, number in found.groupdict().items()})
 
 
 def _pixel_bytes(series: SeriesTable) -> Int64Array:
@@ -313,5 +408,5 @@ def check_unit(unit: object) -> None:
         raise ConfigError(f"unit is one of {', '.join(map(repr, UNITS))}, got {unit!r}.")
 
 
-UNITS: Final = ("study", "series", "image", "entity")
+UNITS: Final = ("study", "series", "image", "window", "entity")
 """What a row of a loader can be."""
