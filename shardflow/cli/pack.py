@@ -268,6 +268,7 @@ def _splits(splits: Mapping[str, int]) -> str:
 
 
 _TITLES: Final = {
+    "archive": "fetching from the archive",
     "headers": "reading headers",
     "reports": "linking reports",
     "studies": "packing studies",

@@ -124,6 +124,7 @@ class Reason(StrEnum):
     NOT_IN_LAYOUT = "NOT_IN_LAYOUT"
     NOT_REGULAR_FILE = "NOT_REGULAR_FILE"
     NOT_REPORT = "NOT_REPORT"
+    NOT_RETRIEVED = "NOT_RETRIEVED"
     NO_PIXEL_DATA = "NO_PIXEL_DATA"
     PIXEL_DATA_TRUNCATED = "PIXEL_DATA_TRUNCATED"
     REPORT_UNREADABLE = "REPORT_UNREADABLE"
@@ -265,6 +266,10 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.NOT_REPORT: ReasonInfo(
         Outcome.SKIPPED, "The entry of the report folder is not a text file named <StudyInstanceUID>.txt."
     ),
+    Reason.NOT_RETRIEVED: ReasonInfo(
+        Outcome.QUARANTINED,
+        "The archive lists the instance, or was asked for the study, and did not deliver it whole.",
+    ),
     Reason.NO_PIXEL_DATA: ReasonInfo(Outcome.SKIPPED, "The object is DICOM and holds no pixel data."),
     Reason.PIXEL_DATA_TRUNCATED: ReasonInfo(
         Outcome.QUARANTINED, "The pixel data is shorter than rows, columns, bits and frames say."
@@ -375,6 +380,7 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.MISSING_IDENTIFIER: "Export the files with their identifiers; they are replaced here, not there.",
     Reason.MISSING_FILE: 'Fetch the rest of the files, or set layout.missing_files to "ignore".',
     Reason.NOT_IN_LAYOUT: "Add rows (or the split) of these files, or leave the files out.",
+    Reason.NOT_RETRIEVED: "Ask the archive for one of them by hand; once it delivers it, retry.",
     Reason.PIXEL_DATA_TRUNCATED: "Export the files again; the transfer was cut.",
     Reason.REPORT_UNREADABLE: "Save the table as UTF-8 with a line a report, and check the rows around it.",
     Reason.SPLIT_CHANGED: "Put the patient's former split back into the layout's table and retry; to move a "

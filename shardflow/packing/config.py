@@ -28,6 +28,8 @@ from shardflow.packing.settings import (
     VariantsConfig,
     VolumesConfig,
 )
+from shardflow.packing.sources.dicomweb.client import ArchiveConfig, check_address
+from shardflow.packing.sources.dicomweb.retrieval import Archive
 from shardflow.packing.sources.layouts.base import LayoutConfig
 from shardflow.reports.alignment.evidence import AlignmentRules
 
@@ -41,8 +43,12 @@ _GIB = 1 << 30
 class InputsConfig:
     """Locations of the inputs; nothing is ever written there."""
 
-    dicom: tuple[Path, ...]
+    dicom: tuple[Path, ...] = ()
     """Folders (or single files) of images; every file below them ends in one outcome."""
+    dicomweb: str = ""
+    """Root of an archive's DICOMweb service, such as ``https://archive/dicom-web``; empty for none."""
+    archive: ArchiveConfig = field(default_factory=ArchiveConfig)
+    """What is fetched from there, and how."""
     attachments: tuple[Path, ...] = ()
     """Further folders (or single files), of attachments alone: images there are not packed."""
     reports: Path | None = None
@@ -55,8 +61,15 @@ class InputsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.dicom:
-            raise ConfigError("inputs.dicom must name at least one folder; add one.")
+        if not self.dicom and not self.dicomweb:
+            raise ConfigError("inputs.dicom must name at least one folder; add one, or set inputs.dicomweb.")
+        if self.dicomweb:
+            check_address(self.dicomweb, self.archive)
+            if self.layout.kind != "headers":
+                raise ConfigError(
+                    f"inputs.dicomweb needs layout.kind 'headers', got {self.layout.kind!r}: an archive has "
+                    "no tables and folders; remove one of the two."
+                )
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -215,6 +228,18 @@ class PackConfig:
         if len(set(names)) < len(names):
             raise ConfigError("[[tables]] must each have a name of their own, got one twice; rename one.")
         self.deid.rules()
+
+    def archive(self) -> Archive | None:
+        """Return the archive of the inputs; None if there is none."""
+        inputs = self.inputs
+        if not inputs.dicomweb:
+            return None
+        return Archive(
+            url=inputs.dicomweb,
+            settings=inputs.archive,
+            folder=inputs.archive.folder or self.private_dir / "archive",
+            max_instance_bytes=self.limits.max_pixel_bytes + self.limits.max_header_bytes,
+        )
 
     @property
     def key_file(self) -> Path:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
+    from shardflow.packing.sources.dicomweb.listing import Listing
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.scope import GrowMode
     from shardflow.packing.workspace import ArrayTask, Workspace
@@ -411,14 +412,23 @@ def pack(
     check_reports(config.inputs.reports, is_required=config.policy.require_report)
     check_table_files(config.tables)
     load_attachment_kinds()  # what cannot be imported is an error here, not in every packing process
+    progress = progress or SilentProgress()
+    inputs, archive = config.inputs.roots, config.archive()
+    if archive is not None:
+        inputs += tuple(folder for folder in (config.inputs.archive.folder,) if folder is not None)
+        config = replace(config, inputs=replace(config.inputs, dicom=(*config.inputs.dicom, archive.files)))
     layout = open_layout(config.inputs, list(config.splits))
-    discovered = [] if mode == "retry" else _discover(config.inputs, layout)
-    if not discovered and mode != "retry":
-        raise ConfigError("inputs.dicom names empty folders; correct them.")
-    inputs = config.inputs.roots
+    discovered = [] if archive is not None else _discover(config.inputs, layout, mode)
     with locked_workspace(
         config.output, config.private_dir, inputs, writes_output=not is_dry_run, array_task=array_task
     ) as workspace:
+        if archive is not None:
+            archive.prepare()
+            if array_task is not None or is_merge:
+                listing = archive.listed()
+            else:
+                listing = archive.fetch(progress, asks=mode != "retry")
+            discovered = _discover(config.inputs, layout, mode, listing)
         check_publish_target(workspace, config.upload_to)
         uploader = None
         if config.upload_to and not is_dry_run:
@@ -428,7 +438,7 @@ def pack(
             mode=mode,
             layout=layout,
             workspace=workspace,
-            progress=progress or SilentProgress(),
+            progress=progress,
             handlers=handlers,
             is_dry_run=is_dry_run,
             is_merge=is_merge,
@@ -438,14 +448,34 @@ def pack(
             return _Job(run).make(discovered)
 
 
-def _discover(inputs: InputsConfig, layout: Layout) -> list[DiscoveredFile]:
-    """List the files of all input folders, attachments last."""
-    found = layout.discover()
-    if not inputs.attachments:
-        return found
-    # Discovered together, so that overlapping folders are refused.
-    first = len(inputs.dicom)
-    return found + [file for file in discover(inputs.roots) if file.root_index >= first]
+def _discover(
+    inputs: InputsConfig, layout: Layout, mode: PackMode, listing: Listing | None = None
+) -> list[DiscoveredFile]:
+    """List the files of all input folders, attachments last; a retry recalls its own.
+
+    Args:
+        inputs: The settings.
+        layout: Lists the files of images.
+        mode: Of the job.
+        listing: What was fetched into the last folder of images; None if nothing was.
+    """
+    if mode == "retry":
+        return []
+    found, first = layout.discover(), len(inputs.dicom)
+    if listing is not None:
+        fetched = [file for file in found if file.root_index == first - 1]
+        found = [file for file in found if file.root_index < first - 1]
+        found += listing.select(fetched, first - 1)
+    if inputs.attachments:
+        # Discovered together, so that overlapping folders are refused.
+        found += [file for file in discover(inputs.roots) if file.root_index >= first]
+    if not found:
+        raise ConfigError(
+            "inputs.dicom names empty folders; correct them."
+            if listing is None
+            else "the archive lists no instance that inputs.archive asks for; correct the filters."
+        )
+    return found
 
 
 class _Job:

@@ -8,8 +8,9 @@ from typing import Protocol
 class Progress(Protocol):
     """Receiver of a job's phases, called from the job's own thread and never with anything from an input.
 
-    Phases come in this order: ``headers``, ``reports``, ``studies``, ``samples``, ``ledger``, ``page``,
-    ``facts``, ``manifest``, ``done``. Exceptions pass through the job, which stays resumable.
+    Phases come in this order: ``archive`` (if there is one), ``headers``, ``reports``, ``studies``,
+    ``samples``, ``ledger``, ``page``, ``facts``, ``manifest``, ``done``. Exceptions pass through the job,
+    which stays resumable.
     """
 
     def phase(self, name: str, total: int) -> None:

@@ -466,6 +466,9 @@ class HeaderPass:
 
     def _place(self, file: DiscoveredFile) -> tuple[Reason | str | None, Placement | None]:
         """Ask the layout; its reason takes precedence over that of an unreadable file."""
+        if file.study_instance_uid:
+            study, instance = file.study_instance_uid, file.sop_instance_uid
+            return file.problem, Placement(study=study, instance=instance, attributes={})
         if file.root_index >= self.num_image_roots:
             return self._known_reason(file), None
         placed = self.layout.place(file)

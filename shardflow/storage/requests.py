@@ -92,10 +92,15 @@ class Retrying:
 
     Attributes:
         num_retries: Attempts beyond the first, of all requests so far.
+
+    Args:
+        policy: The limits.
+        sleep: Waits for so many seconds between two attempts in a thread.
     """
 
-    def __init__(self, policy: RetryPolicy) -> None:
+    def __init__(self, policy: RetryPolicy, sleep: Callable[[float], object] = time.sleep) -> None:
         self._policy = policy
+        self._sleep = sleep
         self._budget = policy.budget * _COST
         self._lock = threading.Lock()
         self.num_retries = 0
@@ -120,7 +125,7 @@ class Retrying:
             else:
                 self._earn()
                 return value
-            time.sleep(wait_s)
+            self._sleep(wait_s)
             number += 1
 
     async def run(self, what: str, attempt: Callable[[], Awaitable[_Value]]) -> _Value:

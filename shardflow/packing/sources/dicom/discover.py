@@ -28,7 +28,11 @@ class DiscoveredFile:
     num_bytes: int
     """Size; 0 where there is a problem."""
     problem: Reason | None = None
-    """``NOT_REGULAR_FILE`` or ``FILE_UNREADABLE`` where the entry cannot be read as a file."""
+    """Why there is no file to read, such as ``NOT_REGULAR_FILE`` or ``FILE_UNREADABLE``."""
+    study_instance_uid: str = ""
+    """Of an input without a file that is known to be of a study; else the file or its layout says it."""
+    sop_instance_uid: str = ""
+    """Likewise."""
 
     def __repr__(self) -> str:
         return f"DiscoveredFile({self.num_bytes} bytes, problem={self.problem})"

@@ -1,0 +1,398 @@
+"""Retrieval of studies from an archive into a folder, which is packed like any other (PS3.18, 10.4, 10.6).
+
+QIDO-RS lists the instances of the wanted studies; WADO-RS delivers them series by series in the transfer
+syntax that they are stored in. An instance is written to ``files/STUDY/SERIES/INSTANCE.dcm`` as soon as its
+part of an answer is complete, atomically, so a killed job resumes with what is missing. What was listed is
+kept in ``listing.json``: array tasks and retries go by it and agree on the inputs.
+
+An instance that the archive lists and does not deliver is an input without a file, whose outcome is
+`Reason.NOT_RETRIEVED`; an archive that cannot be reached, or delivers nothing at all, stops the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardflow.errors import ConfigError, StorageError, naming_os_errors, os_reason
+from shardflow.format.reasons import Reason
+from shardflow.packing.sources.dicomweb.client import (
+    ArchiveClient,
+    ArchiveConfig,
+    DeliveryError,
+    RefusedError,
+    authorization,
+)
+from shardflow.packing.sources.dicomweb.listing import Instance, Listing, instance_uid
+from shardflow.packing.sources.dicomweb.multipart import MultipartError, PartReader, boundary_of, media_type
+from shardflow.storage import is_temporary_name
+from shardflow.storage.local import write_atomic
+from shardflow.storage.requests import PassingFaultError
+
+if TYPE_CHECKING:
+    from shardflow.packing.progress import Progress
+
+_DICOM: Final = "application/dicom"
+_ACCEPT: Final = f'multipart/related; type="{_DICOM}"; transfer-syntax=*'
+"""Asks for the syntax that is stored; without ``transfer-syntax`` archives convert (PS3.18, 8.7.3.5)."""
+_STUDY, _SERIES, _INSTANCE, _MODALITY, _DATE = "0020000D", "0020000E", "00080018", "00080060", "00080020"
+_MAX_UID: Final = 256
+_NOT_FOUND: Final = 404
+_MAX_FAILED: Final = 8
+"""Studies in a row without a delivered instance after which the archive counts as broken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Archive:
+    """A job's archive, and the folder that its files are kept in."""
+
+    url: str
+    settings: ArchiveConfig
+    folder: Path
+    max_instance_bytes: int
+    """Bytes above which a file is not fetched to its end."""
+
+    @property
+    def files(self) -> Path:
+        """Folder of the fetched files, an input folder of the job."""
+        return self.folder / "files"
+
+    @property
+    def _listing(self) -> Path:
+        return self.folder / "listing.json"
+
+    def prepare(self) -> None:
+        """Create the folder.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+        with naming_os_errors("creating the folder of the archive's files"):
+            self.files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.chmod(0o700)
+
+    def listed(self) -> Listing:
+        """Return what was fetched last, without asking the archive.
+
+        Raises:
+            ConfigError: Nothing was.
+        """
+        return Listing.load(self._listing)
+
+    def fetch(self, progress: Progress, *, asks: bool = True) -> Listing:
+        """Fetch what is missing of the wanted instances.
+
+        Args:
+            progress: Receives the progress, in studies.
+            asks: Whether the archive is asked what it holds; else the last listing is completed.
+
+        Raises:
+            ConfigError: The archive refuses the credentials or redirects elsewhere, or a setting is wrong.
+            StorageError: The archive or the disk fails; the job can be run again.
+        """
+        credentials = authorization(os.environ)
+        client = ArchiveClient(self.url, self.settings, credentials)
+        remove_unfinished(self.files)
+        fetching = _Fetching(client, self)
+        try:
+            listing = fetching.run(progress, None if asks else self.listed())
+        finally:
+            client.close()
+        listing.save(self._listing)
+        progress.note(
+            f"the archive lists {len(listing.instances):,} instances: {fetching.num_fetched:,} were fetched, "
+            f"{len(listing.reasons):,} not delivered, the others there before"
+        )
+        return listing
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files of a killed job."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if is_temporary_name(name):
+                (Path(parent) / name).unlink(missing_ok=True)
+
+
+class _Fetching:
+    """One run: studies are listed and fetched by several threads."""
+
+    def __init__(self, client: ArchiveClient, archive: Archive) -> None:
+        self._client, self._archive, self._settings = client, archive, archive.settings
+        self._lock = threading.Lock()
+        self._failed: set[str] = set()
+        self.num_fetched = 0
+
+    def run(self, progress: Progress, known: Listing | None) -> Listing:
+        wanted = self._wanted(known)
+        progress.phase("archive", len(wanted))
+        listing = Listing(missing=[] if known is None else known.missing)
+        queue = iter(wanted.items())
+        with ThreadPoolExecutor(self._settings.num_connections) as pool:
+            try:
+                running: set[Future[Listing]] = set()
+                while True:
+                    free = 2 * self._settings.num_connections - len(running)
+                    running |= {
+                        pool.submit(self._study, *one) for one in itertools.islice(queue, max(0, free))
+                    }
+                    if not running:
+                        break
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        found = future.result()
+                        listing.instances += found.instances
+                        listing.reasons.update(found.reasons)
+                        listing.missing += found.missing
+                        progress.advance()
+            except BaseException:
+                self._client.close()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return replace(
+            listing, instances=sorted(set(listing.instances)), missing=sorted(set(listing.missing))
+        )
+
+    def _wanted(self, known: Listing | None) -> dict[str, list[Instance] | None]:
+        """Return the studies, each with its instances if they are known."""
+        if known is not None:
+            groups = itertools.groupby(sorted(known.instances), key=lambda one: one.study)
+            return {study: list(group) for study, group in groups}
+        if self._settings.studies is not None:
+            return dict.fromkeys(_read_studies(self._settings.studies))
+        try:
+            return dict.fromkeys(self._ask_for_studies())
+        except RefusedError as error:
+            raise StorageError(_no_answer(error)) from None
+
+    def _ask_for_studies(self) -> Iterator[str]:
+        dates, settings = self._settings.study_dates, self._settings
+        fixed = [("StudyDate", dates)] if dates else []
+        fixed += sorted(settings.match.items())
+        # Several modalities in one request mean different things to different archives.
+        for modality in settings.modalities or ("",):
+            query = [*fixed, *([("ModalitiesInStudy", modality)] if modality else [])]
+            for row in self._pages(["studies"], query, (_STUDY,)):
+                if dates and not _is_within(_value(row, _DATE), dates):
+                    raise StorageError(
+                        "the archive must answer with studies of inputs.archive.study_dates, got others: it "
+                        "does not know this filter; name the studies in inputs.archive.studies."
+                    )
+                yield _uid(row, _STUDY)
+
+    def _pages(
+        self, parts: Sequence[str], query: list[tuple[str, str]], key: Sequence[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield all results, each once; a page may be shorter than asked for, and the last one is empty."""
+        size, offset = self._settings.page_size, 0
+        seen: set[tuple[str, ...]] = set()
+        while True:
+            rows, has_more = self._client.search(
+                parts, [*query, ("limit", str(size)), ("offset", str(offset))]
+            )
+            new = {uids: row for row in rows if (uids := tuple(_uid(row, tag) for tag in key)) not in seen}
+            if rows and not new and (has_more or len(rows) >= size):
+                raise StorageError(
+                    "the archive must answer page by page, got one page twice: it does not know `offset`; "
+                    "raise inputs.archive.page_size above the number of results."
+                )
+            if not new:
+                return
+            seen |= new.keys()
+            offset += len(rows)
+            yield from new.values()
+
+    def _study(self, study: str, known: list[Instance] | None) -> Listing:
+        """List and fetch one study."""
+        listing = Listing(instances=self._instances(study) if known is None else known)
+        if not listing.instances and self._settings.studies is not None and not self._settings.modalities:
+            listing.missing.append(study)
+        for _, group in itertools.groupby(sorted(listing.instances), key=lambda one: one.series):
+            self._series(list(group), listing.reasons)
+        return listing
+
+    def _instances(self, study: str) -> list[Instance]:
+        query = [("includefield", tag) for tag in (_SERIES, _MODALITY)]
+        wanted = self._settings.modalities
+        try:
+            return [
+                Instance(study, _uid(row, _SERIES), _uid(row, _INSTANCE))
+                for row in self._pages(["studies", study, "instances"], query, (_SERIES, _INSTANCE))
+                if not wanted or _value(row, _MODALITY) in wanted
+            ]
+        except RefusedError as error:
+            if error.status == _NOT_FOUND:
+                return []
+            raise StorageError(_no_answer(error)) from None
+
+    def _series(self, instances: Sequence[Instance], reasons: dict[Instance, Reason]) -> None:
+        """Fetch what is missing of a series, at once or instance by instance."""
+        missing = {one.instance: one for one in instances if not self._path(one).exists()}
+        # One answer for all, unless most of it is here.
+        if len(missing) > max(1, len(instances) // 2):
+            parts = ["studies", instances[0].study, "series", instances[0].series]
+            with suppress(PassingFaultError, RefusedError):
+                self._deliver(parts, missing, reasons)
+        for instance in list(missing.values()):
+            if self._one(instance, reasons):
+                continue
+            reasons.setdefault(instance, Reason.NOT_RETRIEVED)
+            with self._lock:
+                self._failed.add(instance.study)
+                if len(self._failed) >= _MAX_FAILED:
+                    raise StorageError(
+                        f"the archive delivered nothing of the last {_MAX_FAILED} studies; check that it is "
+                        "healthy and delivers the stored transfer syntax, and run the job again."
+                    )
+
+    def _one(self, instance: Instance, reasons: dict[Instance, Reason]) -> bool:
+        """Fetch one instance; whether it came."""
+        parts = ["studies", instance.study, "series", instance.series, "instances", instance.instance]
+        missing = {instance.instance: instance}
+        fault: PassingFaultError | None = None
+
+        def attempt(_number: int) -> None:
+            nonlocal fault
+            fault = None
+            try:
+                self._deliver(parts, missing, reasons)
+            except PassingFaultError as error:
+                fault = error
+                if instance not in reasons:
+                    raise
+
+        try:
+            self._client.retrying("fetching an instance", attempt)
+        except RefusedError:
+            return False
+        except StorageError:
+            if fault is None:
+                raise
+            if not isinstance(fault, DeliveryError):
+                # An archive that cannot be reached is no fact about this instance: does it still answer?
+                self._client.search(["studies", instance.study, "instances"], [("limit", "1")])
+        return not missing and instance not in reasons
+
+    def _deliver(
+        self, parts: Sequence[str], missing: dict[str, Instance], reasons: dict[Instance, Reason]
+    ) -> None:
+        """Write the parts of one answer, and remove what came from ``missing``.
+
+        Raises:
+            DeliveryError: The answer is malformed, ends early, or lacks something.
+            PassingFaultError: The archive cannot be reached.
+            RefusedError: A final status.
+        """
+        with self._client.get(parts, _ACCEPT) as answer:
+            try:
+                reader = PartReader(answer.read, boundary_of(answer.content_type))
+                while (header := reader.next_part()) is not None:
+                    if media_type(header.get("content-type", _DICOM)) != _DICOM:
+                        raise DeliveryError("a part that is no DICOM file")
+                    self._take(reader.body(), header, missing, reasons)
+            except MultipartError as error:
+                raise DeliveryError(str(error)) from None
+        if missing:
+            raise DeliveryError("an answer without what was asked for")
+
+    def _take(
+        self,
+        pieces: Iterator[bytes],
+        header: dict[str, str],
+        missing: dict[str, Instance],
+        reasons: dict[Instance, Reason],
+    ) -> None:
+        """Write one part, if it is a missing instance; others, and copies, are left."""
+        head = bytearray()
+        uid: str | None = None
+        while uid is None:
+            piece = next(pieces, None)
+            head += piece or b""
+            uid = instance_uid(head, is_whole=piece is None)
+        instance = missing.get(uid)
+        if instance is None:
+            return
+
+        def content() -> Iterator[bytes]:
+            num_bytes = 0
+            for piece in itertools.chain([bytes(head)], pieces):
+                num_bytes += len(piece)
+                if num_bytes > self._archive.max_instance_bytes:
+                    reasons[instance] = Reason.LIMIT_EXCEEDED
+                    del missing[instance.instance]
+                    raise DeliveryError("too large a part")
+                yield piece
+            declared = header.get("content-length", "")
+            if declared.isdecimal() and int(declared) != num_bytes:
+                raise DeliveryError("a part of another length than it declares")
+
+        write_atomic(self._path(instance), content(), replace=True, mode=0o600)
+        del missing[instance.instance]
+        reasons.pop(instance, None)
+        with self._lock:
+            self.num_fetched += 1
+            self._failed.clear()
+
+    def _path(self, instance: Instance) -> Path:
+        return self._archive.files / instance.relative_path
+
+
+def _read_studies(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"inputs.archive.studies must be a readable text file, got {os_reason(error)}; correct its path."
+        ) from None
+    found = [line.strip() for line in lines if line.strip()]
+    bad = next((number for number, line in enumerate(lines, 1) if line.strip() and not _is_uid(line)), None)
+    if bad is not None or not found:
+        place = "an empty file" if bad is None else f"something else on line {bad}"
+        raise ConfigError(
+            f"inputs.archive.studies must have a Study Instance UID on each line, got {place}; correct it."
+        )
+    return found
+
+
+def _is_uid(text: str) -> bool:
+    return re.fullmatch(r"[0-9.]{1,64}", text.strip()) is not None
+
+
+def _value(row: dict[str, Any], tag: str) -> str:
+    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for none."""
+    element = row.get(tag)
+    values = element.get("Value") if isinstance(element, dict) else None
+    return (
+        values[0].strip("\0 ") if isinstance(values, list) and values and isinstance(values[0], str) else ""
+    )
+
+
+def _uid(row: dict[str, Any], tag: str) -> str:
+    uid = _value(row, tag)
+    if not 0 < len(uid) <= _MAX_UID:
+        raise StorageError(
+            f"the archive must name ({tag[:4]},{tag[4:]}) in its results, got one without; it speaks another "
+            "dialect of QIDO-RS."
+        )
+    return uid
+
+
+def _is_within(date: str, dates: str) -> bool:
+    """Whether a date is in a range as DICOM writes them; a study without a date is, as no archive knows."""
+    first, dash, last = dates.partition("-")
+    return not date or (first <= date <= (last or "99999999") if dash else date == dates)
+
+
+def _no_answer(error: RefusedError) -> str:
+    return (
+        f"the archive must answer what it holds, got status {error.status}; check that inputs.dicomweb is "
+        "the root of its DICOMweb service."
+    )
