@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from shardflow.sampling.spec import BatchSpec, Sampling
     from shardflow.storage.cache.config import CacheConfig
     from shardflow.storage.requests import RemoteOptions
+    from shardflow.training.device.volumes import VolumeAugmentation
 
 __all__ = [
     "Array",
@@ -102,6 +103,7 @@ __all__ = [
     "Tokens",
     "VerifyReport",
     "Volume",
+    "VolumeAugmentation",
     "WaitTimeoutError",
     "Waveform",
     "World",
@@ -154,6 +156,7 @@ _SOURCES: Final = {
     "Tokens": "shardflow.fields.types.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",
     "Volume": "shardflow.fields.volumes.field:Volume",
+    "VolumeAugmentation": "shardflow.training.device.volumes:VolumeAugmentation",
     "Waveform": "shardflow.fields.types.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
