@@ -179,27 +179,32 @@ class SlotContent(Protocol):
 
 
 class RegionContent(ABC):
-    """Content of a slot that takes a region of a volume in bricks, beside its stored fields."""
+    """Content of a slot that takes regions of volumes in bricks, beside its stored fields."""
 
     fields: Sequence[int]
-    plan: RegionPlan | None
-    """What is read of the volume; None for nothing."""
+    plans: Sequence[RegionPlan]
+    """What is read of volumes."""
 
     @abstractmethod
-    def target(self, thread: ThreadState) -> NDArray[Any]:
-        """Return where to decode the region, of the shape of the plan."""
+    def target(self, place: int, thread: ThreadState) -> NDArray[Any] | None:
+        """Return where to decode a region, of the shape of its plan; None if it is not needed after all.
+
+        Args:
+            place: Of the plan.
+            thread: Of the caller.
+        """
 
     @abstractmethod
     def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         """Take the bytes of a field, see `SlotContent.put`."""
 
     @abstractmethod
-    def put_region(self, thread: ThreadState) -> None:
-        """Note that the region is decoded, after all fields."""
+    def put_region(self, place: int, thread: ThreadState) -> None:
+        """Note that a region is decoded, after all fields; see `target`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the slot, after all fields and the region."""
+        """Finish the slot, after all fields and regions."""
 
 
 class NoContent:

@@ -29,6 +29,7 @@ from shardflow.format.keys import (
     parse_slice_field,
     parse_small_field,
     parse_variant_field,
+    parse_volume_field,
     volume_field,
 )
 from shardflow.format.slice_codecs.npy import npy_header
@@ -69,7 +70,8 @@ class _NameTable:
     variant_index: NDArray[np.int64]
     """Position of the slice that a variant was made of, in any series."""
     mask: NDArray[np.int64]
-    """Series, region and slice of a region's mask, ``(num_names, 3)``; -1 for other fields."""
+    """Series, region and slice of a region's mask, ``(num_names, 3)``; -1 for other fields, and for the slice
+    of masks in bricks."""
     preference: NDArray[np.int64]
     """Rank of its codec: of several codecs of a slice the lowest is read."""
     report: int
@@ -188,16 +190,27 @@ class Shard:
                 yield volume.plan((first, 0, 0), (last + 1, *volume.shape[1:])), numbers
 
     def masks(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the fields of a sample that hold masks of regions, ``(n,)``; series, region and slice."""
+        """Return the fields of a sample that hold masks of regions, ``(n,)``; series, region and slice.
+
+        Masks in bricks have the slice -1, see `mask_slice`.
+        """
         start, stop = self._span(row)
         places = self.names.mask[self.index.field_name_ids[start:stop]]
         found = np.flatnonzero(places[:, 0] >= 0)
         return found + start, places[found]
 
+    def mask_slice(self, field: int, index: int) -> int:
+        """Return the number of a slice of masks in bricks, which is read as a field is."""
+        return int(self.first_slice[int(np.searchsorted(self.volumes, field))]) + index
+
     def mask_place(self, field: int) -> tuple[int, int, int]:
-        """Return series, region and slice of the mask of a region."""
+        """Return series, region and slice of the mask of a region, or of a slice of masks in bricks."""
+        at = -1
+        if field >= self.index.num_fields:
+            places, indexes = self.slice_places(np.array([field]))
+            field, at = int(self.volumes[int(places[0])]), int(indexes[0])
         series, region, index = self.names.mask[int(self.index.field_name_ids[field])].tolist()
-        return series, region, index
+        return series, region, max(index, at)
 
     def _fields_by_index(self, row: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
         start, stop = self._span(row)
@@ -358,8 +371,6 @@ class FieldReader:
         if isinstance(shard.store, LocalStore):
             max_bytes = min(max_bytes, _LOCAL_READ_BYTES)
         is_stored = fields < shard.index.num_fields
-        if not is_stored.all():
-            yield from self._read_slabs(shard, fields, np.flatnonzero(~is_stored), thread)
         order = np.flatnonzero(is_stored)
         order = order[np.argsort(shard.index.field_offsets[fields[order]], kind="stable")]
         sizes = shard.index.field_num_bytes[fields[order]].tolist()
@@ -371,6 +382,8 @@ class FieldReader:
                 stop += 1
             yield from self._read_group(shard, fields, order[first:stop], sizes[first:stop], thread)
             first = stop
+        if not is_stored.all():  # after the annotations, which say what their masks are
+            yield from self._read_slabs(shard, fields, np.flatnonzero(~is_stored), thread)
 
     def _read_slabs(
         self, shard: Shard, fields: NDArray[np.int64], positions: NDArray[np.int64], thread: ThreadState
@@ -544,6 +557,9 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
         if region is not None and codec_rank(region.codec) is not None:
             codecs[number] = region.codec
             mask[number] = region.series, region.roi, region.index
+        volume = parse_volume_field(name)
+        if volume is not None and volume[1] is not None:
+            mask[number, :2] = volume
     positions = {name: number for number, name in enumerate(field_names)}
     return _NameTable(
         tuple(codecs),

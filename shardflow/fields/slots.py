@@ -78,12 +78,16 @@ class SlotAssembler:
         return bad_slots
 
     def _close(self, shard: Shard, content: SlotContent, thread: ThreadState) -> None:
-        """Finish the content of a slot, after its region of a volume in bricks, if there is one."""
-        if isinstance(content, RegionContent) and content.plan is not None:
-            bad = self._reader.read_region(shard, content.plan, content.target(thread), thread)
-            if bad is not None:
-                raise bad
-            content.put_region(thread)
+        """Finish the content of a slot, after its regions of volumes in bricks, if there are any."""
+        if isinstance(content, RegionContent):
+            for place, plan in enumerate(content.plans):
+                target = content.target(place, thread)
+                if target is None:
+                    continue
+                bad = self._reader.read_region(shard, plan, target, thread)
+                if bad is not None:
+                    raise bad
+                content.put_region(place, thread)
         content.close()
 
     def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:

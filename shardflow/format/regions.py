@@ -1,7 +1,8 @@
 """Regions of a sample as ``annotations.json`` lists them, and the pixels that they cover.
 
-In a slice, a region is a stored mask, closed outlines, or a box, the first of them that there is. Outlines
-are filled here alike for the masks that packing stores and for regions that have none.
+In a slice, a region is a stored mask, closed outlines, or a box, the first of them that there is; a region
+whose mask is a volume in bricks is what that holds. Outlines are filled here alike for the masks that packing
+stores and for regions that have none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
+from shardflow.format.keys import parse_volume_field
 
 Outline: TypeAlias = NDArray[np.float64]
 """``(n, 2)`` points ``(x, y)`` in pixel coordinates, which count edges."""
@@ -55,6 +57,10 @@ class Region:
     """By the index of the slice."""
     reader: int | None = None
     """Who drew it, of several readers; None where that is not known."""
+    volume: int | None = None
+    """Region after which the volume in bricks is named that holds its mask; None where masks are slices."""
+    values: Sequence[int] = ()
+    """Numbers in that volume that are voxels of it; of a fractional region its voxels are parts of 255."""
 
     def mask_level(self, threshold: float) -> int:
         """Return the smallest value of a mask's pixel that belongs to the region.
@@ -63,6 +69,25 @@ class Region:
             threshold: Part of a pixel that must be covered; of a mask of 0 and 1 it is all.
         """
         return max(1, math.ceil(threshold * _FULL)) if self.is_fractional else 1
+
+    def table(self, dtype: np.dtype[Any], threshold: float = 0.5) -> NDArray[np.bool_]:
+        """Return which values of its volume are voxels of the region, ``(number of values,)``.
+
+        Args:
+            dtype: Of the volume.
+            threshold: See `mask_level`.
+
+        Raises:
+            FormatError: It names a value that the volume cannot hold.
+        """
+        found = np.zeros(int(np.iinfo(dtype).max) + 1, bool)
+        if self.is_fractional:
+            found[self.mask_level(threshold) :] = True
+        elif all(0 < value < len(found) for value in self.values):
+            found[list(self.values)] = True
+        else:
+            raise _broken(ValueError())
+        return found
 
     def fill(self, index: int, shape: tuple[int, int]) -> Pixels | None:
         """Fill the region's outlines, or else its box, in a slice that has no mask of it.
@@ -130,7 +155,8 @@ def _region(entry: Mapping[str, Any]) -> Region:
         for place, outlines in zip(entry["slices"], polygons, strict=True)
     }
     is_fractional = "fractional" in entry.get("flags", ())
-    reader = entry.get("reader")
+    reader, mask = entry.get("reader"), entry.get("mask")
+    volume = parse_volume_field(f"{mask}.b2nd") if mask is not None else None
     return Region(
         int(entry["roi"]),
         int(entry["series"]),
@@ -139,6 +165,8 @@ def _region(entry: Mapping[str, Any]) -> Region:
         is_fractional,
         places,
         None if reader is None else int(reader),
+        None if volume is None else volume[1],
+        tuple(map(int, entry.get("values", ()))) if volume is not None else (),
     )
 
 

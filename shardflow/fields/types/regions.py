@@ -37,7 +37,7 @@ from shardflow.fields.layout import Picture, PictureLayout, Window, present_pict
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import BoundPixels
-from shardflow.format import decode_array
+from shardflow.format import array_header, decode_array
 from shardflow.format.keys import ANNOTATIONS_FIELD
 from shardflow.format.regions import Box, Region, read_regions
 
@@ -186,6 +186,34 @@ class Boxes(RegionField):
         name = entry["name"]
         beside = (f"{name}_{one}" for one in _BESIDE_BOXES)
         return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
+
+
+def number_readers(shard: Shard, field: int, regions: Sequence[Region]) -> dict[int, list[int | None]]:
+    """Return the readers of each series, by its number; the bit of a pixel is that of a reader's place.
+
+    Args:
+        shard: Holds the regions.
+        field: Of the annotations.
+        regions: Of any label.
+
+    Raises:
+        BadSample: There are more readers than bits.
+    """
+    found: dict[int, list[int | None]] = {}
+    for region in regions:
+        readers = found.setdefault(region.series, [])
+        if region.reader not in readers:
+            readers.append(region.reader)
+    most = max(map(len, found.values()), default=0)
+    if most > _MAX_READERS:
+        detail = f"{most} readers of a series, and {_MAX_READERS} are allowed"
+        raise shard.bad(BadSampleReason.SIZE_MISMATCH, field, detail)
+    return found
+
+
+def keep_majority(planes: NDArray[np.uint8], num_readers: int) -> None:
+    """Make pixels 1 that more than half of the readers marked, whose bits they hold, and others 0."""
+    np.copyto(planes, _NUM_BITS[planes] >= num_readers // 2 + 1)
 
 
 _BESIDE_BOXES: Final = ("mask", "label", "index", "annotated")
@@ -373,7 +401,7 @@ class Shown:
     picture: Picture
     window: Window
 
-    def pick(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def pick(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return the nearest stored pixel, at half-pixel centers, of each pixel that is shown.
 
         Args:
@@ -385,7 +413,7 @@ class Shown:
             (2 * np.arange(start, start + length) + 1) * stored // (2 * resized)
             for stored, resized, start, length in sides
         )
-        picked: NDArray[np.uint8] = pixels.take(rows, axis=0).take(columns, axis=1)
+        picked: NDArray[Any] = pixels.take(rows, axis=0).take(columns, axis=1)
         return picked
 
     def carry(self, box: Box) -> Box | None:
@@ -401,20 +429,54 @@ class Shown:
         return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
 
 
-class BoundMask(BoundRegions):
+class MaskPlanes(BoundAnnotations):
+    """Part of a field of masks that says in which planes a region is drawn."""
+
+    spec: Mask
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of a mask."""
+        return len(self.spec.labels) if self.spec.merge == "stack" and self.spec.labels is not None else 1
+
+    def planes_of(self, region: Region) -> list[int]:
+        """Return the planes that a region is drawn in."""
+        labels = self.labels_of(region)
+        return labels if self.spec.merge == "stack" else [0] * bool(labels)
+
+    def plane_tables(
+        self, regions: Sequence[Region], dtype: np.dtype[Any], readers: Sequence[int | None] | None
+    ) -> dict[int, NDArray[np.uint8]]:
+        """Return what each value of a volume of masks in bricks is in each plane that it is drawn in.
+
+        Args:
+            regions: Of the volume.
+            dtype: Of the volume.
+            readers: Each has a bit; None for one bit for all.
+
+        Raises:
+            FormatError: It is no volume of masks, or a region names a value that it cannot hold.
+        """
+        if dtype not in (np.uint8, np.uint16):
+            raise FormatError(f"a volume of masks must be uint8 or uint16, got {dtype}.")
+        found: dict[int, NDArray[np.uint8]] = {}
+        for region in regions:
+            bit = np.uint8(1 if readers is None else 1 << readers.index(region.reader))
+            is_inside = region.table(dtype, self.spec.threshold)
+            for plane in self.planes_of(region):
+                table = found.setdefault(plane, np.zeros(len(is_inside), np.uint8))
+                table[is_inside] |= bit
+        return found
+
+
+class BoundMask(BoundRegions, MaskPlanes):
     """Masks of regions, bound to a selection."""
 
     spec: Mask
 
     def __init__(self, name: str, spec: Mask, context: FieldContext) -> None:
         super().__init__(name, spec, context)
-        num_planes = len(spec.labels) if spec.merge == "stack" and spec.labels is not None else 1
-        self.layout = PictureLayout(name, np.uint8, channels=num_planes, size=self.like.size)
-
-    def planes_of(self, region: Region) -> list[int]:
-        """Return the planes that a region is drawn in."""
-        labels = self.labels_of(region)
-        return labels if self.spec.merge == "stack" else [0] * bool(labels)
+        self.layout = PictureLayout(name, np.uint8, channels=self.num_planes, size=self.like.size)
 
     @property
     def varying(self) -> Sequence[str]:
@@ -466,8 +528,14 @@ class BoundMask(BoundRegions):
         if found:
             numbers, names = shard.masks(request.row_in_shard)
             wanted = {(picture.series, picture.index) for picture in pictures}
-            pairs = zip(numbers.tolist(), names[:, [0, 2]].tolist(), strict=True)
-            found += [number for number, place in pairs if (place[0], place[1]) in wanted]
+            in_bricks = []
+            for number, (series, _, index) in zip(numbers.tolist(), names.tolist(), strict=True):
+                if (series, index) in wanted:
+                    found.append(number)
+                elif index < 0:
+                    shown = sorted(at for one, at in wanted if one == series)
+                    in_bricks += [shard.mask_slice(number, at) for at in shown]
+            found += in_bricks
         return found
 
 
@@ -502,7 +570,7 @@ class _SlotMasks:
             return
         every = self._field.read(self._shard, number, payload)
         if self._field.spec.merge == "majority":
-            self._number_readers(every)
+            self._readers = number_readers(self._shard, number, every)
         found = [region for region in every if self._field.labels_of(region)]
         self._regions = {(region.series, region.number): region for region in found}
         self._fill(found)
@@ -511,41 +579,55 @@ class _SlotMasks:
         """Keep what most readers marked, where that is asked for."""
         for (series, _), every in self._shown.items():
             if series in self._readers:
-                least = len(self._readers[series]) // 2 + 1
                 for shown in every:
                     planes = self._field.layout.place(self._arrays, self._slot, shown.place)
-                    np.copyto(planes, _NUM_BITS[planes] >= least)
-
-    def _number_readers(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            readers = self._readers.setdefault(region.series, [])
-            if region.reader not in readers:
-                readers.append(region.reader)
-        most = max(map(len, self._readers.values()), default=0)
-        if most > _MAX_READERS:
-            detail = f"{most} readers of a series, and {_MAX_READERS} are allowed"
-            raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[0], detail)
+                    keep_majority(planes, len(self._readers[series]))
 
     def _put_mask(self, number: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
         series, roi, index = self._shard.mask_place(number)
-        region = self._regions.get((series, roi))
-        if region is None:
+        is_brick = number >= self._shard.index.num_fields
+        place = self._regions.get((series, roi))
+        regions = self._in_volume(series, roi) if is_brick else [] if place is None else [place]
+        if not regions:
             return
         codec, shape = self._shard.codec(number), self._shown[series, index][0].picture.shape
         thread.enter("decode", f"shard {self._shard.name}")
         try:
-            mask = thread.scratch.array("region", shape, np.dtype(np.uint8))
+            dtype = array_header(codec, payload)[1] if is_brick else np.dtype(np.uint8)
+            mask = thread.scratch.array("region", shape, dtype)
             with self._field.counters.timed("decode", mask.nbytes):
                 decode_array(codec, payload, out=mask)
+            if is_brick:
+                readers = self._readers.get(series)
+                tables = self._field.plane_tables(regions, dtype, readers)
+                self._draw_values(series, index, mask, tables)
+                return
         except FormatError as error:
             raise self._shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
-        self._draw(region, index, mask, region.mask_level(self._field.spec.threshold))
+        self._draw(regions[0], index, mask, regions[0].mask_level(self._field.spec.threshold))
+
+    def _in_volume(self, series: int, volume: int) -> list[Region]:
+        regions = self._regions.values()
+        return [one for one in regions if one.series == series and one.volume == volume]
+
+    def _draw_values(
+        self, series: int, index: int, values: NDArray[Any], tables: Mapping[int, NDArray[np.uint8]]
+    ) -> None:
+        """Draw a slice of masks in bricks."""
+        for shown in self._shown[series, index]:
+            planes = self._field.layout.place(self._arrays, self._slot, shown.place)
+            top, left, rows, columns = shown.window.box
+            with self._field.counters.timed("regions", rows * columns):
+                picked = shown.pick(values)
+                for plane, table in tables.items():
+                    part = planes[plane, top : top + rows, left : left + columns]
+                    np.bitwise_or(part, table[picked], out=part)
 
     def _fill(self, regions: Sequence[Region]) -> None:
         """Draw the regions where they have no stored mask."""
         stored = {self._shard.mask_place(number) for number in self.fields[1:]}
         for region in regions:
-            for index in region.places:
+            for index in region.places if region.volume is None else ():
                 shown = self._shown.get((region.series, index))
                 if shown is None or (region.series, region.number, index) in stored:
                     continue

@@ -135,7 +135,7 @@ class SlotVolume(RegionContent):
         "_slot",
         "_voxels",
         "fields",
-        "plan",
+        "plans",
     )
 
     def __init__(
@@ -155,7 +155,7 @@ class SlotVolume(RegionContent):
             arrays,
             crop,
         )
-        self.fields, self.plan = fields, plan
+        self.fields, self.plans = fields, () if plan is None else (plan,)
         self._left = len(fields) + (plan is not None)
         self._is_direct = delivery.is_direct(crop)
         self._voxels: NDArray[Any] | None = None
@@ -182,14 +182,17 @@ class SlotVolume(RegionContent):
             self._decode(place, payload, thread)
         self._finish(thread)
 
-    def target(self, thread: ThreadState) -> NDArray[Any]:
+    def target(self, place: int, thread: ThreadState) -> NDArray[Any]:  # noqa: ARG002 - one plan
         """Return where to decode the stored voxels of the region, ``(slices, rows, columns)``."""
+        return self._stored(thread)
+
+    def _stored(self, thread: ThreadState) -> NDArray[Any]:
         if self._voxels is None:
             region = self._crop.region or Region((0, 0, 0), self._crop.stored.shape)
             self._voxels = thread.scratch.lend(region.shape, self._crop.stored.dtype)
         return self._voxels
 
-    def put_region(self, thread: ThreadState) -> None:
+    def put_region(self, place: int, thread: ThreadState) -> None:  # noqa: ARG002 - one plan
         """Note that the region is decoded."""
         self._finish(thread)
 
@@ -218,7 +221,7 @@ class SlotVolume(RegionContent):
         crop, number = self._crop, self.fields[place]
         _, rows, columns = (crop.region or Region((0, 0, 0), crop.stored.shape)).slices
         thread.enter("decode", f"shard {self._shard.name}")
-        codec, target = self._shard.codec(number), self.target(thread)[place]
+        codec, target = self._shard.codec(number), self._stored(thread)[place]
         try:
             shape, dtype = array_header(codec, payload)
             with self._delivery.counters.timed("decode", math.prod(shape) * dtype.itemsize):

@@ -11,16 +11,34 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, ArraySpec, FieldContext, NoContent, SlotContent, SlotRequest, Slots
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    FieldContext,
+    NoContent,
+    RegionContent,
+    SlotContent,
+    SlotRequest,
+    Slots,
+)
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.types.regions import BoundAnnotations, Boxes, Mask
+from shardflow.fields.types.regions import (
+    BoundAnnotations,
+    Boxes,
+    Mask,
+    MaskPlanes,
+    keep_majority,
+    number_readers,
+)
 from shardflow.fields.volumes.geometry import Shape
 from shardflow.fields.volumes.resampling import Region as VoxelBox
 from shardflow.fields.volumes.resampling import resample, source_region
 from shardflow.fields.volumes.stored import Crop, stored_view
 from shardflow.format import decode_array
+from shardflow.format.keys import volume_field
 from shardflow.format.regions import Region
+from shardflow.format.volumes.bricks import RegionPlan
 
 _LEAST_SIDE: Final = 1e-6
 """Voxels that a visible box has at least, so that one beside the array is not seen for a rounding error."""
@@ -28,7 +46,7 @@ CropOf: TypeAlias = Callable[[Shard, SlotRequest], Crop | None]
 """Returns what the volume that is followed delivers of a sample."""
 
 
-class BoundVolumeMask(BoundAnnotations):
+class BoundVolumeMask(MaskPlanes):
     """Masks of regions beside a volume, bound to a selection.
 
     Args:
@@ -44,17 +62,11 @@ class BoundVolumeMask(BoundAnnotations):
     def __init__(self, name: str, spec: Mask, context: FieldContext, shape: Shape, crop_of: CropOf) -> None:
         super().__init__(name, spec, context)
         self._shape, self._crop_of = shape, crop_of
-        self._num_planes = len(spec.labels) if spec.merge == "stack" and spec.labels is not None else 1
-
-    def planes_of(self, region: Region) -> list[int]:
-        """Return the planes that a region is drawn in."""
-        labels = self.labels_of(region)
-        return labels if self.spec.merge == "stack" else [0] * bool(labels)
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
         return [
-            ArraySpec.of(self.name, np.uint8, len(slots), self._num_planes, *self._shape),
+            ArraySpec.of(self.name, np.uint8, len(slots), self.num_planes, *self._shape),
             ArraySpec.of(f"{self.name}_mask", np.uint8, len(slots)),
         ]
 
@@ -70,6 +82,10 @@ class BoundVolumeMask(BoundAnnotations):
         """Return the number of the annotations, and those of the masks in the slices of the region."""
         return self._fields(shard, request, self._crop_of(shard, request))
 
+    def needed_regions(self, shard: Shard, request: SlotRequest) -> list[RegionPlan]:
+        """Return the region of the masks in bricks."""
+        return list(self._plans(shard, request, self._crop_of(shard, request)).values())
+
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
         crop = self._crop_of(shard, request)
@@ -78,7 +94,8 @@ class BoundVolumeMask(BoundAnnotations):
         if crop is None or not fields:
             return NoContent()
         arrays[f"{self.name}_mask"][request.slot] = 1
-        return _SlotMask(self, shard, arrays[self.name][request.slot], crop, fields)
+        plans = self._plans(shard, request, crop)
+        return _SlotMask(self, shard, arrays[self.name][request.slot], crop, fields, plans)
 
     def describe(self) -> dict[str, Any]:
         """Return what presenting needs."""
@@ -97,16 +114,45 @@ class BoundVolumeMask(BoundAnnotations):
         found: list[int] = numbers[is_wanted & (names[:, 2] < box.stop[0])].tolist()
         return [number, *found]
 
+    def _plans(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> dict[int, RegionPlan]:
+        """Return what to read of masks in bricks, by the region that the volume is named after."""
+        box = None if crop is None else voxel_box(crop)
+        if crop is None or box is None or shard.index.bricks is None:
+            return {}
+        found = {}
+        numbers, names = shard.masks(request.row_in_shard)
+        is_wanted = (names[:, 0] == crop.stored.series) & (names[:, 2] < 0)
+        for number, roi in zip(numbers[is_wanted].tolist(), names[is_wanted, 1].tolist(), strict=True):
+            volume = shard.index.volume(number)
+            if volume.shape != crop.stored.shape:
+                raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "masks of another shape")
+            found[roi] = volume.plan(box.start, box.stop)
+        return found
+
 
 def voxel_box(crop: Crop) -> VoxelBox | None:
     """Return the stored voxels that are nearest to a delivered one; None where all are outside."""
     return source_region(crop.grid, crop.stored.shape, "nearest")
 
 
-class _SlotMask:
+class _SlotMask(RegionContent):
     """Masks of one slot. Fields are read in the order of their names, so the annotations come first."""
 
-    __slots__ = ("_box", "_crop", "_field", "_left", "_planes", "_regions", "_shard", "_target", "fields")
+    __slots__ = (
+        "_box",
+        "_crop",
+        "_field",
+        "_left",
+        "_planes",
+        "_readers",
+        "_regions",
+        "_shard",
+        "_target",
+        "_values",
+        "_volumes",
+        "fields",
+        "plans",
+    )
 
     def __init__(
         self,
@@ -115,11 +161,16 @@ class _SlotMask:
         target: NDArray[np.uint8],
         crop: Crop,
         fields: Sequence[int],
+        plans: Mapping[int, RegionPlan],
     ) -> None:
         self._field, self._shard, self._target, self._crop = field, shard, target, crop
-        self.fields, self._left = fields, len(fields)
+        self._volumes, self.plans = [*plans], [*plans.values()]
+        self.fields, self._left = fields, len(fields) + len(plans)
         self._box = voxel_box(crop)
         self._regions: dict[int, Region] = {}
+        self._readers: list[int | None] | None = None
+        """Each has a bit of a voxel until all are drawn."""
+        self._values: NDArray[Any] | None = None
         self._planes: NDArray[np.uint8] | None = None
         """``(L, slices, rows, columns)`` of the stored voxels."""
 
@@ -129,11 +180,60 @@ class _SlotMask:
         if place:
             self._put_mask(number, payload, thread)
         else:
-            found = self._field.read(self._shard, number, payload)
-            self._regions = {one.number: one for one in found if one.series == self._crop.stored.series}
-            self._fill(thread)
+            self._put_annotations(number, payload, thread)
+        self._finish(thread)
+
+    def _put_annotations(self, number: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        series = self._crop.stored.series
+        found = [one for one in self._field.read(self._shard, number, payload) if one.series == series]
+        if self._field.spec.merge == "majority":
+            self._readers = number_readers(self._shard, number, found).get(series, [])
+        self._regions = {one.number: one for one in found if self._field.labels_of(one)}
+        named = {one.volume for one in self._regions.values() if one.volume is not None}
+        missing = sorted(named - {*self._volumes}) if self._box is not None else []
+        if missing:
+            raise self._shard.bad(BadSampleReason.FIELD_MISSING, volume_field(series, missing[0]))
+        self._fill(thread)
+
+    def target(self, place: int, thread: ThreadState) -> NDArray[Any] | None:
+        """Return where to decode the masks in bricks; None if no region of a wanted label is in them."""
+        plan = self.plans[place]
+        if not any(one.volume == self._volumes[place] for one in self._regions.values()):
+            self._finish(thread)
+            return None
+        self._values = thread.scratch.array("region", plan.shape, plan.volume.dtype)
+        return self._values
+
+    def put_region(self, place: int, thread: ThreadState) -> None:
+        """Draw the masks in bricks that are decoded."""
+        values, box = self._values, self._box
+        if values is None or box is None:
+            return
+        regions = [one for one in self._regions.values() if one.volume == self._volumes[place]]
+        try:
+            tables = self._field.plane_tables(regions, values.dtype, self._readers)
+        except FormatError as error:
+            raise self._shard.bad(
+                BadSampleReason.TEXT_UNREADABLE, self.fields[0], error.message
+            ) from None
+        with self._field.counters.timed("regions", values.size):
+            planes = self._drawn(box, thread)
+            for plane, table in tables.items():
+                part = planes[plane]
+                np.bitwise_or(part, table[values], out=part)
+        self._values = None
+        self._finish(thread)
+
+    def _finish(self, thread: ThreadState) -> None:
+        """Sample what was drawn, with the last that it waited for."""
         self._left -= 1
-        if self._left or self._planes is None or self._box is None or self._crop.grid.is_copy:
+        if self._left or self._box is None:
+            return
+        if self._readers:
+            keep_majority(
+                self._target if self._planes is None else self._planes, len(self._readers)
+            )
+        if self._planes is None or self._crop.grid.is_copy:
             return
         stored, grid = self._crop.stored.shape, self._crop.grid
         with self._field.counters.timed("regions", self._target.nbytes):
@@ -164,7 +264,7 @@ class _SlotMask:
         box = self._box
         stored = {self._shard.mask_place(number)[1:] for number in self.fields[1:]}
         for region in self._regions.values() if box is not None else ():
-            for index in region.places:
+            for index in region.places if region.volume is None else ():
                 if box is None or not box.start[0] <= index < box.stop[0] or (region.number, index) in stored:
                     continue
                 try:
@@ -186,10 +286,12 @@ class _SlotMask:
             is_inside = pixels[rows, columns] >= level
             if not is_inside.any():
                 return
+            bit = 1 if self._readers is None else 1 << self._readers.index(region.reader)
+            drawn = is_inside * np.uint8(bit)
             planes = self._drawn(box, thread)
             for plane in self._field.planes_of(region):
                 part = planes[plane][index - box.start[0]]
-                np.bitwise_or(part, is_inside, out=part)
+                np.bitwise_or(part, drawn, out=part)
 
     def _drawn(self, box: VoxelBox, thread: ThreadState) -> Sequence[NDArray[np.uint8]]:
         """Return the planes to draw in, with the stored axes; where voxels are copied, the delivered ones."""
