@@ -26,7 +26,7 @@ from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.keys import parse_slice_field, sha256_hex, slice_field
+from shardflow.format.keys import parse_slice_field, sha256_hex, slice_field, volume_field
 from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
@@ -544,8 +544,39 @@ class Dataset:
                 f"series {series} of sample {self.studies.sample_key(row)} must be stored in bricks, and is "
                 "not; read its slices."
             )
+        return self._read_region(row, volume, start, volume.shape if stop is None else stop)
+
+    def read_masks(self, row: int, series: int, region: int, slices: slice = slice(None)) -> NDArray[Any]:
+        """Read slices of a volume of masks in bricks, checked; docs/format.md, section 20, says what it holds.
+
+        Args:
+            row: Row in the samples table.
+            series: Number of the series.
+            region: Number of the region that the volume is named after.
+            slices: Which slices.
+
+        Returns:
+            ``(slices, rows, columns)`` uint8 or uint16.
+
+        Raises:
+            FormatError: There is no such volume, or a brick cannot be decoded.
+            ChecksumError: A brick has other bytes than its index says.
+            ShortReadError: The shard ends early.
+        """
+        volume = self._volume(row, series, region)
+        if volume is None:
+            raise FormatError(
+                f"{volume_field(series, region)} of sample {self.studies.sample_key(row)} must be stored; run "
+                "`shardflow verify`."
+            )
+        first, stop, _ = slices.indices(volume.shape[0])
+        return self._read_region(row, volume, (first, 0, 0), (stop, *volume.shape[1:]))
+
+    def _read_region(
+        self, row: int, volume: BrickVolume, start: Sequence[int], stop: Sequence[int]
+    ) -> NDArray[Any]:
         path, _ = self.sample_fields(row)
-        plan = volume.plan(start, volume.shape if stop is None else stop)
+        plan = volume.plan(start, stop)
         found = np.empty(plan.shape, volume.dtype)
         try:
             plan.decode(plan.read(self.store, path), found)
@@ -573,9 +604,9 @@ class Dataset:
                 found[slice_field(series, index, "npy")] = encode_array("npy", slab[index - first])
         return found
 
-    def _volume(self, row: int, series: int) -> BrickVolume | None:
+    def _volume(self, row: int, series: int, region: int | None = None) -> BrickVolume | None:
         index = self.shard_index(int(self.studies.gather("shard", row)))
-        field = index.volumes_of(int(self.studies.gather("row_in_shard", row))).get(series)
+        field = index.volumes_of(int(self.studies.gather("row_in_shard", row)), region).get(series)
         return None if field is None else index.volume(field)
 
     def _open_index(self, shard: int) -> ShardIndex:

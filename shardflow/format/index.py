@@ -304,15 +304,20 @@ class ShardIndex:
             num_bytes=int(self.field_num_bytes[field]),
         )
 
-    def volumes_of(self, row: int) -> dict[int, int]:
-        """Return the fields of a sample that hold its series in bricks, by number of the series."""
+    def volumes_of(self, row: int, region: int | None = None) -> dict[int, int]:
+        """Return the fields of a sample that hold its series in bricks, by number of the series.
+
+        Args:
+            row: Place of the sample in the shard.
+            region: Return instead the masks in bricks that are named after this region.
+        """
         found: dict[int, int] = {}
         if self.bricks is None:
             return found
         for volume in self._volume_rows(row):
             field = int(self.bricks.fields[volume])
             parsed = parse_volume_field(self.field_names[int(self.field_name_ids[field])])
-            if parsed is not None and parsed[1] is None:
+            if parsed is not None and parsed[1] == region:
                 found[parsed[0]] = field
         return found
 

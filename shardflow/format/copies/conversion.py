@@ -1,15 +1,16 @@
 """Members of a sample on their way into another dataset: volumes change between slices and bricks.
 
 Nothing is lost: slices that become bricks and slices again have equal bytes where the codec is the same, and
-equal values always. All other members stay as they are, but for the ``codec`` of such a series in
-``study.json``. Memory is that of one layer of bricks, of a spool of 64 MiB and of 16 MiB of other members.
+equal values always. Masks of regions follow their series. All other members stay as they are, but for the
+``codec`` of such a series in ``study.json`` and the places of masks in ``annotations.json``. Memory is that of one layer of bricks, of a spool of 64 MiB and of 16 MiB of other members.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -27,7 +28,9 @@ from shardflow.format.codecs import (
 from shardflow.format.dataset import Dataset
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
+    ANNOTATIONS_FIELD,
     STUDY_FIELD,
+    parse_mask_field,
     parse_slice_field,
     parse_small_field,
     parse_variant_field,
@@ -36,6 +39,7 @@ from shardflow.format.keys import (
 )
 from shardflow.format.volumes.bricks import BRICKS_CODEC, BrickVolume, EncodedVolume
 from shardflow.format.volumes.encoder import MAX_EXTENT, VolumeWriter, suits_bricks
+from shardflow.format.volumes.masks import ConvertedMasks, join_masks, split_masks
 
 VolumeStorage: TypeAlias = Literal["bricks", "slices"]
 Member: TypeAlias = "tuple[str, bytes | EncodedVolume]"
@@ -95,10 +99,12 @@ class SampleMembers:
         stored = {fields[number].name: volume for number, volume in index.volumes_in(place, first_field=0)}
         joined: dict[str, _Slices] = {}
         split: dict[str, tuple[int, BrickVolume, str]] = {}
+        masks: ConvertedMasks | None = None
         study = self._study(row, path, fields) if self.volumes == "bricks" else None
         if study is not None:
             found = self._slices_to_join(row, path, fields, study["series"])
             joined = {volume_field(one.number): one for one in found}
+            masks = self._masks_to_join(row, path, fields, study["series"], joined.values())
         elif self.volumes == "slices" and (volumes := index.volumes_of(place)):
             study = self._study(row, path, fields)
             for number, field in volumes.items():
@@ -106,8 +112,13 @@ class SampleMembers:
                 codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
                 # Sorts where its slices do.
                 split[slice_field(number, 0, codec)] = number, volume, codec
+            masks = self._masks_to_split(row, path, fields, volumes)
         gone = {name for one in joined.values() for name in one.names}
         gone |= {volume_field(number) for number, _, _ in split.values()}
+        made: dict[str, bytes | EncodedVolume] = {}
+        if masks is not None:
+            gone |= masks.former
+            made = {**masks.fields, ANNOTATIONS_FIELD: masks.annotations}
         codecs = {one.number: BRICKS_CODEC for one in joined.values()}
         codecs |= {number: codec for number, _, codec in split.values()}
         self.changed.update({(sample, number): codec for number, codec in codecs.items()})
@@ -115,14 +126,17 @@ class SampleMembers:
         plain: list[str] = []
         num_bytes = 0
         sizes = {field.name: field.num_bytes for field in fields}
-        for name in sorted({*sizes, *joined, *split} - gone):
-            is_plain = name in sizes and name not in stored and not (name == STUDY_FIELD and codecs and study)
+        for name in sorted({*sizes, *joined, *split, *made} - gone):
+            is_plain = name in sizes and name not in stored and name not in made
+            is_plain &= not (name == STUDY_FIELD and codecs and study)
             if plain and (not is_plain or num_bytes + sizes[name] > _GROUP_BYTES):
                 yield from self.source.read_fields(row, plain).items()
                 plain, num_bytes = [], 0
             if is_plain:
                 plain.append(name)
                 num_bytes += sizes[name]
+            elif name in made:
+                yield name, made[name]
             elif name in joined:
                 yield from self._join(row, path, name, joined[name])
             elif name in split:
@@ -177,6 +191,56 @@ class SampleMembers:
             extents = num_slices, *shape[:2]
             if dtype.kind in "iuf" and max(extents) <= MAX_EXTENT and shape[2:] in {(), (1,)}:
                 yield _Slices(number, names, (extents[0], extents[1], extents[2]), dtype)
+
+    def _masks_to_join(
+        self,
+        row: int,
+        path: str,
+        fields: Sequence[FieldLocation],
+        series: Sequence[Mapping[str, Any]],
+        joined: Iterable[_Slices],
+    ) -> ConvertedMasks | None:
+        """Return the masks of series in bricks, and of those that become such, in bricks."""
+        names = {field.name for field in fields}
+        shapes = {
+            number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
+            for number, facts in enumerate(series)
+            if facts["codec"] == BRICKS_CODEC
+        }
+        shapes |= {one.number: one.shape for one in joined}
+        wanted = sorted(name for name in names if (part := parse_mask_field(name)) and part.series in shapes)
+        if not wanted or ANNOTATIONS_FIELD not in names:
+            return None
+        payloads = self.source.read_fields(row, [ANNOTATIONS_FIELD, *wanted])
+        try:
+            return join_masks(
+                payloads[ANNOTATIONS_FIELD],
+                wanted,
+                lambda names: {name: payloads[name] for name in names},
+                shapes,
+            )
+        except FormatError as error:
+            raise self._error(row, path, ANNOTATIONS_FIELD, error.message) from None
+
+    def _masks_to_split(
+        self, row: int, path: str, fields: Sequence[FieldLocation], volumes: Mapping[int, int]
+    ) -> ConvertedMasks | None:
+        """Return the masks of series in bricks in slices."""
+        index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
+        if not any(field.name == ANNOTATIONS_FIELD for field in fields):
+            return None
+        annotations = self.source.read_fields(row, [ANNOTATIONS_FIELD])[ANNOTATIONS_FIELD]
+        bricks = {number: index.volume(field) for number, field in volumes.items()}
+        try:
+            return split_masks(
+                annotations,
+                partial(self.source.read_masks, row),
+                {number: volume.shape for number, volume in bricks.items()},
+                depth=max(volume.brick_shape[0] for volume in bricks.values()),
+                codec=self.slice_codec,
+            )
+        except FormatError as error:
+            raise self._error(row, path, ANNOTATIONS_FIELD, error.message) from None
 
     def _header(self, row: int, path: str, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         payload = self.source.read_fields(row, [name])[name]

@@ -99,7 +99,7 @@ def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def sample_voxels(
     regions: Iterable[Region],
-    masks: Callable[[int, int, int], NDArray[np.uint8] | None],
+    masks: Callable[[Region, int], NDArray[np.bool_] | None],
     shapes: Mapping[int, tuple[int, int]],
     *,
     key: str,
@@ -108,7 +108,7 @@ def sample_voxels(
 
     Args:
         regions: Of its annotations.
-        masks: Returns the stored mask ``(rows, columns)`` of series, region and slice; None if there is none.
+        masks: Returns the stored mask ``(rows, columns)`` of a region in a slice; None if there is none.
         shapes: Rows and columns of each series, by its number.
         key: Key of the sample, which decides the choice.
 
@@ -124,11 +124,12 @@ def sample_voxels(
         chosen = _Chosen(derive(0, f"voxels {key} {name}", series))
         for region in members:
             for index in region.places:
-                pixels, level = masks(series, region.number, index), region.mask_level(_THRESHOLD)
-                if pixels is None:
-                    pixels, level = region.fill(index, shapes[series]), 1
+                pixels = masks(region, index)
+                if pixels is None and region.volume is None:
+                    filled = region.fill(index, shapes[series])
+                    pixels = None if filled is None else filled > 0
                 if pixels is not None:
-                    chosen.add(index, pixels >= level)
+                    chosen.add(index, pixels)
         entry = chosen.entry(series, name)
         if entry is not None:
             found.append(entry)
@@ -318,10 +319,19 @@ def _read(dataset: Dataset, series: SeriesTable, sample: int) -> list[ClassVoxel
     names = [name for name, parsed in masks.items() if codec_rank(parsed.codec) is not None]
     payloads = dataset.read_fields(sample, [ANNOTATIONS_FIELD, *names])
     stored = {(masks[name].series, masks[name].roi, masks[name].index): name for name in names}
+    held: dict[tuple[int, int], NDArray[Any]] = {}
 
-    def mask(*place: int) -> NDArray[np.uint8] | None:
-        name = stored.get((place[0], place[1], place[2]))
-        return None if name is None else decode_array(masks[name].codec, payloads[name])
+    def mask(region: Region, index: int) -> NDArray[np.bool_] | None:
+        if region.volume is not None:
+            place = region.series, region.volume
+            if place not in held:
+                held.clear()  # one volume of small numbers is in memory
+                held[place] = dataset.read_masks(sample, *place)
+            return region.table(held[place].dtype, _THRESHOLD)[held[place][index]]
+        name = stored.get((region.series, region.number, index))
+        if name is None:
+            return None
+        return decode_array(masks[name].codec, payloads[name]) >= region.mask_level(_THRESHOLD)
 
     first, stop = series.array("first_series")[sample : sample + 2].tolist()
     sides = zip(

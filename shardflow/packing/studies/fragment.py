@@ -121,7 +121,7 @@ class FragmentWriter:
         """Folder of the fragment, for unnamed temporary files beside it."""
         return self._path.parent
 
-    def hold(self, name: str, payload: bytes) -> None:
+    def hold(self, name: str, payload: bytes | EncodedVolume) -> None:
         """Take a field that is written before the first `add` of a later name, or by `commit`."""
         heapq.heappush(self._held, (name, payload))
 
@@ -132,13 +132,23 @@ class FragmentWriter:
             StorageError: There is no space left, or the disk fails.
         """
         while self._held and self._held[0][0] < name:
-            self._append(*heapq.heappop(self._held))
+            self._append_held()
         self._append(name, payload)
 
     def add_volume(self, name: str, volume: EncodedVolume) -> None:
         """Append a volume in bricks, see `add`."""
         while self._held and self._held[0][0] < name:
-            self._append(*heapq.heappop(self._held))
+            self._append_held()
+        self._append_volume(name, volume)
+
+    def _append_held(self) -> None:
+        name, payload = heapq.heappop(self._held)
+        if isinstance(payload, bytes):
+            self._append(name, payload)
+        else:
+            self._append_volume(name, payload)
+
+    def _append_volume(self, name: str, volume: EncodedVolume) -> None:
         start, checksum = self._num_bytes + BLOCK_NUM_BYTES, 0
         self._append_bytes(member_header(f"{self._sample_key}.{name}", volume.num_bytes))
         for piece in volume.pieces:
@@ -174,7 +184,7 @@ class FragmentWriter:
         self._forget()
 
     def _forget(self) -> None:
-        self._held: list[tuple[str, bytes]] = []
+        self._held: list[tuple[str, bytes | EncodedVolume]] = []
         self._fields: list[FieldLocation] = []
         self._volumes: list[tuple[str, StoredVolume]] = []
         self._crc32c = google_crc32c.Checksum()
@@ -185,7 +195,7 @@ class FragmentWriter:
         if facts is None:
             self.restart()
         while self._held:
-            self._append(*heapq.heappop(self._held))
+            self._append_held()
         fragment = Fragment(
             sample_key=self._sample_key,
             task_digest=self._task_digest,

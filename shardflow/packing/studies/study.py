@@ -8,6 +8,7 @@ number of clipped values) go into ``study.json``, which sorts behind all slices.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,6 +25,7 @@ from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
 from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.format.volumes.encoder import VolumeWriter
+from shardflow.format.volumes.masks import join_masks
 from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
@@ -75,6 +77,7 @@ from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
 if TYPE_CHECKING:
+    from shardflow.format.volumes.bricks import EncodedVolume
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
     from shardflow.packing.settings import PolicyConfig, VariantsConfig, VolumesConfig
@@ -359,9 +362,10 @@ class StudyMembers:
             ]
             maker = ContextMaker(self.sample_key, self._usable(), series, self._privacy, self._people)
             self._attached = attach(self.attachments, maker, self.mark, records=self.rules.records)
-            for name, payload in self._attached.fields.items():
-                self.writer.hold(name, payload)
             contents.update(self._attached.json_fields())
+            fields = self._with_masks_in_bricks(contents, described)
+            for name, payload in fields.items():
+                self.writer.hold(name, payload)
             if maker.origin is not None:
                 for part in TIMED_PARTS & contents.keys():
                     contents[part]["time_origin"] = maker.origin[0]
@@ -377,6 +381,31 @@ class StudyMembers:
         self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
+
+    def _with_masks_in_bricks(
+        self, contents: dict[str, dict[str, Any]], described: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, bytes | EncodedVolume]:
+        """Return the fields of attachments with the masks of series in bricks as these are stored."""
+        fields = self._attached.fields
+        shapes = {
+            number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
+            for number, facts in enumerate(described)
+            if facts["codec"] == BRICKS_CODEC
+        }
+        if not shapes or "annotations" not in contents:
+            return fields
+        masks = join_masks(
+            encode_json(contents["annotations"]),
+            fields,
+            lambda names: {name: fields[name] for name in names},
+            shapes,
+            brick_shape=self.rules.volumes.brick_shape,
+        )
+        if masks is None:
+            return fields
+        contents["annotations"] = json.loads(masks.annotations)
+        kept = {name: payload for name, payload in fields.items() if name not in masks.former}
+        return {**kept, **masks.fields}
 
     def _write_stack(self, number: int, stack: Stack, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the slices of a series, or its volume; return the facts that they determine."""
