@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import blosc2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -20,7 +21,11 @@ from shardflow.format.codecs import decode_array, encode_array
 from shardflow.format.facts.voxels import VoxelsManifest, attach_voxels
 from shardflow.format.keys import mask_field, mask_prefix, parse_mask_field, parse_volume_field
 from shardflow.format.regions import read_regions
+from shardflow.format.volumes.bricks import EncodedVolume
 from shardflow.format.volumes.masks import join_masks, split_masks
+from shardflow.packing.attachments.annotations.region_writer import RegionFacts, RegionWriter
+from shardflow.packing.attachments.annotations.targets import Target
+from shardflow.packing.attachments.annotations.vocabulary import Vocabulary
 from shardflow.sampling import BatchSpec
 from tests.integration.loader_support import check_everywhere, flip_bit, locate, open_loader, slots_of
 from tests.integration.test_loader_volume_regions import GRIDS, SHAPE, series_of
@@ -206,7 +211,8 @@ def test_there_and_back_are_the_same_bytes(in_bricks: Dataset, in_slices: Datase
         assert former.keys() == now.keys()
         for name in former:
             if parse_mask_field(name):
-                assert former[name] == now[name]
+                pixels = (decode_array("b2nd", payload) for payload in (former[name], now[name]))
+                assert np.array_equal(*pixels)
             elif name.endswith(".json"):
                 assert json.loads(former[name]) == json.loads(now[name])
     assert [one.sha256 for one in again.manifest.shards] == [one.sha256 for one in in_bricks.manifest.shards]
@@ -290,8 +296,6 @@ def test_combinations_of_many_regions_come_back(num_regions: int) -> None:
     assert joined.former == payloads.keys()
     (encoded,) = joined.fields.values()
     assert encoded.stored.dtype.itemsize == (1 if num_regions == 3 else 2)  # type: ignore[union-attr]
-    import blosc2
-
     values = blosc2.ndarray_from_cframe(encoded.frame)[...]  # type: ignore[union-attr]
     for region in read_regions(joined.annotations):
         assert np.array_equal(region.table(values.dtype)[values], masks[region.number])
@@ -308,3 +312,57 @@ def test_a_value_that_a_volume_cannot_hold_is_an_error() -> None:
     (region,) = read_regions(json.dumps({"rois": [roi]}).encode())
     with pytest.raises(FormatError, match=r"annotations\.json"):
         region.table(np.dtype(np.uint8))
+
+
+def test_regions_of_every_kind_of_file_come_back() -> None:
+    """Outlines with holes and beyond the edges, masks of classes, parts of pixels, boxes and lines."""
+    slices, rows, columns = shape = (6, 20, 26)
+    target = Target(number=0, rows=rows, columns=columns, instances=[("1", at + 1) for at in range(slices)])
+    writer = RegionWriter(vocabulary=Vocabulary(), surrogate=lambda kind, value: f"{kind}{value}")
+    random = np.random.default_rng(3)
+    square = np.array([[0.0, 0.0], [9.0, 0.0], [9.0, 9.0], [0.0, 9.0]])
+    for number, source in enumerate(("rtstruct", "lidc-xml", "coco", "rtstruct")):
+        region = writer.open(RegionFacts(kind="contour", source=source, label="liver"))  # type: ignore[arg-type]
+        for index in range(number, slices):
+            outlines = [square + (3 * number - 4, 2 * index), square / 3 + (3 * number - 1, 2 * index + 3)]
+            region.add_outlines(target, index, outlines)
+    for source, is_fractional in (("nifti", False), ("dicom-seg", True)):
+        region = writer.open(
+            RegionFacts(kind="segmentation", source=source, is_fractional=is_fractional)  # type: ignore[arg-type]
+        )
+        for index in (1, 2, 4):
+            region.add_mask(
+                target, index, random.integers(0, 256 if is_fractional else 2, (rows, columns), np.uint8)
+            )
+    region = writer.open(RegionFacts(kind="measurement", source="sr-tid1500"))
+    region.add_open(target, 2, square + 3)
+    region.add_mask(target, 3, np.eye(rows, columns, dtype=np.uint8))
+    mixed = writer.open(RegionFacts(kind="box", source="csv"))
+    mixed.add_box(target, 0, (2, 3, 9, 11))
+    mixed.add_mask(target, 1, np.eye(rows, columns, dtype=np.uint8))
+    writer.open(RegionFacts(kind="box", source="csv")).add_box(target, 5, (0, 0, 5, 5))
+    part, fields = writer.finish()
+    annotations = json.dumps({"format_version": 1, **part}).encode()
+    joined = join_masks(annotations, fields, lambda names: {name: fields[name] for name in names}, {0: shape})
+    assert joined is not None
+    before, after = read_regions(annotations), read_regions(joined.annotations)
+    assert [one.volume for one in after] == [0, 0, 0, 0, 0, 5, 0, None, None]  # no box is lost
+    volumes = {
+        (parse_volume_field(name) or (0, None))[1]: blosc2.ndarray_from_cframe(volume.frame)[...]
+        for name, volume in joined.fields.items()
+        if isinstance(volume, EncodedVolume)
+    }
+    for former, region_now in zip(before, after, strict=True):
+        if region_now.volume is None:
+            continue
+        values = volumes[region_now.volume]
+        is_inside = region_now.table(values.dtype, 0.3)[values]
+        for index in range(slices):
+            name = mask_field(0, former.number, index, "b2nd")
+            stored = decode_array("b2nd", fields[name]) if name in fields else former.fill(index, shape[1:])
+            level = former.mask_level(0.3) if name in fields else 1
+            assert np.array_equal(
+                is_inside[index], np.zeros(shape[1:], bool) if stored is None else stored >= level
+            )
+    kept = {mask_field(0, 7, 1, "b2nd")}
+    assert joined.former == fields.keys() - kept

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import blosc2
+import highdicom
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -39,6 +41,10 @@ def _annotations(fields: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _mask(fields: Mapping[str, bytes], roi: Mapping[str, Any], index: int) -> NDArray[np.uint8]:
     """Decode the mask of a region in a slice; empty where there is none."""
+    if roi["mask"].endswith(".volume"):
+        pixels = blosc2.ndarray_from_cframe(fields[f"{roi['mask']}.b2nd"])[index]
+        found = pixels if "fractional" in roi["flags"] else np.isin(pixels, roi["values"]).astype(np.uint8)
+        return found if found.any() else np.zeros((0, 0), np.uint8)
     prefix = f"{roi['mask']}.i{index:04d}."
     stored = [payload for name, payload in fields.items() if name.startswith(prefix)]
     return decode_array("b2nd", stored[0]) if stored else np.zeros((0, 0), np.uint8)
@@ -157,18 +163,19 @@ def test_own_files_of_all_kinds_but_segmentations(tmp_path: Path) -> None:
         assert secret.encode() not in fields["annotations.json"]
 
 
-def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None:
+@pytest.mark.parametrize("storage", ["slices", "bricks"])
+def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path, storage: str) -> None:
     """CT with segmentations, structure sets and reports, as dcmqi, rt-utils and highdicom published them."""
     case = PackCase(tmp_path)
     case.prepare()
     bundled = Path(get_testdata_file("CT_small.dcm") or "").parent
     small = sorted((bundled / "dicomdirtests" / "77654033" / "CT2").iterdir())
-    highdicom = sorted((shared_data / "highdicom").glob("s*_*ct*.dcm"))
-    highdicom += [*(shared_data / "highdicom").glob("sr_*.dcm"), shared_data / "highdicom" / "ct_image.dcm"]
+    highdicom_files = sorted((shared_data / "highdicom").glob("s*_*ct*.dcm"))
+    highdicom_files += [*(shared_data / "highdicom").glob("sr_*.dcm"), shared_data / "highdicom" / "ct_image.dcm"]
     dcmqi = shared_data / "dcmqi_ct_seg_sr" / "segmentations"
     real = [
         *small,
-        *highdicom,
+        *highdicom_files,
         *dcmqi.glob("*.dcm"),
         *(dcmqi / "ct-3slice").iterdir(),
         *(dcmqi / "24x38x3" / "image").iterdir(),
@@ -176,7 +183,7 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
     ]
     for number, path in enumerate(real):
         shutil.copy(path, case.dicom / f"{number:03d}")
-    summary: PackSummary = case.pack(LOOSE, "deid.face_risk=flag")
+    summary: PackSummary = case.pack(LOOSE, "deid.face_risk=flag", f"volumes.storage={storage}")
     assert summary.status == "packed"
     outcomes = {row["outcome"] for row in read_ledger(case.output) if row["kind"] == "attachment"}
     assert outcomes == {"packed"}, summary.reasons
@@ -205,6 +212,10 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
                     assert y0 <= rows[0] + 0.5
                     assert columns[-1] + 0.5 <= x1
                     assert rows[-1] + 0.5 <= y1
+    in_bricks = {roi["source"] for one in everything for roi in one["rois"] if "volume" in (roi["mask"] or "")}
+    assert in_bricks == ({"dicom-seg"} if storage == "bricks" else set())
+    if storage == "bricks":
+        _check_against_highdicom(case, [path for path in highdicom_files if "seg" in path.name])
     delivered, num_boxes = _delivered(case)
     assert num_boxes > 20
     for fields in _samples(case).values():
@@ -219,6 +230,31 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path) -> None
         num_slices = sum(series["num_slices"] for series in study["series"])
         expected = [int(covered.sum()) for covered in united.values()] + [0] * (num_slices - len(united))
         assert delivered[study["sample_key"]] == sorted(expected)
+
+
+def _check_against_highdicom(case: PackCase, paths: list[Path]) -> None:
+    """Compare the segments of a volume with what highdicom reads, slice by slice."""
+    found = []
+    for fields in _samples(case).values():
+        for roi in _annotations(fields)["rois"] if "annotations.json" in fields else ():
+            if (roi["mask"] or "").endswith(".volume"):
+                values = blosc2.ndarray_from_cframe(fields[f"{roi['mask']}.b2nd"])[...]
+                is_fractional = "fractional" in roi["flags"]
+                found.append(values if is_fractional else np.isin(values, roi["values"]).astype(np.uint8))
+    num_equal = 0
+    for path in paths:
+        segments = highdicom.seg.segread(path)
+        if segments.segmentation_type != highdicom.seg.SegmentationTypeValues.BINARY:
+            continue
+        uids = [str(uid) for _, _, uid in segments.get_source_image_uids()]
+        pixels = segments.get_pixels_by_source_instance(uids, ignore_spatial_locations=True)
+        for at in range(pixels.shape[-1]):
+            planes = [plane for plane in pixels[..., at] if plane.any()]
+            num_equal += any(
+                [*map(bytes, planes)] in ([bytes(plane) for plane in order if plane.any()] for order in (one, one[::-1]))
+                for one in found
+            )
+    assert num_equal >= 2
 
 
 @pytest.mark.parametrize("slices_name_frames", [False, True])

@@ -274,6 +274,9 @@ def test_volume_and_mask_deliver_what_nibabel_reads(case: PackCase, storage: str
     tree = make_nnunet(case.folder)
     case.pack(*tree.settings, f"volumes.storage={storage}", "splits={train = 1, test = 0}")
     made = {case.sample_key(study): one for study, one in tree.cases.items() if one.label is not None}
+    names = {name for row in range(len(tree.cases)) for name in case.open().read_fields(row)}
+    assert bool([name for name in names if ".m" in name and "volume" in name]) == (storage == "bricks")
+    assert bool([name for name in names if ".m" in name and ".i" in name]) == (storage == "slices")
     size = (13, 13, 13)
     fields: dict[str, sf.Field] = {
         "flair": sf.Volume(
