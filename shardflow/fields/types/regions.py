@@ -102,8 +102,8 @@ class Mask(RegionField):
     Beside a volume ``(B, L, D, H, W)``, cut and sampled as the volume is, at the nearest stored voxel, and
     ``NAME_mask`` ``(B,)``.
 
-    A stored mask decides; else closed outlines are filled by the even-odd rule at pixel centers; else the box
-    is. Lines and points have no area.
+    A stored mask decides, of which only the slices or bricks that are shown are read; else closed outlines
+    are filled by the even-odd rule at pixel centers; else the box is. Lines and points have no area.
 
     Example::
 
