@@ -559,7 +559,7 @@ def _read_names(field_names: tuple[str, ...], text_field: str) -> _NameTable:
             mask[number] = region.series, region.roi, region.index
         volume = parse_volume_field(name)
         if volume is not None and volume[1] is not None:
-            mask[number, :2] = volume
+            mask[number, :2] = volume[0], volume[1]
     positions = {name: number for number, name in enumerate(field_names)}
     return _NameTable(
         tuple(codecs),

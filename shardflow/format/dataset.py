@@ -547,7 +547,7 @@ class Dataset:
         return self._read_region(row, volume, start, volume.shape if stop is None else stop)
 
     def read_masks(self, row: int, series: int, region: int, slices: slice = slice(None)) -> NDArray[Any]:
-        """Read slices of a volume of masks in bricks, checked; docs/format.md, section 20, says what it holds.
+        """Read slices of a volume of masks in bricks, checked; docs/format.md, section 20, has its values.
 
         Args:
             row: Row in the samples table.
@@ -565,9 +565,9 @@ class Dataset:
         """
         volume = self._volume(row, series, region)
         if volume is None:
+            key = self.studies.sample_key(row)
             raise FormatError(
-                f"{volume_field(series, region)} of sample {self.studies.sample_key(row)} must be stored; run "
-                "`shardflow verify`."
+                f"{volume_field(series, region)} of sample {key} must be stored; run `shardflow verify`."
             )
         first, stop, _ = slices.indices(volume.shape[0])
         return self._read_region(row, volume, (first, 0, 0), (stop, *volume.shape[1:]))

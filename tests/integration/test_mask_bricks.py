@@ -120,7 +120,9 @@ def test_masks_become_one_volume_of_combinations(in_slices: Dataset, in_bricks: 
     assert verify(in_bricks.store.url).is_whole
     for row in range(NUM_SAMPLES):
         names = {one.name for one in in_bricks.sample_fields(row)[1]}
-        volumes = sorted(name for name in names if (parsed := parse_volume_field(name)) and parsed[1] is not None)
+        volumes = sorted(
+            name for name in names if (parsed := parse_volume_field(name)) and parsed[1] is not None
+        )
         number = row  # samples are in the order of their numbers
         if number == UNSEEN:
             assert not volumes
@@ -211,8 +213,8 @@ def test_there_and_back_are_the_same_bytes(in_bricks: Dataset, in_slices: Datase
         assert former.keys() == now.keys()
         for name in former:
             if parse_mask_field(name):
-                pixels = (decode_array("b2nd", payload) for payload in (former[name], now[name]))
-                assert np.array_equal(*pixels)
+                mine, theirs = (decode_array("b2nd", one) for one in (former[name], now[name]))
+                assert np.array_equal(mine, theirs)
             elif name.endswith(".json"):
                 assert json.loads(former[name]) == json.loads(now[name])
     assert [one.sha256 for one in again.manifest.shards] == [one.sha256 for one in in_bricks.manifest.shards]
@@ -324,7 +326,8 @@ def test_regions_of_every_kind_of_file_come_back() -> None:
     for number, source in enumerate(("rtstruct", "lidc-xml", "coco", "rtstruct")):
         region = writer.open(RegionFacts(kind="contour", source=source, label="liver"))  # type: ignore[arg-type]
         for index in range(number, slices):
-            outlines = [square + (3 * number - 4, 2 * index), square / 3 + (3 * number - 1, 2 * index + 3)]
+            moved = np.array([3 * number - 4, 2 * index])
+            outlines = [square + moved, square / 3 + moved + 3]
             region.add_outlines(target, index, outlines)
     for source, is_fractional in (("nifti", False), ("dicom-seg", True)):
         region = writer.open(

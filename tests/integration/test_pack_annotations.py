@@ -171,7 +171,10 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path, storage
     bundled = Path(get_testdata_file("CT_small.dcm") or "").parent
     small = sorted((bundled / "dicomdirtests" / "77654033" / "CT2").iterdir())
     highdicom_files = sorted((shared_data / "highdicom").glob("s*_*ct*.dcm"))
-    highdicom_files += [*(shared_data / "highdicom").glob("sr_*.dcm"), shared_data / "highdicom" / "ct_image.dcm"]
+    highdicom_files += [
+        *(shared_data / "highdicom").glob("sr_*.dcm"),
+        shared_data / "highdicom" / "ct_image.dcm",
+    ]
     dcmqi = shared_data / "dcmqi_ct_seg_sr" / "segmentations"
     real = [
         *small,
@@ -212,7 +215,9 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path, storage
                     assert y0 <= rows[0] + 0.5
                     assert columns[-1] + 0.5 <= x1
                     assert rows[-1] + 0.5 <= y1
-    in_bricks = {roi["source"] for one in everything for roi in one["rois"] if "volume" in (roi["mask"] or "")}
+    in_bricks = {
+        roi["source"] for one in everything for roi in one["rois"] if "volume" in (roi["mask"] or "")
+    }
     assert in_bricks == ({"dicom-seg"} if storage == "bricks" else set())
     if storage == "bricks":
         _check_against_highdicom(case, [path for path in highdicom_files if "seg" in path.name])
@@ -251,7 +256,8 @@ def _check_against_highdicom(case: PackCase, paths: list[Path]) -> None:
         for at in range(pixels.shape[-1]):
             planes = [plane for plane in pixels[..., at] if plane.any()]
             num_equal += any(
-                [*map(bytes, planes)] in ([bytes(plane) for plane in order if plane.any()] for order in (one, one[::-1]))
+                [*map(bytes, planes)]
+                in ([bytes(plane) for plane in order if plane.any()] for order in (one, one[::-1]))
                 for one in found
             )
     assert num_equal >= 2

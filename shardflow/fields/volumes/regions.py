@@ -213,9 +213,7 @@ class _SlotMask(RegionContent):
         try:
             tables = self._field.plane_tables(regions, values.dtype, self._readers)
         except FormatError as error:
-            raise self._shard.bad(
-                BadSampleReason.TEXT_UNREADABLE, self.fields[0], error.message
-            ) from None
+            raise self._shard.bad(BadSampleReason.TEXT_UNREADABLE, self.fields[0], error.message) from None
         with self._field.counters.timed("regions", values.size):
             planes = self._drawn(box, thread)
             for plane, table in tables.items():
@@ -230,9 +228,7 @@ class _SlotMask(RegionContent):
         if self._left or self._box is None:
             return
         if self._readers:
-            keep_majority(
-                self._target if self._planes is None else self._planes, len(self._readers)
-            )
+            keep_majority(self._target if self._planes is None else self._planes, len(self._readers))
         if self._planes is None or self._crop.grid.is_copy:
             return
         stored, grid = self._crop.stored.shape, self._crop.grid

@@ -2,14 +2,15 @@
 
 Nothing is lost: slices that become bricks and slices again have equal bytes where the codec is the same, and
 equal values always. Masks of regions follow their series. All other members stay as they are, but for the
-``codec`` of such a series in ``study.json`` and the places of masks in ``annotations.json``. Memory is that of one layer of bricks, of a spool of 64 MiB and of 16 MiB of other members.
+``codec`` of such a series in ``study.json`` and the places of masks in ``annotations.json``. Memory is that
+of one layer of bricks, of a spool of 64 MiB, of 16 MiB of other members and of the encoded masks of a sample.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -61,6 +62,22 @@ class _Slices:
     dtype: np.dtype[Any]
 
 
+@dataclass(slots=True)
+class _Changes:
+    """Members of a sample that are stored in another way."""
+
+    joined: dict[str, _Slices] = field(default_factory=dict)
+    """Series of slices by the name of their volume."""
+    split: dict[str, tuple[int, BrickVolume, str]] = field(default_factory=dict)
+    """Number, volume and new codec of series in bricks, by the name of their first slice."""
+    made: dict[str, bytes | EncodedVolume] = field(default_factory=dict)
+    """New members that are small: masks, and what describes both."""
+    gone: set[str] = field(default_factory=set)
+    """Names of members that are no more."""
+    codecs: dict[int, str] = field(default_factory=dict)
+    """New codec of each such series, by its number."""
+
+
 class SampleMembers:
     """Reader of all members of samples, as another dataset stores them.
 
@@ -97,38 +114,15 @@ class SampleMembers:
         index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
         place = int(self.source.studies.gather("row_in_shard", row))
         stored = {fields[number].name: volume for number, volume in index.volumes_in(place, first_field=0)}
-        joined: dict[str, _Slices] = {}
-        split: dict[str, tuple[int, BrickVolume, str]] = {}
-        masks: ConvertedMasks | None = None
-        study = self._study(row, path, fields) if self.volumes == "bricks" else None
-        if study is not None:
-            found = self._slices_to_join(row, path, fields, study["series"])
-            joined = {volume_field(one.number): one for one in found}
-            masks = self._masks_to_join(row, path, fields, study["series"], joined.values())
-        elif self.volumes == "slices" and (volumes := index.volumes_of(place)):
-            study = self._study(row, path, fields)
-            for number, field in volumes.items():
-                volume = index.volume(field)
-                codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
-                # Sorts where its slices do.
-                split[slice_field(number, 0, codec)] = number, volume, codec
-            masks = self._masks_to_split(row, path, fields, volumes)
-        gone = {name for one in joined.values() for name in one.names}
-        gone |= {volume_field(number) for number, _, _ in split.values()}
-        made: dict[str, bytes | EncodedVolume] = {}
-        if masks is not None:
-            gone |= masks.former
-            made = {**masks.fields, ANNOTATIONS_FIELD: masks.annotations}
-        codecs = {one.number: BRICKS_CODEC for one in joined.values()}
-        codecs |= {number: codec for number, _, codec in split.values()}
-        self.changed.update({(sample, number): codec for number, codec in codecs.items()})
+        change = self._changes(row, path, fields)
+        joined, split, made = change.joined, change.split, change.made
+        self.changed.update({(sample, number): codec for number, codec in change.codecs.items()})
 
         plain: list[str] = []
         num_bytes = 0
         sizes = {field.name: field.num_bytes for field in fields}
-        for name in sorted({*sizes, *joined, *split, *made} - gone):
+        for name in sorted({*sizes, *joined, *split, *made} - change.gone):
             is_plain = name in sizes and name not in stored and name not in made
-            is_plain &= not (name == STUDY_FIELD and codecs and study)
             if plain and (not is_plain or num_bytes + sizes[name] > _GROUP_BYTES):
                 yield from self.source.read_fields(row, plain).items()
                 plain, num_bytes = [], 0
@@ -144,10 +138,37 @@ class SampleMembers:
             elif name in stored:
                 payload = self.source.read_fields(row, [name])[name]
                 yield name, EncodedVolume(stored[name], len(payload), [payload])
-            elif study is not None:
-                yield name, _with_codecs(study, codecs)
         if plain:
             yield from self.source.read_fields(row, plain).items()
+
+    def _changes(self, row: int, path: str, fields: Sequence[FieldLocation]) -> _Changes:
+        """Return what becomes of the members of a sample that change."""
+        index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
+        volumes = index.volumes_of(int(self.source.studies.gather("row_in_shard", row)))
+        study = self._study(row, path, fields) if self.volumes == "bricks" or volumes else None
+        change = _Changes()
+        masks: ConvertedMasks | None = None
+        if self.volumes == "bricks" and study is not None:
+            found = self._slices_to_join(row, path, fields, study["series"])
+            change.joined = {volume_field(one.number): one for one in found}
+            change.gone = {name for one in change.joined.values() for name in one.names}
+            change.codecs = {one.number: BRICKS_CODEC for one in change.joined.values()}
+            masks = self._masks_to_join(row, path, fields, study["series"], change.joined.values())
+        elif self.volumes == "slices" and volumes:
+            for number, field in volumes.items():
+                volume = index.volume(field)
+                codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
+                # Sorts where its slices do.
+                change.split[slice_field(number, 0, codec)] = number, volume, codec
+                change.codecs[number] = codec
+            change.gone = {volume_field(number) for number in volumes}
+            masks = self._masks_to_split(row, path, fields, volumes)
+        if masks is not None:
+            change.gone |= masks.former
+            change.made = {**masks.fields, ANNOTATIONS_FIELD: masks.annotations}
+        if study is not None and change.codecs:
+            change.made[STUDY_FIELD] = _with_codecs(study, change.codecs)
+        return change
 
     def _study(self, row: int, path: str, fields: Sequence[FieldLocation]) -> dict[str, Any] | None:
         """Return ``study.json`` if it describes every series."""

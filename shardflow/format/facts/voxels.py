@@ -327,7 +327,9 @@ def _read(dataset: Dataset, series: SeriesTable, sample: int) -> list[ClassVoxel
             if place not in held:
                 held.clear()  # one volume of small numbers is in memory
                 held[place] = dataset.read_masks(sample, *place)
-            return region.table(held[place].dtype, _THRESHOLD)[held[place][index]]
+            is_inside = region.table(held[place].dtype, _THRESHOLD)
+            found: NDArray[np.bool_] = is_inside[held[place][index]]
+            return found
         name = stored.get((region.series, region.number, index))
         if name is None:
             return None

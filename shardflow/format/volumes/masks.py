@@ -1,15 +1,15 @@
 """Masks of regions in bricks: one volume of small numbers for all regions of a series.
 
-Each voxel holds the number of a *combination*: the regions that it belongs to, 0 for none. ``annotations.json``
-lists for each region the numbers of the combinations with it, so regions may overlap, a hundred classes take
-one byte a voxel, and a mask of any regions is one look at a table of numbers. Fractional masks, whose pixels
-are parts of 255, are a volume each. docs/format.md, section 20, has the layout.
+Each voxel holds the number of a *combination*: the regions that it belongs to, 0 for none.
+``annotations.json`` lists for each region the numbers of the combinations with it, so regions may overlap, a
+hundred classes take one byte a voxel, and a mask of any regions is one look at a table of numbers. Fractional
+masks, whose pixels are parts of 255, are a volume each. docs/format.md, section 20, has the layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -76,20 +76,13 @@ def join_masks(
             stored.setdefault((part.series, part.roi), {}).setdefault(part.index, []).append(name)
     if not stored:
         return None
-    content = json.loads(annotations)
     binary: dict[int, list[_SliceMasks]] = {}
     fractional: list[_SliceMasks] = []
-    for region in read_regions(annotations):
-        slices = stored.get((region.series, region.number))
-        if slices is None or not _is_whole(region, slices, shapes[region.series]):
-            continue
-        one = _SliceMasks(region, {index: found[0] for index, found in slices.items()}, read)
-        if not one.fits(shapes[region.series]):
-            continue
-        if region.is_fractional:
+    for one in _joinable(read_regions(annotations), stored, read, shapes):
+        if one.region.is_fractional:
             fractional.append(one)
         else:
-            binary.setdefault(region.series, []).append(one)
+            binary.setdefault(one.region.series, []).append(one)
     fields: dict[str, bytes | EncodedVolume] = {}
     facts: dict[tuple[int, int], dict[str, Any]] = {}
     for series, regions in binary.items():
@@ -108,6 +101,7 @@ def join_masks(
         facts[place] = {"mask": f"{mask_prefix(*place)}.volume"}
     if not facts:
         return None
+    content = json.loads(annotations)
     rois = [{**roi, **facts.get((int(roi["series"]), int(roi["roi"])), {})} for roi in content["rois"]]
     former = {name for place in facts for found in stored[place].values() for name in found}
     return ConvertedMasks(
@@ -162,7 +156,10 @@ def split_masks(
     for roi in content["rois"]:
         place = int(roi["series"]), int(roi["roi"])
         if place in changed:
-            roi = {**{name: one for name, one in roi.items() if name != "values"}, "mask": mask_prefix(*place)}
+            roi = {
+                **{name: one for name, one in roi.items() if name != "values"},
+                "mask": mask_prefix(*place),
+            }
         rois.append(roi)
     former = frozenset(volume_field(*place) for place in volumes)
     return ConvertedMasks(annotations=_encode({**content, "rois": rois}), fields=fields, former=former)
@@ -172,6 +169,21 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     """Encode ``annotations.json`` as packing does."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
+
+
+def _joinable(
+    regions: Iterable[Region],
+    stored: Mapping[tuple[int, int], Mapping[int, Sequence[str]]],
+    read: ReadFields,
+    shapes: Mapping[int, Extents],
+) -> Iterator[_SliceMasks]:
+    """Yield the regions whose masks bricks can hold."""
+    for region in regions:
+        slices = stored.get((region.series, region.number))
+        if slices is not None and _is_whole(region, slices, shapes[region.series]):
+            one = _SliceMasks(region, {index: found[0] for index, found in slices.items()}, read)
+            if one.fits(shapes[region.series]):
+                yield one
 
 
 def _is_whole(region: Region, slices: Mapping[int, Sequence[str]], shape: Extents) -> bool:
@@ -241,7 +253,10 @@ def _encode_parts(one: _SliceMasks, shape: Extents, brick_shape: Sequence[int]) 
 
 
 def _encode_slabs(
-    draw: Callable[[int, NDArray[Any]], None], shape: Extents, dtype: np.dtype[Any], brick_shape: Sequence[int]
+    draw: Callable[[int, NDArray[Any]], None],
+    shape: Extents,
+    dtype: np.dtype[Any],
+    brick_shape: Sequence[int],
 ) -> EncodedVolume:
     encoder = VolumeEncoder(shape, dtype, brick_shape=brick_shape)
     for first in range(0, shape[0], encoder.slab_num_slices):
