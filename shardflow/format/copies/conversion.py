@@ -120,9 +120,9 @@ class SampleMembers:
 
         plain: list[str] = []
         num_bytes = 0
-        sizes = {field.name: field.num_bytes for field in fields}
+        sizes = {one.name: one.num_bytes for one in fields}
         for name in sorted({*sizes, *joined, *split, *made} - change.gone):
-            is_plain = name in sizes and name not in stored and name not in made
+            is_plain = name not in made and name not in stored and name in sizes
             if plain and (not is_plain or num_bytes + sizes[name] > _GROUP_BYTES):
                 yield from self.source.read_fields(row, plain).items()
                 plain, num_bytes = [], 0
@@ -145,8 +145,10 @@ class SampleMembers:
         """Return what becomes of the members of a sample that change."""
         index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
         volumes = index.volumes_of(int(self.source.studies.gather("row_in_shard", row)))
-        study = self._study(row, path, fields) if self.volumes == "bricks" or volumes else None
         change = _Changes()
+        if self.volumes is None or (self.volumes == "slices" and not volumes):
+            return change
+        study = self._study(row, path, fields)
         masks: ConvertedMasks | None = None
         if self.volumes == "bricks" and study is not None:
             found = self._slices_to_join(row, path, fields, study["series"])
@@ -154,9 +156,8 @@ class SampleMembers:
             change.gone = {name for one in change.joined.values() for name in one.names}
             change.codecs = {one.number: BRICKS_CODEC for one in change.joined.values()}
             masks = self._masks_to_join(row, path, fields, study["series"], change.joined.values())
-        elif self.volumes == "slices" and volumes:
-            for number, field in volumes.items():
-                volume = index.volume(field)
+        elif self.volumes == "slices":
+            for number, volume in ((number, index.volume(one)) for number, one in volumes.items()):
                 codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
                 # Sorts where its slices do.
                 change.split[slice_field(number, 0, codec)] = number, volume, codec
@@ -172,7 +173,7 @@ class SampleMembers:
 
     def _study(self, row: int, path: str, fields: Sequence[FieldLocation]) -> dict[str, Any] | None:
         """Return ``study.json`` if it describes every series."""
-        if not any(field.name == STUDY_FIELD for field in fields):
+        if not any(one.name == STUDY_FIELD for one in fields):
             return None
         payload = self.source.read_fields(row, [STUDY_FIELD])[STUDY_FIELD]
         try:
@@ -187,10 +188,10 @@ class SampleMembers:
     ) -> Iterator[_Slices]:
         """Yield the series of slices that packing would store in bricks."""
         found: dict[int, list[tuple[int, str]]] = {}
-        for field in fields:
-            part = parse_slice_field(field.name)
+        for name in (one.name for one in fields):
+            part = parse_slice_field(name)
             if part is not None:
-                found.setdefault(part.series, []).append((part.index, field.name))
+                found.setdefault(part.series, []).append((part.index, name))
         for number, facts in enumerate(series):
             num_slices, places = facts["num_slices"], sorted(found.get(number, ()))
             if facts["codec"] == BRICKS_CODEC or not suits_bricks(
@@ -222,7 +223,7 @@ class SampleMembers:
         joined: Iterable[_Slices],
     ) -> ConvertedMasks | None:
         """Return the masks of series in bricks, and of those that become such, in bricks."""
-        names = {field.name for field in fields}
+        names = {one.name for one in fields}
         shapes = {
             number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
             for number, facts in enumerate(series)
@@ -248,10 +249,10 @@ class SampleMembers:
     ) -> ConvertedMasks | None:
         """Return the masks of series in bricks in slices."""
         index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
-        if not any(field.name == ANNOTATIONS_FIELD for field in fields):
+        if not any(one.name == ANNOTATIONS_FIELD for one in fields):
             return None
         annotations = self.source.read_fields(row, [ANNOTATIONS_FIELD])[ANNOTATIONS_FIELD]
-        bricks = {number: index.volume(field) for number, field in volumes.items()}
+        bricks = {number: index.volume(one) for number, one in volumes.items()}
         try:
             return split_masks(
                 annotations,
