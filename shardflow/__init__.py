@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from shardflow.fields.registry import read_fields
     from shardflow.fields.types.columns import Column, Columns
     from shardflow.fields.types.events import Events
+    from shardflow.fields.types.masks import Mask
     from shardflow.fields.types.members import Array, Bytes, Json
     from shardflow.fields.types.pictures import Image, Slices
-    from shardflow.fields.types.regions import Boxes, Mask
+    from shardflow.fields.types.regions import Boxes
     from shardflow.fields.types.text import Text
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
@@ -138,7 +139,7 @@ _SOURCES: Final = {
     "Json": "shardflow.fields.types.members:Json",
     "Loader": "shardflow.loading.loader:Loader",
     "LoaderConfig": "shardflow.loading.config:LoaderConfig",
-    "Mask": "shardflow.fields.types.regions:Mask",
+    "Mask": "shardflow.fields.types.masks:Mask",
     "NotFoundError": "shardflow.errors:NotFoundError",
     "PackConfig": "shardflow.packing.config:PackConfig",
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",

@@ -51,7 +51,7 @@ FIELD_GROUP: Final = "shardflow.fields"
 _TYPES: Final = {
     "boxes": "shardflow.fields.types.regions:Boxes",
     "image": "shardflow.fields.types.pictures:Image",
-    "mask": "shardflow.fields.types.regions:Mask",
+    "mask": "shardflow.fields.types.masks:Mask",
     "slices": "shardflow.fields.types.pictures:Slices",
     "text": "shardflow.fields.types.text:Text",
     "json": "shardflow.fields.types.members:Json",

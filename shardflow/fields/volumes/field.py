@@ -28,8 +28,9 @@ from shardflow.fields.field import (
 from shardflow.fields.layout import PixelDtype
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pixels import fill_value
-from shardflow.fields.types.regions import Boxes, Mask
+from shardflow.fields.types.regions import Boxes
 from shardflow.fields.volumes.crops import Foreground, random_start, start_around
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (

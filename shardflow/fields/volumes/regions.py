@@ -23,14 +23,8 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.types.regions import (
-    BoundAnnotations,
-    Boxes,
-    Mask,
-    MaskPlanes,
-    keep_majority,
-    number_readers,
-)
+from shardflow.fields.types.masks import Mask, MaskPlanes, keep_majority, number_readers
+from shardflow.fields.types.regions import BoundAnnotations, Boxes
 from shardflow.fields.volumes.geometry import Shape
 from shardflow.fields.volumes.resampling import Region as VoxelBox
 from shardflow.fields.volumes.resampling import resample, source_region
