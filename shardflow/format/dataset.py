@@ -514,10 +514,23 @@ class Dataset:
             if part is not None and rank is not None:
                 ranked = (rank, field.name)
                 found[part.index] = min(ranked, found.get(part.index, ranked))
-        volume = None if found else self._volume(row, series)
+        volume = None if found else self.volume(row, series)
         if volume is not None:
             return [slice_field(series, index, "npy") for index in range(volume.shape[0])]
         return [found[index][1] for index in sorted(found)]
+
+    def volume(self, row: int, series: int, region: int | None = None) -> BrickVolume | None:
+        """Return where the bricks of a series are; None where it is stored in slices.
+
+        Args:
+            row: Row in the samples table.
+            series: Number of the series.
+            region: Number of the region that a volume of masks is named after, for that in place of the
+                series.
+        """
+        index = self.shard_index(int(self.studies.gather("shard", row)))
+        field = index.volumes_of(int(self.studies.gather("row_in_shard", row)), region).get(series)
+        return None if field is None else index.volume(field)
 
     def read_volume(
         self, row: int, series: int, start: Sequence[int] = (0, 0, 0), stop: Sequence[int] | None = None
@@ -538,7 +551,7 @@ class Dataset:
             ChecksumError: A brick has other bytes than its index says.
             ShortReadError: The shard ends early.
         """
-        volume = self._volume(row, series)
+        volume = self.volume(row, series)
         if volume is None:
             raise FormatError(
                 f"series {series} of sample {self.studies.sample_key(row)} must be stored in bricks, and is "
@@ -563,7 +576,7 @@ class Dataset:
             ChecksumError: A brick has other bytes than its index says.
             ShortReadError: The shard ends early.
         """
-        volume = self._volume(row, series, region)
+        volume = self.volume(row, series, region)
         if volume is None:
             key = self.studies.sample_key(row)
             raise FormatError(
@@ -590,7 +603,7 @@ class Dataset:
         """Read slices of series in bricks, each layer of bricks once; other names are left out."""
         parsed = [part for part in map(parse_slice_field, names) if part is not None and part.codec == "npy"]
         layers: dict[tuple[int, int], tuple[BrickVolume, list[int]]] = {}
-        volumes = {series: self._volume(row, series) for series in {part.series for part in parsed}}
+        volumes = {series: self.volume(row, series) for series in {part.series for part in parsed}}
         for part in parsed:
             volume = volumes[part.series]
             if volume is not None and part.index < volume.shape[0]:
@@ -603,11 +616,6 @@ class Dataset:
             for index in sorted(indexes):
                 found[slice_field(series, index, "npy")] = encode_array("npy", slab[index - first])
         return found
-
-    def _volume(self, row: int, series: int, region: int | None = None) -> BrickVolume | None:
-        index = self.shard_index(int(self.studies.gather("shard", row)))
-        field = index.volumes_of(int(self.studies.gather("row_in_shard", row)), region).get(series)
-        return None if field is None else index.volume(field)
 
     def _open_index(self, shard: int) -> ShardIndex:
         entry = self.manifest.shards[shard]

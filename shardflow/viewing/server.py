@@ -30,6 +30,7 @@ from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.viewing.catalog import Catalog, Query
 from shardflow.viewing.studies import Inputs, RawArray, Signals, Studies, step_samples
+from shardflow.viewing.volumes import Volumes
 
 _MAX_ROWS: Final = 500
 _TYPES: Final = {
@@ -75,7 +76,7 @@ class Routes:
         self._inputs = Inputs(dataset)
         self._assets = {name: _asset(name) for name in _ASSETS}
         row, number = rf"/api/samples/{_NUMBER}", _NUMBER
-        studies = self._studies
+        studies, volumes = self._studies, Volumes(dataset, self._studies)
         # Each takes the query parameters and the numbers in the path.
         routes: dict[str, Callable[..., Any]] = {
             "/api/dataset": self._about,
@@ -84,10 +85,11 @@ class Routes:
             "/api/inputs": self._rows_of_inputs,
             "/api/steps": self._step,
             row: lambda _, *at: studies.describe(*at),
-            f"{row}/slices/{number}/{number}": lambda _, *at: studies.slice(*at),
+            f"{row}/slices/{number}/{number}": lambda _, *at: volumes.plane(at[0], at[1], 0, at[2]),
+            f"{row}/planes/{number}/{number}/{number}": lambda _, *at: volumes.plane(*at),
+            f"{row}/regions/{number}/{number}/{number}/{number}": lambda _, *at: volumes.region(*at),
             f"{row}/documents/{number}": lambda _, *at: {"text": studies.document(*at)},
             f"{row}/waveforms/{number}/{number}": self._waveform,
-            f"{row}/masks/{number}/{number}/{number}": lambda _, *at: studies.mask(*at),
         }
         self._routes = [(re.compile(pattern, re.ASCII), route) for pattern, route in routes.items()]
 

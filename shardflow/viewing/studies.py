@@ -155,6 +155,10 @@ class _Open:
     """Field of each slice, by series."""
     masks: dict[tuple[int, int, int], str]
     """Field of each mask, by series, number and slice."""
+    names: frozenset[str]
+    """All fields."""
+    shapes: dict[int, tuple[int, int, int]]
+    """Of each series whose was asked for."""
 
 
 class Studies:
@@ -201,22 +205,52 @@ class Studies:
             ConfigError: There is no such slice.
             ShardflowError: It is damaged.
         """
+        return raw_pixels(self.pixels(row, series, index))
+
+    def pixels(self, row: int, series: int, index: int) -> NDArray[Any]:
+        """Return one slice as it is stored, see `slice`."""
         names = self._opened(row).slices.get(series, [])
         if not 0 <= index < len(names):
             raise ConfigError(f"the series has {len(names)} slices; there is no slice {index}.")
-        return _pixels(self._decoded(row, names[index]))
+        return self._decoded(row, names[index])
 
-    def mask(self, row: int, series: int, number: int, index: int) -> RawArray:
-        """Return the mask of a region on one slice: uint8, 0 to 255 for fractions, or 0 and 1.
+    def shape(self, row: int, series: int) -> tuple[int, int, int]:
+        """Return slices, rows and columns of a series.
 
         Raises:
-            ConfigError: The region has no mask on that slice.
+            ConfigError: There is no such series.
+        """
+        opened = self._opened(row)
+        if series not in opened.shapes:
+            volume = self._dataset.volume(row, series) if opened.slices.get(series) else None
+            if volume is None:
+                rows, columns = self.pixels(row, series, 0).shape[:2]
+                opened.shapes[series] = len(opened.slices[series]), rows, columns
+            else:
+                slices, rows, columns = volume.shape
+                opened.shapes[series] = slices, rows, columns
+        return opened.shapes[series]
+
+    def mask(self, row: int, series: int, number: int, index: int) -> NDArray[np.uint8] | None:
+        """Return the stored mask of a region on one slice: 0 to 255 for fractions, or 0 and 1; None for none.
+
+        Raises:
             ShardflowError: It is damaged.
         """
         name = self._opened(row).masks.get((series, number, index))
-        if name is None:
-            raise ConfigError("the study has no such mask.")
-        return _pixels(self._decoded(row, name))
+        return None if name is None else self._decoded(row, name)
+
+    def annotations(self, row: int) -> bytes:
+        """Return ``annotations.json``.
+
+        Raises:
+            ConfigError: The study has none.
+            ShardflowError: It is damaged.
+        """
+        name = _JSON_FIELDS["annotations"]
+        if name not in self._opened(row).names:
+            raise ConfigError("the study has no regions.")
+        return self._dataset.read_fields(row, [name])[name]
 
     def document(self, row: int, number: int) -> str:
         """Return the text of a clinical document.
@@ -247,7 +281,9 @@ class Studies:
                 self._open.move_to_end(row)
                 return known
         _, fields = self._dataset.sample_fields(row)
-        made = _Open(_slices(self._dataset, row), _masks(fields))
+        made = _Open(
+            _slices(self._dataset, row), _masks(fields), frozenset(field.name for field in fields), {}
+        )
         with self._lock:
             self._open[row] = made
             while len(self._open) > _MAX_OPEN:
@@ -293,7 +329,8 @@ def _parsed(data: bytes | None, name: str, problems: list[str]) -> dict[str, Any
     return value
 
 
-def _pixels(array: NDArray[Any]) -> RawArray:
+def raw_pixels(array: NDArray[Any]) -> RawArray:
+    """Return a picture for the browser, ``(rows, columns)`` or ``(rows, columns, channels)``."""
     channels = array.shape[2] if array.ndim == 3 else 1
     if array.dtype.name not in ("uint8", "int16", "uint16"):
         array = array.astype(np.int16 if array.dtype == np.int8 else np.float32)

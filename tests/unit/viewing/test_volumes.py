@@ -1,0 +1,141 @@
+"""Planes of volumes and their regions over HTTP: from slices and from bricks, read once."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shardflow.cli import main as cli
+from shardflow.format import Dataset
+from shardflow.viewing import Viewer
+from tests.integration.loader_support import hooked
+from tests.integration.test_loader_volume_regions import SHAPE, series_of
+from tests.integration.test_mask_bricks import BOX_ONLY, UNSEEN, extra_of, masks_of
+from tests.volume_cases import make_volumes
+
+NUM_SAMPLES = 4
+STORAGES = ("slices", "bricks")
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    folder = tmp_path_factory.mktemp("planes")
+    made = make_volumes(folder / "slices", series_of, num_samples=NUM_SAMPLES, extra_of=extra_of)
+    assert cli.main(["copy", str(folder / "slices"), str(folder / "bricks"), "--volumes", "bricks"]) == 0
+    return {"slices": made, "bricks": Dataset.open(folder / "bricks")}
+
+
+@pytest.fixture(scope="module")
+def viewers(datasets: dict[str, Dataset]) -> Iterator[dict[str, Viewer]]:
+    with Viewer(datasets["slices"]) as slices, Viewer(datasets["bricks"]) as bricks:
+        yield {"slices": slices, "bricks": bricks}
+
+
+def get(viewer: Viewer, path: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(urlsplit(viewer.url).netloc, timeout=60)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def picture(viewer: Viewer, path: str) -> NDArray[Any]:
+    status, headers, body = get(viewer, path)
+    assert status == 200, body
+    dtype = np.dtype(headers["X-Dtype"]).newbyteorder("<")
+    return np.frombuffer(body, dtype).reshape(int(headers["X-Rows"]), int(headers["X-Columns"]))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_plane_is_that_of_the_stored_volume(storage: str, viewers: dict[str, Viewer]) -> None:
+    row = 1
+    expected = series_of(row)[0].voxels
+    for axis, length in enumerate(SHAPE):
+        for index in range(length):
+            found = picture(viewers[storage], f"/api/samples/{row}/planes/0/{axis}/{index}")
+            assert np.array_equal(found, expected.take(index, axis=axis))
+    assert np.array_equal(picture(viewers[storage], f"/api/samples/{row}/slices/0/3"), expected[3])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_regions_are_drawn_on_every_plane(
+    storage: str, viewers: dict[str, Viewer], datasets: dict[str, Dataset]
+) -> None:
+    if storage == "bricks":  # masks are in bricks too
+        _, fields = datasets[storage].sample_fields(0)
+        assert any(".m" in one.name and ".volume." in one.name for one in fields)
+    for number, covered in enumerate(masks_of(0)):
+        for axis, length in enumerate(SHAPE):
+            for index in range(length):
+                found = picture(viewers[storage], f"/api/samples/0/regions/0/{number}/{axis}/{index}")
+                assert np.array_equal(found > 0, shown(covered, number).take(index, axis=axis))
+
+
+def shown(covered: NDArray[np.uint8], number: int) -> NDArray[np.bool_]:
+    """Return the voxels of a region that are tinted."""
+    if number == BOX_ONLY:  # filled to its box
+        is_covered = np.zeros(SHAPE, bool)
+        for index in np.flatnonzero(covered.any(axis=(1, 2))).tolist():
+            rows, columns = np.nonzero(covered[index])
+            is_covered[index, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1] = True
+        return is_covered
+    return covered > 0
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("planes/0/1/14", b"there is no plane 14 of axis 1"),
+        ("planes/0/3/0", b"there is no plane 0 of axis 3"),
+        ("planes/7/1/0", b"0 slices"),
+        ("slices/0/11", b"11"),
+        ("regions/0/9/0/0", b"no such region"),
+        ("regions/0/0/2/13", b"there is no plane 13 of axis 2"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(
+    storage: str, path: str, sentence: bytes, viewers: dict[str, Viewer]
+) -> None:
+    status, _, body = get(viewers[storage], f"/api/samples/0/{path}")
+    assert (status, sentence in body) == (400, True), body
+
+
+def test_a_study_without_regions_has_none(tmp_path: Path) -> None:
+    made = make_volumes(tmp_path / "data", series_of, num_samples=UNSEEN + 1, extra_of=extra_of)
+    with Viewer(made) as viewer:
+        status, _, body = get(viewer, f"/api/samples/{UNSEEN}/regions/0/0/1/0")
+    assert (status, b"no regions" in body) == (400, True)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_scrolling_reads_once(storage: str, datasets: dict[str, Dataset]) -> None:
+    read: list[str] = []
+    opened, _ = hooked(datasets[storage].store.url, lambda path, _: read.append(path))
+    with Viewer(opened) as viewer:
+        picture(viewer, "/api/samples/2/planes/0/2/4")
+        read.clear()
+        for index in range(SHAPE[2]):
+            picture(viewer, f"/api/samples/2/planes/0/2/{index}")
+        if storage == "slices":
+            picture(viewer, "/api/samples/2/planes/0/1/4")
+    assert not [path for path in read if path.endswith(".tar")]
+
+
+def test_a_volume_that_is_too_large_is_not_read(
+    datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.viewing.volumes.MAX_BYTES", 500)
+    with Viewer(datasets["slices"]) as viewer:
+        status, _, body = get(viewer, "/api/samples/0/planes/0/1/0")
+        assert (status, b"at most" in body) == (400, True)
+        assert get(viewer, "/api/samples/0/slices/0/0")[0] == 200
