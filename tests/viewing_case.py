@@ -53,7 +53,12 @@ def make_viewed_sample(number: int, **settings: object) -> MadeSample:
         mask = np.zeros((SIZE, SIZE), np.uint8)
         mask[20:40, 10:30] = 1
         fields["s000.m000.i0005.b2nd"] = encode_array("b2nd", mask)
-        roi = {"series": 0, "slices": [{"slice": 5, "box_px": [10, 20, 30, 40]}], "mask": "s000.m000"}
+        roi = {
+            "roi": 0,
+            "series": 0,
+            "slices": [{"slice": 5, "box_px": [10, 20, 30, 40]}],
+            "mask": "s000.m000",
+        }
         fields["annotations.json"] = json.dumps({"rois": [roi]}).encode()
         fields |= _recordings() | _documents()
     return dataclasses.replace(made, fields=dict(sorted(fields.items())))

@@ -28,8 +28,9 @@ from urllib.parse import parse_qsl, urlsplit
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.processes import join_all, wait_for_at_exit
+from shardflow.sampling import BatchSpec
 from shardflow.viewing.catalog import Catalog, Query
-from shardflow.viewing.studies import Inputs, RawArray, Signals, Studies, step_samples
+from shardflow.viewing.studies import Inputs, RawArray, Signals, StepReader, StepSamples, Studies
 from shardflow.viewing.volumes import Volumes
 
 _MAX_ROWS: Final = 500
@@ -68,8 +69,9 @@ class Answer:
 class Routes:
     """Answers requests for one dataset; safe to share between threads."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, steps: StepReader | None = None) -> None:
         self._dataset = dataset
+        self._steps = steps or StepSamples(dataset)
         self._catalog = Catalog(dataset)
         self._studies = Studies(dataset, self._catalog)
         self._signals = Signals(dataset)
@@ -131,6 +133,7 @@ class Routes:
             "modalities": [name for name in samples.modalities if name],
             "num_shards": len(manifest.shards),
             "inputs": self._inputs.summary() if values.get("inputs") else None,
+            "fields": list(self._steps.fields),
         }
 
     def _samples(self, values: Mapping[str, str]) -> dict[str, Any]:
@@ -142,14 +145,15 @@ class Routes:
         return self._inputs.find(values.get("outcome", ""), values.get("reason", ""), *_page(values))
 
     def _step(self, values: Mapping[str, str]) -> dict[str, Any]:
-        return step_samples(
-            self._dataset,
+        return self._steps(
             split=values.get("split", ""),
             seed=_natural(values, "seed", 0),
             epoch=_natural(values, "epoch", 0),
             step=_natural(values, "step", 0),
-            micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
-            micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
+            batch=BatchSpec(
+                micro_batch_size=min(_natural(values, "size", 2), _MAX_ROWS),
+                micro_batches_per_step=min(_natural(values, "count", 4), _MAX_ROWS),
+            ),
         )
 
     def _waveform(self, values: Mapping[str, str], row: int, recording: int, group: int) -> RawArray:
@@ -225,6 +229,7 @@ class Viewer:
         dataset: The dataset to show.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
+        steps: Finds the samples of a step; `shardflow.loading.crops.StepCrops` also where their crops are.
 
     Raises:
         ConfigError: The server cannot listen on the address or the port.
@@ -237,10 +242,17 @@ class Viewer:
         200
     """
 
-    def __init__(self, dataset: Dataset, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        steps: StepReader | None = None,
+    ) -> None:
         self._is_local = _is_loopback(host)
         self._token = "" if self._is_local else secrets.token_urlsafe(24)
-        self._routes = Routes(dataset)
+        self._routes = Routes(dataset, steps)
         try:
             self._server = _Server(host, port, self._routes, self._token, is_local=self._is_local)
         except OSError as error:

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -447,37 +447,54 @@ def _lines_of_corpus(
     return {"total": total, "inputs": shown}
 
 
-def step_samples(
-    dataset: Dataset,
-    *,
-    split: str,
-    seed: int,
-    epoch: int,
-    step: int,
-    micro_batch_size: int,
-    micro_batches_per_step: int,
-) -> dict[str, Any]:
-    """Return the samples of a step: the same for any number of GPUs.
+class StepReader(Protocol):
+    """Source of the samples of a step."""
 
-    Raises:
-        ConfigError: There is no such split.
-        PlanError: The settings make no plan, or it has no such step.
-    """
-    rows = dataset.splits.get(split)
-    if rows is None:
-        raise ConfigError("the dataset has no such split.")
-    spec = BatchSpec(micro_batch_size=micro_batch_size, micro_batches_per_step=micro_batches_per_step)
-    plan = EpochPlan(rows, spec, seed=seed, epoch=epoch)
-    found, weights = plan.step(step)
-    return {
-        "num_steps": plan.num_steps,
-        "micro_batches": [
-            [
-                {"row": int(row), "key": dataset.samples.sample_key(int(row)), "weight": int(weight)}
-                if row >= 0
-                else None
-                for row, weight in zip(micro, row_weights, strict=True)
-            ]
-            for micro, row_weights in zip(found, weights, strict=True)
-        ],
-    }
+    @property
+    def fields(self) -> Sequence[str]:
+        """Names of the fields whose crops it finds."""
+
+    def __call__(self, *, split: str, seed: int, epoch: int, step: int, batch: BatchSpec) -> dict[str, Any]:
+        """Return ``num_steps`` and ``micro_batches``: of each slot None for padding, or the sample's.
+
+        That is ``row``, ``key``, ``weight`` and ``crops``, each with ``field``, ``series`` and ``corners``.
+
+        Raises:
+            ConfigError: There is no such split.
+            PlanError: The settings make no plan, or it has no such step.
+        """
+
+
+class StepSamples:
+    """Samples of any step of a dataset; the same for any number of GPUs. Knows of no crops."""
+
+    fields: Sequence[str] = ()
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __call__(self, *, split: str, seed: int, epoch: int, step: int, batch: BatchSpec) -> dict[str, Any]:
+        """Return the samples, see `StepReader`."""
+        rows = self._dataset.splits.get(split)
+        if rows is None:
+            raise ConfigError("the dataset has no such split.")
+        plan = EpochPlan(rows, batch, seed=seed, epoch=epoch)
+        found, weights = plan.step(step)
+        samples = self._dataset.samples
+        return {
+            "num_steps": plan.num_steps,
+            "micro_batches": [
+                [
+                    {
+                        "row": int(row),
+                        "key": samples.sample_key(int(row)),
+                        "weight": int(weight),
+                        "crops": [],
+                    }
+                    if row >= 0
+                    else None
+                    for row, weight in zip(micro, row_weights, strict=True)
+                ]
+                for micro, row_weights in zip(found, weights, strict=True)
+            ],
+        }

@@ -13,7 +13,7 @@ const CT_WINDOWS = {
   brain: [40, 80], subdural: [80, 200], stroke: [32, 8],
 };
 const byId = (id) => document.getElementById(id);
-const state = { about: null, all: [], recordings: [], isRecording: false, rows: [], start: 0, total: 0, study: null, where: "", series: 0, asked: 0, opened: 0 };
+const state = { about: null, all: [], recordings: [], isRecording: false, crops: [], rows: [], start: 0, total: 0, study: null, where: "", series: 0, asked: 0, opened: 0 };
 const film = new Film(byId("canvas"), describe);
 const strip = new Strip(byId("strip"), describeStrip);
 let shown = film; // what wheel, keys and slider move
@@ -52,12 +52,13 @@ function listed(sample) {
   return item;
 }
 
-async function open(row) {
+async function open(row, crops = []) {
   page("studies");
   const opened = ++state.opened;
   const study = await ask(`api/samples/${row}`);
   if (opened !== state.opened) return; // another one was chosen meanwhile
   state.study = study;
+  state.crops = crops;
   history.replaceState(null, "", `#${row}`);
   for (const item of byId("rows").children) {
     item.toggleAttribute("aria-current", +item.dataset.row === row);
@@ -78,7 +79,10 @@ async function open(row) {
   renderDocuments(byId("documents"), study);
   byId("documents-tab").hidden = documentsOf(study).length === 0;
   if (byId("documents-tab").hidden && !byId("documents").hidden) side("report");
-  openSeries(0);
+  const crop = crops.find(({ isChosen }) => isChosen);
+  byId("planes").checked = film.wantsPlanes = film.wantsPlanes || Boolean(crop);
+  openSeries(crop?.series ?? 0);
+  if (crop) film.moveTo([0, 1, 2].map((axis) => mean(crop.corners.map((corner) => corner[axis]))));
 }
 
 function openSeries(number, index) {
@@ -101,7 +105,8 @@ function openSeries(number, index) {
   const presets = { "as stored": null, ...(series.unit === "HU" ? CT_WINDOWS : {}) };
   state.presets = Object.values(presets);
   byId("preset").append(...Object.keys(presets).map((name, at) => option(at, name)));
-  film.open(state.study.row, series, number, regionsOf(state.study, number));
+  film.open(state.study.row, series, number, regionsOf(state.study, number), state.crops.filter((crop) => crop.series === number));
+  byId("planes").disabled = !film.canShowPlanes;
   if (index !== undefined) film.show(index);
 }
 
@@ -125,11 +130,29 @@ function regionsOf(study, series) {
   return (study.annotations?.rois ?? [])
     .map((roi, number) => ({ roi, number }))
     .filter(({ roi }) => roi.series === series)
-    .map(({ roi, number }) => ({
-      number,
-      mask: roi.mask ? parseInt(/\.m(\d+)/.exec(roi.mask)[1], 10) : null,
-      slices: new Map((roi.slices ?? []).map((place) => [place.slice, place])),
-    }));
+    .map(({ roi, number }) => {
+      const places = roi.slices ?? [];
+      const boxes = places.flatMap(({ box_px: box }) => (box ? [box] : []));
+      const least = (values) => Math.min(...values);
+      const most = (values) => Math.max(...values);
+      return {
+        number,
+        roi: roi.roi ?? number,
+        hasMask: Boolean(roi.mask),
+        hasArea: boxes.length > 0,
+        slices: new Map(places.map((place) => [place.slice, place])),
+        // First and behind the last along slices, rows and columns.
+        extent: [
+          [least(places.map(({ slice }) => slice)), most(places.map(({ slice }) => slice)) + 1],
+          [least(boxes.map((box) => box[1])), most(boxes.map((box) => box[3]))],
+          [least(boxes.map((box) => box[0])), most(boxes.map((box) => box[2]))],
+        ],
+      };
+    });
+}
+
+function mean(values) {
+  return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
 function counted(number, name) {
@@ -159,6 +182,7 @@ function describe({ study, index, count, low, high, error }) {
   const facts = study?.series;
   const names = facts && [
     `slice ${index + 1} of ${count}`,
+    film.axes.length > 1 ? `row ${film.at[1] + 1}, column ${film.at[2] + 1}` : "",
     facts.instance_numbers?.[index] != null ? `image ${facts.instance_numbers[index]}` : "",
     facts.slice_spacing_mm ? `every ${facts.slice_spacing_mm.toFixed(2)} mm` : "",
     facts.unit,
@@ -189,6 +213,7 @@ const KEYS = {
   i: () => byId("invert").click(),
   r: () => film.resetView(),
   m: () => byId("regions").click(),
+  p: () => byId("planes").click(),
   t: () => byId("theme").click(),
   "/": () => byId("text").focus(),
   "?": () => byId("help").showModal(),
@@ -227,7 +252,9 @@ byId("stage").addEventListener("wheel", (event) => {
   const whole = Math.trunc(wheel / 40) || (Math.abs(event.deltaY) >= 40 ? Math.sign(event.deltaY) : 0);
   if (whole) {
     wheel = 0;
-    shown.show(shown.index + Math.sign(whole));
+    const axis = shown === film ? (film.panelAt(event.offsetX, event.offsetY)?.axis ?? 0) : 0;
+    if (axis) film.move(axis, film.at[axis] + Math.sign(whole));
+    else shown.show(shown.index + Math.sign(whole));
   }
 }, { passive: false });
 
@@ -246,7 +273,8 @@ byId("canvas").addEventListener("pointerdown", (event) => {
       film.setWindow(center + down * per, Math.max(1, width + right * per));
     }
   };
-  const end = () => {
+  const end = (ended) => {
+    if (Math.hypot(ended.clientX - x, ended.clientY - y) < 3) film.point(ended.offsetX, ended.offsetY);
     event.target.removeEventListener("pointermove", move);
     event.target.removeEventListener("pointerup", end);
   };
@@ -260,7 +288,7 @@ function page(name) {
   for (const part of document.querySelectorAll(".page")) part.hidden = part.id !== name;
   for (const tab of document.querySelectorAll("[data-page]")) tab.setAttribute("aria-selected", tab.dataset.page === name);
   if (name === "inputs") renderInputs(byId("inputs"), openKey).catch(failed);
-  if (name === "steps" && !byId("steps").children.length) renderSteps(byId("steps"), state.about.splits, (row) => open(row).catch(failed));
+  if (name === "steps" && !byId("steps").children.length) renderSteps(byId("steps"), state.about, (row, crops) => open(row, crops).catch(failed));
 }
 
 async function openKey(key) {
@@ -302,7 +330,11 @@ function listen() {
   });
   byId("regions").addEventListener("change", (event) => {
     film.showRegions = event.target.checked;
-    film.show(film.index);
+    film.refresh();
+  });
+  byId("planes").addEventListener("change", (event) => {
+    film.wantsPlanes = event.target.checked;
+    film.refresh();
   });
   byId("keys").addEventListener("click", () => byId("help").showModal());
   byId("theme").addEventListener("click", () => {

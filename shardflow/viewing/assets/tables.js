@@ -79,7 +79,20 @@ export async function renderInputs(target, openKey) {
   );
 }
 
-export function renderSteps(target, splits, openRow) {
+// Crops of a sample in a step, the one of a slot chosen.
+function cropsOf(slots, row, chosen) {
+  return slots
+    .filter((slot) => slot?.row === row)
+    .flatMap((slot) => slot.crops.map((crop) => ({ ...crop, isChosen: slot === chosen })));
+}
+
+function describeCrop({ field, series, corners }) {
+  const along = [0, 1, 2].map((axis) => corners.map((corner) => corner[axis]));
+  const spans = along.map((values) => `${Math.round(Math.min(...values) + 0.5)}:${Math.round(Math.max(...values) + 0.5)}`);
+  return `${field}: series ${series}, ${spans.join(", ")}`;
+}
+
+export function renderSteps(target, { splits, fields }, openRow) {
   const input = (name, value, label) =>
     element("label", {}, label, element("input", { name, value, type: "number", min: "0", step: "1" }));
   const split = element("select", { name: "split" }, ...splits.map(({ name }) => element("option", {}, name)));
@@ -101,15 +114,18 @@ export function renderSteps(target, splits, openRow) {
     event.preventDefault();
     try {
       const found = await ask("api/steps", Object.fromEntries(new FormData(form)));
+      const slots = found.micro_batches.flat();
       const rows = found.micro_batches.flatMap((micro, number) =>
         micro.map((one) => ({
-          cells: one ? [number, element("code", {}, one.key), one.weight] : [number, "padding", 0],
-          open: one ? () => openRow(one.row) : undefined,
+          cells: one
+            ? [number, element("code", {}, one.key), one.weight, one.crops.map(describeCrop).join("; ")]
+            : [number, "padding", 0],
+          open: one ? () => openRow(one.row, cropsOf(slots, one.row, one)) : undefined,
         })),
       );
       result.replaceChildren(
         element("h2", {}, `of ${found.num_steps.toLocaleString("en")} steps`),
-        table(["micro-batch", "sample", "weight"], rows),
+        table(["micro-batch", "sample", "weight", fields.length ? "crops (slices, rows, columns)" : ""], rows),
       );
     } catch (error) {
       result.replaceChildren(element("p", { class: "problem" }, error.message));

@@ -188,10 +188,11 @@ def test_study_slices_and_masks(viewer: Viewer) -> None:
     assert (headers["X-Rows"], headers["X-Columns"], headers["X-Dtype"]) == (str(SIZE), str(SIZE), "int16")
     pixels = np.frombuffer(body, "<i2").reshape(SIZE, SIZE)
     assert pixels[0, 0] == NUM_SLICES - 1  # the factory writes number * 16 + slice there
-    _, headers, body = get(viewer, "/api/samples/0/masks/0/0/5")
+    _, headers, body = get(viewer, "/api/samples/0/regions/0/0/0/5")
     assert headers["X-Dtype"] == "uint8"
     assert np.frombuffer(body, np.uint8).sum() == 400
-    assert get(viewer, "/api/samples/0/masks/0/0/6")[0] == 400
+    assert not any(get(viewer, "/api/samples/0/regions/0/0/0/6")[2])
+    assert get(viewer, "/api/samples/0/regions/0/1/0/5")[0] == 400
     assert get(viewer, "/api/samples/0/slices/0/24")[0] == 400
     assert get(viewer, "/api/samples/99")[0] == 400
 
@@ -357,7 +358,7 @@ class _HeldRoutes(Routes):
 
 def _held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Viewer, _HeldRoutes]:
     held = _HeldRoutes(Dataset.open(folder))
-    monkeypatch.setattr("shardflow.viewing.server.Routes", lambda _: held)
+    monkeypatch.setattr("shardflow.viewing.server.Routes", lambda *_: held)
     return Viewer(Dataset.open(folder)), held
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import shardflow as sf
 from shardflow.cli import main as cli
+from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.loading.crops import StepCrops
 from shardflow.viewing import Viewer
-from tests.integration.loader_support import hooked
+from tests.integration.loader_support import hooked, open_loader, slots_of
 from tests.integration.test_loader_volume_regions import SHAPE, series_of
 from tests.integration.test_mask_bricks import BOX_ONLY, UNSEEN, extra_of, masks_of
 from tests.volume_cases import make_volumes
@@ -139,3 +144,51 @@ def test_a_volume_that_is_too_large_is_not_read(
         status, _, body = get(viewer, "/api/samples/0/planes/0/1/0")
         assert (status, b"at most" in body) == (400, True)
         assert get(viewer, "/api/samples/0/slices/0/0")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_samples": 2, "margin": (1, 0, 2)},
+        {"orientation": "RAS", "spacing_mm": (1.3, 0.9, 1.7)},
+        {"center": "whole"},
+    ],
+)
+def test_crops_of_a_step_are_those_of_the_loader(
+    settings: dict[str, Any], datasets: dict[str, Dataset]
+) -> None:
+    roi, batch = (5, 6, 4), sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
+    volume = sf.Volume(roi_size=roi, **settings)
+    fields = {"ct": volume, "nodule": sf.Mask(like="ct")}
+    margin = settings.get("margin", (0, 0, 0))
+    ends = [(more - 0.5, side + more - 0.5) for more, side in zip(margin, roi, strict=True)]
+    corners = np.array([*itertools.product(*ends)])
+    read: list[str] = []
+    opened, _ = hooked(datasets["bricks"].store.url, lambda path, _: read.append(path))
+    with (
+        open_loader(datasets["bricks"], batch, fields) as loader,
+        Viewer(opened, steps=StepCrops(opened, fields)) as viewer,
+    ):
+        steps = {}
+        for step in range(loader.num_steps):
+            _, _, body = get(viewer, f"/api/steps?split=train&seed=5&epoch=0&step={step}&size=2&count=2")
+            steps[step] = json.loads(body)["micro_batches"]
+        assert not [path for path in read if path.endswith(".tar")]
+        num_seen = 0
+        for received in loader:
+            for slot, number in slots_of(received):
+                found = steps[received.step][received.micro][slot]
+                assert found["key"] == received.sample_keys[slot]
+                (crop,) = found["crops"]
+                assert (crop["field"], crop["series"]) == ("ct", 0)
+                shown = np.array(crop["corners"]) @ series_of(number)[0].affine[:3, :3].T
+                affine = received["ct_affine"][slot]
+                expected = corners @ affine[:3, :3].T + affine[:3, 3] - series_of(number)[0].affine[:3, 3]
+                np.testing.assert_allclose(shown, expected, atol=0.02)
+                num_seen += 1
+    assert num_seen == NUM_SAMPLES * settings.get("num_samples", 1)
+
+
+def test_crops_need_a_volume(datasets: dict[str, Dataset]) -> None:
+    with pytest.raises(ConfigError, match="hold no volume"):
+        StepCrops(datasets["slices"], {"text": sf.Text(missing="pad")})
