@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import shardflow as sf
+from shardflow.cli import main as cli
 from shardflow.format import Dataset
+from shardflow.loading.crops import StepCrops
 from shardflow.viewing import Viewer
+from tests.integration.test_mask_bricks import extra_of
 from tests.viewing_case import NUM_SLICES, make_viewed_dataset
+from tests.volume_cases import VolumeSeries, affine_of, make_volumes
 
 PATIENCE_MS = 60_000
 
@@ -334,3 +340,144 @@ def test_a_study_that_comes_late_does_not_cover_the_one_chosen_after_it(page: An
     # When this answer is there, the page has long had the other one.
     page.evaluate("fetch('api/samples/3').then((answer) => answer.json()).then(() => 0)")
     assert page.evaluate("location.hash") == "#4"
+
+
+# ---- planes of volumes --------------------------------------------------------------------------------
+
+SHAPE = (11, 14, 13)
+"""Slices, rows and columns of volumes, in millimeters 2, 1 and 1."""
+
+
+def _series(number: int) -> list[VolumeSeries]:
+    """Voxels whose value says where they are, below the white of a crop."""
+    slices, rows, columns = np.indices(SHAPE)
+    voxels = (10 * slices + 6 * rows + 3 * columns - 100 + number).astype(np.int16)
+    return [VolumeSeries(voxels=voxels, affine=affine_of((2, 1, 1)))]
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of viewers of the same volumes, in slices and in bricks."""
+    folder = tmp_path_factory.mktemp("volumes")
+    make_volumes(folder / "slices", _series, num_samples=4, extra_of=extra_of)
+    assert cli.main(["copy", str(folder / "slices"), str(folder / "bricks"), "--volumes", "bricks"]) == 0
+    bricks = Dataset.open(folder / "bricks")
+    crops = StepCrops(bricks, {"ct": sf.Volume(roi_size=(4, 6, 6), num_samples=2)})
+    with Viewer(Dataset.open(folder / "slices")) as first, Viewer(bricks, steps=crops) as second:
+        yield {"slices": first.url, "bricks": second.url}
+
+
+@pytest.fixture
+def planes(browser: Any, volumes: dict[str, str]) -> Iterator[dict[str, Any]]:
+    context = browser.new_context(viewport={"width": 1280, "height": 720}, color_scheme="light")
+    context.set_default_timeout(PATIENCE_MS)
+    problems: list[str] = []
+    made = {}
+    for storage, url in volumes.items():
+        made[storage] = page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on(
+            "request",
+            lambda request, url=url: problems.append(request.url) if not _is_own(request.url, url) else None,
+        )
+        page.goto(url)
+        drawn(page, 0, SHAPE[0] // 2)
+    yield made
+    context.close()
+    assert problems == []
+
+
+def at(page: Any, *place: int) -> None:
+    """Wait until three planes are on the canvas."""
+    page.wait_for_selector(f'#canvas[data-planes="{place[0]}/{place[1]}/{place[2]}"]')
+
+
+def test_three_planes_are_those_of_slices_and_of_bricks(planes: dict[str, Any]) -> None:
+    page = planes["bricks"]
+    page.keyboard.press("p")
+    at(page, 5, 7, 6)
+    assert "slice 6 of 11 · row 8, column 7" in page.inner_text("#where")
+    # The head is up across slices, and voxels are what they are: the plane at the right top is that of row 7.
+    top, bottom = pixel(page, 0.75, 0.1)[0], pixel(page, 0.75, 0.4)[0]
+    assert top > bottom
+    for each in planes.values():
+        each.bring_to_front()
+        each.uncheck("#planes")
+        each.check("#planes")
+        at(each, 5, 7, 6)
+        settled(each, f"({_SUM_OF_COLOUR}) > 20000")
+    # Tints of regions arrive one by one.
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while len({each.evaluate(_PICTURE) for each in planes.values()}) > 1:
+        assert time.monotonic() < deadline, "planes of slices and of bricks differ"
+        time.sleep(0.05)
+
+
+_PICTURE = "document.getElementById('canvas').toDataURL()"
+
+
+def test_wheel_and_click_move_planes(planes: dict[str, Any]) -> None:
+    page = planes["bricks"]
+    page.check("#planes")
+    at(page, 5, 7, 6)
+    box = page.locator("#canvas").bounding_box()
+
+    def point(x: float, y: float) -> tuple[float, float]:
+        return box["x"] + x * box["width"], box["y"] + y * box["height"]
+
+    page.mouse.move(*point(0.75, 0.25))
+    page.mouse.wheel(0, 100)
+    at(page, 5, 8, 6)
+    page.mouse.move(*point(0.75, 0.75))
+    page.mouse.wheel(0, -100)
+    at(page, 5, 8, 5)
+    page.mouse.move(*point(0.25, 0.5))
+    page.mouse.wheel(0, 100)
+    at(page, 6, 8, 5)
+    page.mouse.click(*point(0.25, 0.5))  # the middle of the slice
+    at(page, 6, 7, 6)
+    page.mouse.click(*point(0.75, 0.04))  # the uppermost slice of the plane at the right top
+    at(page, 10, 7, 6)
+    page.keyboard.press("p")
+    drawn(page, 0, 10)
+    assert page.get_attribute("#canvas", "data-planes") == ""
+
+
+def test_crops_of_a_step_are_drawn_where_they_are(planes: dict[str, Any]) -> None:
+    page = planes["bricks"]
+    page.click("[data-page=steps]")
+    page.fill("#steps input[name=count]", "2")
+    page.click("#steps form button")
+    page.wait_for_selector("#steps tr.chooses")
+    assert page.locator("#steps tr.chooses").count() == 4  # two samples of two crops
+    cells = page.locator("#steps tr.chooses").first.locator("td").all_inner_texts()
+    name, series, *spans = cells[3].replace(",", "").split()[:1] + cells[3].replace(",", "").split()[2:]
+    assert (name, series) == ("ct:", "0")
+    first, last = zip(*(map(int, span.split(":")) for span in spans), strict=True)
+    assert [stop - start for start, stop in zip(first, last, strict=True)] == [4, 6, 6]
+    page.locator("#steps tr.chooses").first.click()
+    middle = [(start + stop - 1) / 2 for start, stop in zip(first, last, strict=True)]
+    at(page, *(int(place + 0.5) for place in middle))
+    white = page.evaluate(_WHITE_ROWS_AND_COLUMNS)
+    # The slice fills the left half of the canvas: 14 rows in 0.96 of its width or height.
+    size = page.evaluate(
+        "(() => { const c = document.getElementById('canvas'); return [c.width, c.height]; })()"
+    )
+    fit = 0.96 * min(size[0] / 2 / SHAPE[2], size[1] / SHAPE[1])
+    left, top = size[0] / 4 - fit * SHAPE[2] / 2, size[1] / 2 - fit * SHAPE[1] / 2
+    expected = [left + first[2] * fit, left + last[2] * fit, top + first[1] * fit, top + last[1] * fit]
+    assert white == pytest.approx(expected, abs=4)
+    page.locator("#rows li[aria-current]").click()  # from the list there are none
+    settled(page, f"({_WHITE_ROWS_AND_COLUMNS}) === null")
+
+
+_WHITE_ROWS_AND_COLUMNS = (
+    "(() => { const c = document.getElementById('canvas'), w = c.width >> 1;"
+    "const d = c.getContext('2d').getImageData(0, 0, w, c.height).data; const xs = [], ys = [];"
+    "for (let at = 0; at < d.length; at += 4) if (d[at] + d[at + 1] + d[at + 2] === 765) {"
+    "xs.push((at >> 2) % w); ys.push(Math.floor((at >> 2) / w)); }"
+    "const ends = (a) => a.reduce(([l, h], v) => [Math.min(l, v), Math.max(h, v)], [Infinity, -Infinity]);"
+    "return xs.length ? [...ends(xs), ...ends(ys)] : null; })()"
+)
+"""Least and greatest column and row of white pixels in the left half of the canvas."""
