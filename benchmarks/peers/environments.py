@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PEERS", "Peer", "environment", "installed"]
+__all__ = ["PEERS", "Peer", "environment", "installed", "made"]
 
 TORCH = "torch==2.13.0"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,23 +36,24 @@ PEERS = {
 def environment(key: str, folder: Path, *extras: str) -> Path:
     """Make the peer's environment, with further requirements, unless it is there; return its interpreter."""
     requirement = PEERS[key].requirement
-    if requirement is None:
-        return Path(sys.executable)
-    python = folder / key / "bin" / "python"
-    if not (folder / key / "made").exists():
+    return Path(sys.executable) if requirement is None else made(folder / key, requirement, *extras)
+
+
+def made(folder: Path, *requirements: str) -> Path:
+    """Make an environment with torch and requirements, unless it is there; return its interpreter."""
+    python = folder / "bin" / "python"
+    if not (folder / "made").exists():
         uv = Path(sys.executable).with_name("uv")
         # uv does not read pip's find-links, where a machine may keep a build of torch.
         links = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
         variables = {**os.environ, **{name: value for name, value in links.items() if value}}
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
         subprocess.run(
-            [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder / key], check=True
-        )
-        subprocess.run(
-            [uv, "pip", "install", "--quiet", "--python", python, TORCH, requirement, *extras],
+            [uv, "pip", "install", "--quiet", "--python", python, TORCH, *requirements],
             check=True,
             env=variables,
         )
-        (folder / key / "made").touch()
+        (folder / "made").touch()
     return python
 
 

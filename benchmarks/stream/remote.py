@@ -130,7 +130,8 @@ def _processor_s() -> float:
 
 
 @contextlib.contextmanager
-def _slow_link(port: int) -> Iterator[str]:
+def slow_link(port: int) -> Iterator[str]:
+    """Put the slow link before a server on a port; yields its address."""
     command = [sys.executable, "-m", "tests.fault_proxy", "--target", str(port)]
     command += ["--latency-ms", str(LATENCY_MS), "--mb-per-s", str(LINK_MB_PER_S)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
@@ -166,8 +167,8 @@ def compare(num_studies: int, num_rounds: int) -> dict[str, Any]:
         web = stack.enter_context(nginx(folder, where / "nginx"))
         os.environ.update(CEPH_KEYS, AWS_ENDPOINT_URL=gateway, AWS_REGION="us-east-1")
         url = ceph_bucket(BUCKET)
-        _copy(folder, url)
-        slow = stack.enter_context(_slow_link(int(gateway.rpartition(":")[2])))
+        copy_to(folder, url)
+        slow = stack.enter_context(slow_link(int(gateway.rpartition(":")[2])))
         variables = {"AWS_ENDPOINT_URL": slow, "BENCHMARK_SHARDS": ",".join(shards)}
         urls = {"link": url, "cold": url, "cold_cached": url, "local": str(folder)}
         urls |= {"small_requests": web, "large_requests": web}
@@ -203,7 +204,8 @@ def compare(num_studies: int, num_rounds: int) -> dict[str, Any]:
     }
 
 
-def _copy(folder: Path, url: str) -> None:
+def copy_to(folder: Path, url: str) -> None:
+    """Copy a dataset into a bucket."""
     from shardflow.format.copies.copying import copy_dataset
     from shardflow.storage import LocalStore, open_store
 
