@@ -2,13 +2,13 @@
 
     python -m benchmarks.volumes.compare --content folder --environments envs --out volumes.json
 
-Generated CT (about 205 x 512 x 512, int16) and MR (about 154 x 410 x 410, uint16) volumes are stored as a
-dataset in bricks, as ``.nii.gz``, and as nnU-Net's Blosc2 files with the parameters that it chooses. The
-loader decides where crops are; the others take the same ones, and the crc32 of all crops must be equal. A
-cell is a process of its own; the order turns each round. ``cold`` takes each crop once after the files have
-left the page cache. MONAI's ``PersistentDataset`` reads whole volumes from its cache on the disk,
-``CacheDataset`` has them all in memory. With ``--s3`` the dataset is also read from a Ceph gateway behind a
-link of 100 MB/s and 20 ms.
+Generated CT (about 205 x 512 x 512, int16) and MR (about 154 x 410 x 410, uint16) volumes are stored as
+datasets in bricks (``b2nd`` and ``fast``), as ``.nii.gz``, and as nnU-Net's Blosc2 files with the parameters
+that it chooses. The loader decides where crops are; the others take the same ones, and the crc32 of all crops
+must be equal. A cell is a process of its own; the order turns each round. ``cold`` takes each crop once after
+the files have left the page cache. MONAI's ``PersistentDataset`` reads whole volumes from its cache on the
+disk, ``CacheDataset`` has them all in memory. With ``--s3`` the dataset is also read from a Ceph gateway
+behind a link of 100 MB/s and 20 ms.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ SPACING_MM: Final = {"CT": 0.7, "MR": 1.0}
 NUM_VOLUMES: Final = {"CT": 6, "MR": 8}
 NUM_PLACES: Final = 24
 CROPS: Final = (96, 128)
+OURS: Final = ("shardflow", "shardflow-fast")
 PEERS: Final = ("monai-nifti", "monai-persistent", "monai-cache", "nnunet")
 FOLDERS: Final = {
     "shardflow": "bricks",
+    "shardflow-fast": "bricks-fast",
     "monai-nifti": "nifti",
     "monai-persistent": "persistent",
     "nnunet": "nnunet",
@@ -86,7 +88,7 @@ def make_content(content: Path, kind: str, python: Path) -> dict[str, int]:
         _write_volumes(content, kind)
         _peer(python, ["write-nnunet", "--content", str(content)])
         (content / "made").touch()
-    forms = {name: content / name for name in ("raw", "slices", "bricks", "nifti", "nnunet")}
+    forms = {name: content / name for name in _SUFFIXES}
     return {
         name: sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _SUFFIXES[name])
         for name, folder in forms.items()
@@ -97,6 +99,7 @@ _SUFFIXES: Final = {
     "raw": {".npy"},
     "slices": {".tar"},
     "bricks": {".tar"},
+    "bricks-fast": {".tar"},
     "nifti": {".gz"},
     "nnunet": {".b2nd"},
 }
@@ -133,13 +136,14 @@ def _write_volumes(content: Path, kind: str) -> None:
                 nib.Nifti1Image(volume.transpose(2, 1, 0), to_ras @ affine_lps),
                 content / "nifti" / f"{name}.nii.gz",
             )
-    command = ["copy", str(content / "slices"), str(content / "bricks"), "--volumes", "bricks"]
-    subprocess.run([Path(sys.executable).with_name("shardflow"), *command], check=True, capture_output=True)
-    subprocess.run(
-        [Path(sys.executable).with_name("shardflow"), "attach", str(content / "bricks"), "--facts"],
-        check=True,
-        capture_output=True,
-    )
+    program = Path(sys.executable).with_name("shardflow")
+    for name, codec in (("bricks", "b2nd"), ("bricks-fast", "fast")):
+        stored = ["--volumes", "bricks", "--codec", codec]
+        for command in (
+            ["copy", content / "slices", content / name, *stored],
+            ["attach", content / name, "--facts"],
+        ):
+            subprocess.run([program, *command], check=True, capture_output=True)
 
 
 # ---- cells -----------------------------------------------------------------------------------------
@@ -148,13 +152,14 @@ def _write_volumes(content: Path, kind: str) -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a cell of shardflow: the first places once, compared by crc32, and then until the time is over."""
     load = os.getloadavg()[0]
-    url = os.environ.get("BENCHMARK_URL", str(arguments.content / "bricks"))
+    folder = arguments.content / FOLDERS[arguments.cell]
+    url = os.environ.get("BENCHMARK_URL", str(folder))
     with open_loader(url, arguments.crop, arguments.threads) as loader:
         num_epochs = NUM_PLACES // len(loader)
         if arguments.cold:
             from benchmarks.volumes.crops import evict
 
-            evict(arguments.content / "bricks")
+            evict(folder)
         start, start_cpu, crc, places = time.perf_counter(), time.process_time(), 0, []
         for batch in itertools.chain.from_iterable(itertools.repeat(loader, num_epochs)):
             crc = zlib.crc32(batch["image"][0], crc)
@@ -208,7 +213,7 @@ def _first_voxel(batch: Mapping[str, Any]) -> list[int]:
 def compare(arguments: argparse.Namespace, python: Path) -> list[dict[str, Any]]:
     """Run every cell in every round."""
     cells = [
-        *((name, threads, False) for name in ("shardflow", *PEERS) for threads in (1, 2)),
+        *((name, threads, False) for name in (*OURS, *PEERS) for threads in (1, 2)),
         *((name, 1, True) for name in FOLDERS),
     ]
     rows = []
@@ -217,10 +222,10 @@ def compare(arguments: argparse.Namespace, python: Path) -> list[dict[str, Any]]
         for kind, crop in itertools.product(NUM_VOLUMES, CROPS):
             content, places = arguments.content / kind, arguments.content / kind / f"places-{crop}.json"
             if not places.exists():
-                _ours(arguments, content, crop, 1, places, cold=True)
+                _ours(arguments, "shardflow", content, crop, 1, places, cold=True)
             for name, threads, is_cold in turned:
-                if name == "shardflow":
-                    found = _ours(arguments, content, crop, threads, places, cold=is_cold)
+                if name in OURS:
+                    found = _ours(arguments, name, content, crop, threads, places, cold=is_cold)
                 else:
                     options = ["--content", str(content), "--places", str(places)]
                     options += ["--threads", str(threads), "--seconds", str(arguments.seconds)]
@@ -234,9 +239,16 @@ def compare(arguments: argparse.Namespace, python: Path) -> list[dict[str, Any]]
 
 
 def _ours(
-    arguments: argparse.Namespace, content: Path, crop: int, threads: int, places: Path, *, cold: bool
+    arguments: argparse.Namespace,
+    name: str,
+    content: Path,
+    crop: int,
+    threads: int,
+    places: Path,
+    *,
+    cold: bool,
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.volumes.compare", "--cell", "shardflow"]
+    command = [sys.executable, "-m", "benchmarks.volumes.compare", "--cell", name]
     command += ["--content", str(content), "--crop", str(crop), "--threads", str(threads)]
     command += ["--seconds", str(arguments.seconds), "--places", str(places), *["--cold"] * cold]
     return _output(command)
@@ -271,7 +283,7 @@ def over_s3(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for number, kind, crop in itertools.product(range(arguments.rounds), NUM_VOLUMES, CROPS):
             os.environ["BENCHMARK_URL"] = urls[kind]
             places = arguments.content / kind / f"places-{crop}.json"
-            found = _ours(arguments, arguments.content / kind, crop, 16, places, cold=False)
+            found = _ours(arguments, "shardflow", arguments.content / kind, crop, 16, places, cold=False)
             cell = {"contestant": "shardflow-s3", "kind": kind, "crop": crop, "threads": 16, "cold": False}
             rows.append({**cell, "round": number, **found})
             print(rows[-1], file=sys.stderr, flush=True)

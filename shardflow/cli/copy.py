@@ -37,7 +37,8 @@ summary says so.
 Shards that others wrote (shardflow index) are brought along, and DST needs nothing else.
 
 With --volumes, DST becomes a dataset of its own in which each series that is a volume is stored in bricks,
-for crops, or in slices again; --where, --keys and --split choose its samples. No voxel changes.
+for crops, or in slices again; --where, --keys and --split choose its samples. No voxel changes. With --codec
+fast they decode 2 to 3 times as fast and are larger.
 
 With --where, --keys or --split, DST becomes a dataset of its own of these samples alone: shards of their
 own, the same sample keys and splits, and with them their facts and the values of attached tables. Token ids
@@ -77,12 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bricks", "slices"),
         help="store volumes in bricks or in slices (as they are); docs/packing.md says which",
     )
+    add("--codec", choices=("b2nd", "fast"), help="codec of volumes that change by --volumes (as before)")
     add_threads(parser, "files at once")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
+    if arguments.codec and not arguments.volumes:
+        raise ConfigError("--codec is of volumes that change their storage; add --volumes bricks or slices.")
     source = open_store(existing_dataset(arguments.source))
     try:
         target = open_store(arguments.target)
@@ -137,7 +141,14 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     rows = chosen.rows
     numbers = np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows))
     with step_progress("copying samples") as advance:
-        report = copy_subset(dataset, numbers, target.root, volumes=arguments.volumes, progress=advance)
+        report = copy_subset(
+            dataset,
+            numbers,
+            target.root,
+            volumes=arguments.volumes,
+            codec=arguments.codec,
+            progress=advance,
+        )
     splits = ", ".join(f"{count:,} {name}" for name, count in report.splits.items())
     missing = (
         f"; {chosen.num_missing:,} others lack a value that --where compares" if chosen.num_missing else ""

@@ -27,6 +27,10 @@ Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
 ArrayHeader = tuple[tuple[int, ...], "np.dtype[Any]"]
 
 DEFAULT_CODEC = "b2nd"
+FAST = "fast"
+"""Encoding of slices that are stored as ``b2nd``, and decode 2 to 3 times as fast."""
+SLICE_CODEC: Final = "slice_codec"
+"""Entry of a manifest's ``extra``: codec of the slices, where their names do not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,10 @@ class Codec:
 
 
 def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
-    """Return the codec to store slices with: the wanted one, or the default where it cannot hold them.
+    """Return the codec to encode slices with: the wanted one, or the default where it cannot hold them.
 
     Args:
-        wanted: A name in `CODECS`.
+        wanted: A name in `CODECS`, or `FAST`.
         shape: Of a slice.
         dtype: Of a slice.
 
@@ -60,11 +64,16 @@ def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     return wanted if _codec(wanted).holds(shape, dtype.newbyteorder("<")) else DEFAULT_CODEC
 
 
+def stored_codec(codec: str) -> str:
+    """Return the name that slices of an encoding are stored under."""
+    return DEFAULT_CODEC if codec == FAST else codec
+
+
 def encode_array(codec: str, array: NDArray[Any]) -> bytes:
     """Encode a slice.
 
     Args:
-        codec: A name in `CODECS`.
+        codec: A name in `CODECS`, or `FAST`.
         array: ``(rows, columns)`` or ``(rows, columns, samples_per_pixel)``, integers or floats; any byte
             order.
 
@@ -130,7 +139,7 @@ def _view(payload: Payload) -> memoryview:
 
 def _codec(name: str) -> Codec:
     try:
-        return CODECS[name]
+        return _FAST_CODEC if name == FAST else CODECS[name]
     except KeyError:
         raise FormatError(f"a codec must be one of {', '.join(sorted(CODECS))}, got {name!a}.") from None
 
@@ -149,6 +158,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
     }
 )
 
+_FAST_CODEC: Final = replace(CODECS[DEFAULT_CODEC], encode=b2nd.encode_fast)
 
 CODECS_GROUP: Final = "shardflow.codecs"
 _RANKS: Final = {codec: rank for rank, codec in enumerate(CODECS)}

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _PLAN_VERSION: Final = 1
 # Approximate compression of each codec. The cut of shards depends on it, so it is never tuned.
-_SIZE_RATIOS: Final = {"b2nd": (1, 2), "htj2k": (1, 2), "npy": (1, 1), "png16": (1, 2)}
+_SIZE_RATIOS: Final = {"b2nd": (1, 2), "fast": (1, 2), "htj2k": (1, 2), "npy": (1, 1), "png16": (1, 2)}
 _NUM_THREADS: Final = 8
 """Concurrent requests for file sizes."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
+from shardflow.format.codecs import FAST, SLICE_CODEC
 from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.records import RECORD_TIMES
@@ -190,6 +191,8 @@ def publish(
     if base is None or RECORD_TIMES in base.extra:  # what it says holds of every sample
         deid = content["deid"]
         extra[RECORD_TIMES] = "none" if deid["dates"] == "remove" else deid.get("times", "second")
+    if content["shards"]["codec"] == FAST:
+        extra[SLICE_CODEC] = FAST
     new = NewVersion(
         version=1 if base is None else base.next_version,
         parent=None if base is None else base.manifest.dataset_id,

@@ -29,7 +29,7 @@ from tests.pack_case import PackCase, tree_digests
 pytestmark = pytest.mark.fast
 
 
-def _pack(folder: Path, settings: str) -> Dataset:
+def _pack(folder: Path, settings: str, codec: str = "htj2k") -> Dataset:
     folder.mkdir(exist_ok=True)
     case = PackCase(folder)
     case.prepare()
@@ -38,7 +38,7 @@ def _pack(folder: Path, settings: str) -> Dataset:
     make_study(case.dicom / "c", patient="C", num_slices=9, size=(70, 50), seed=3, modality="MR")
     make_study(case.dicom / "d", patient="D", num_slices=1, size=(30, 40), seed=4)
     make_study(case.dicom / "e", patient="E", num_slices=6, size=(33, 64), seed=5)
-    text = case.config_path.read_text(encoding="utf-8").replace('"10KiB"', '"64KiB"\ncodec = "htj2k"')
+    text = case.config_path.read_text(encoding="utf-8").replace('"10KiB"', f'"64KiB"\ncodec = "{codec}"')
     case.config_path.write_text(text + settings, encoding="utf-8")
     case.write_faults()
     case.pack()
@@ -97,6 +97,42 @@ def test_bricks_become_the_slices_that_were(in_slices: Dataset, in_bricks: Datas
         assert (mine.sha256, mine.index.sha256) == (theirs.sha256, theirs.index.sha256)
     for row in range(back.studies.num_samples):
         assert open_series(back)[0].facts_of(row) == open_series(in_slices)[0].facts_of(row)
+
+
+def test_fast_slices_and_bricks_have_equal_values_and_go_there_and_back(
+    in_slices: Dataset, in_bricks: Dataset, tmp_path: Path
+) -> None:
+    fast = _pack(tmp_path / "fast", "[variants]\nsmall_px = 16\n", "fast")
+    text = '[variants]\nsmall_px = 16\n[volumes]\nstorage = "bricks"\n'
+    fast_bricks = _pack(tmp_path / "fast-bricks", text, "fast")
+    rows = np.arange(fast.studies.num_samples)
+    copy_subset(fast, rows, tmp_path / "bricks", volumes="bricks")
+    copy_subset(Dataset.open(tmp_path / "bricks"), rows, tmp_path / "back", volumes="slices")
+    copy_subset(in_bricks, rows, tmp_path / "other", volumes="slices", codec="fast")
+    bricks, back, other = (Dataset.open(tmp_path / name) for name in ("bricks", "back", "other"))
+    for dataset in (fast, fast_bricks, bricks, back, other):
+        assert verify(dataset.store.url).is_whole
+    for row in rows.tolist():
+        key, found = fast.studies.sample_key(row), fast.read_fields(row)
+        assert back.read_fields(row) == found
+        assert bricks.read_fields(row) == fast_bricks.read_fields(fast_bricks.studies.find(key))
+        slices = {name for name in found if parse_slice_field(name) is not None}
+        assert {name.rpartition(".")[2] for name in slices} == {"b2nd"}
+        for dataset in (in_slices, other):
+            there = dataset.read_fields(dataset.studies.find(key))
+            for name in slices:
+                stored = name if name in there else name.replace(".b2nd", ".htj2k")
+                assert np.array_equal(decode_field(name, found[name]), decode_field(stored, there[stored]))
+    volumes = [name for name in fast_bricks.read_fields(0) if parse_volume_field(name) is not None]
+    frames = fast_bricks.read_fields(0), in_bricks.read_fields(0)
+    assert all(frames[0][name] != frames[1][name] for name in volumes)
+
+
+def test_a_codec_without_a_change_of_storage_is_refused(
+    in_slices: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["copy", in_slices.store.url, str(tmp_path / "x"), "--codec", "fast"]) == 2
+    assert "add --volumes" in capsys.readouterr().err
 
 
 def test_without_other_members_the_manifest_names_the_codec(tmp_path: Path) -> None:

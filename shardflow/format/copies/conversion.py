@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 from shardflow.errors import FormatError
 from shardflow.format.codecs import (
     DEFAULT_CODEC,
+    FAST,
+    SLICE_CODEC,
     array_header,
     codec_for,
     decode_array,
     encode_array,
+    stored_codec,
 )
 from shardflow.format.dataset import Dataset
 from shardflow.format.index import FieldLocation
@@ -44,8 +47,6 @@ from shardflow.format.volumes.masks import ConvertedMasks, join_masks, split_mas
 
 VolumeStorage: TypeAlias = Literal["bricks", "slices"]
 Member: TypeAlias = "tuple[str, bytes | EncodedVolume]"
-SLICE_CODEC: Final = "slice_codec"
-"""Entry of a manifest's ``extra``: codec of the slices of volumes, where none are left to tell it."""
 _GROUP_BYTES: Final = 16 << 20
 _STATED: Final = frozenset({"kind", "num_slices", "rows", "columns", "samples_per_pixel", "dtype", "codec"})
 """What ``study.json`` says of each series, so that nothing has to look at its slices."""
@@ -87,17 +88,20 @@ class SampleMembers:
             ``volume``, of several slices and one value a pixel. ``slices`` makes slices of all series in
             bricks. None changes nothing.
         folder: For an unnamed file of encoded bricks.
+        codec: Of the series that change; that of the source by default.
 
     Attributes:
         changed: New codec of each series that changed, by sample and number of the series.
-        slice_codec: The codec of slices: of those in the dataset that are no plain ``b2nd``; else of those
-            that became bricks before; else ``b2nd``.
+        slice_codec: The codec of series that change; by default of slices in the dataset that are no plain
+            ``b2nd``; else of those that became bricks before; else ``b2nd``.
     """
 
-    def __init__(self, source: Dataset, volumes: VolumeStorage | None, folder: Path) -> None:
+    def __init__(
+        self, source: Dataset, volumes: VolumeStorage | None, folder: Path, codec: str | None = None
+    ) -> None:
         self.source, self.volumes, self._folder = source, volumes, folder
         self.changed: dict[tuple[int, int], str] = {}
-        self.slice_codec = DEFAULT_CODEC if volumes is None else _slice_codec(source)
+        self.slice_codec = codec or (DEFAULT_CODEC if volumes is None else _slice_codec(source))
 
     def of(self, row: int, sample: int) -> Iterator[Member]:
         """Yield the members of a sample, names ascending; volumes are taken before the next member is.
@@ -160,8 +164,8 @@ class SampleMembers:
             for number, volume in ((number, index.volume(one)) for number, one in volumes.items()):
                 codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
                 # Sorts where its slices do.
-                change.split[slice_field(number, 0, codec)] = number, volume, codec
-                change.codecs[number] = codec
+                change.split[slice_field(number, 0, stored_codec(codec))] = number, volume, codec
+                change.codecs[number] = stored_codec(codec)
             change.gone = {volume_field(number) for number in volumes}
             masks = self._masks_to_split(row, path, fields, volumes)
         if masks is not None:
@@ -259,7 +263,7 @@ class SampleMembers:
                 partial(self.source.read_masks, row),
                 {number: volume.shape for number, volume in bricks.items()},
                 depth=max(volume.brick_shape[0] for volume in bricks.values()),
-                codec=self.slice_codec,
+                codec=stored_codec(self.slice_codec),
             )
         except FormatError as error:
             raise self._error(row, path, ANNOTATIONS_FIELD, error.message) from None
@@ -273,7 +277,8 @@ class SampleMembers:
 
     def _join(self, row: int, path: str, name: str, slices: _Slices) -> Iterator[Member]:
         """Yield the volume of a series of slices."""
-        with VolumeWriter(slices.shape, slices.dtype, folder=self._folder) as volume:
+        is_fast = self.slice_codec == FAST
+        with VolumeWriter(slices.shape, slices.dtype, folder=self._folder, is_fast=is_fast) as volume:
             for first in range(0, slices.shape[0], volume.num_slices_at_once):
                 names = slices.names[first : first + volume.num_slices_at_once]
                 payloads = self.source.read_fields(row, names)
@@ -301,7 +306,8 @@ class SampleMembers:
         depth = volume.brick_shape[0]
         slab, held = np.empty((0, *volume.shape[1:]), volume.dtype), -1
         # The order of names, which from 10,000 slices on is not that of the slices.
-        for name, place in sorted((slice_field(number, at, codec), at) for at in range(volume.shape[0])):
+        stored = stored_codec(codec)
+        for name, place in sorted((slice_field(number, at, stored), at) for at in range(volume.shape[0])):
             if place // depth != held:
                 held = place // depth
                 stop = min((held + 1) * depth, volume.shape[0]), *volume.shape[1:]

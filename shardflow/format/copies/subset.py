@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, NoListingError, naming_os_errors
-from shardflow.format.copies.conversion import SLICE_CODEC, SampleMembers, VolumeStorage
+from shardflow.format.codecs import SLICE_CODEC
+from shardflow.format.copies.conversion import SampleMembers, VolumeStorage
 from shardflow.format.copies.copying import find_sidecars
 from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityManifest
@@ -71,6 +72,7 @@ def copy_subset(
     *,
     shard_bytes: int = _SHARD_BYTES,
     volumes: VolumeStorage | None = None,
+    codec: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SubsetReport:
     """Write a dataset of some samples of another one.
@@ -82,6 +84,7 @@ def copy_subset(
         shard_bytes: A shard is closed before it passes this size; it counts as in the source. Shards stay
             as they are where all samples are copied and volumes change.
         volumes: How series that are volumes are stored, see `SampleMembers`; as they are by default.
+        codec: Of those that change their storage, ``b2nd`` or ``fast``; that of the source by default.
         progress: Called with the samples done, and all of them.
 
     Raises:
@@ -96,8 +99,8 @@ def copy_subset(
         )
     if not len(rows):
         raise ConfigError("A copy needs at least one sample, none is chosen; loosen --where.")
-    _begin(target, source, rows, volumes)
-    members = SampleMembers(source, volumes, target)
+    _begin(target, source, rows, volumes, codec)
+    members = SampleMembers(source, volumes, target, codec)
     shards = _copy_shards(members, rows, target, shard_bytes, progress)
     samples = source.studies
     modality = samples.gather("modality", rows)
@@ -167,14 +170,20 @@ def _left_behind(source: Dataset) -> tuple[str, ...]:
     return tuple(kind.root for kind in (TokensManifest, EntityManifest) if kind in kinds)
 
 
-def _begin(target: Path, source: Dataset, rows: NDArray[np.int64], volumes: VolumeStorage | None) -> None:
+def _begin(
+    target: Path,
+    source: Dataset,
+    rows: NDArray[np.int64],
+    volumes: VolumeStorage | None,
+    codec: str | None,
+) -> None:
     """Mark a folder as that of this copy.
 
     Raises:
         ConfigError: It holds something else.
     """
     digest = hashlib.sha256(np.ascontiguousarray(rows, "<i8").tobytes()).hexdigest()
-    said = {"dataset_id": source.manifest.dataset_id, "rows": digest, "volumes": volumes}
+    said = {"dataset_id": source.manifest.dataset_id, "rows": digest, "volumes": volumes, "codec": codec}
     mark = json.dumps(said).encode() + b"\n"
     with naming_os_errors("beginning a copy"):
         target.mkdir(parents=True, exist_ok=True)

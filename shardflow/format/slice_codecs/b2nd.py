@@ -3,6 +3,9 @@
 Any Blosc2 reads such a frame (``blosc2.ndarray_from_cframe(payload)[...]``), with 95 microseconds of set-up
 per slice. The reader here avoids that: a frame of ours has one chunk in C order, which is decoded straight
 into the caller's buffer.
+
+Frames are compressed in one of two ways, which any reader of the format decodes: by Zstandard behind a byte
+delta, or, where ``is_fast``, by LZ4 behind a bit shuffle.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class _Frame(NamedTuple):
     chunk_num_bytes: int
 
 
-def encode(array: NDArray[Any]) -> bytes:
+def encode(array: NDArray[Any], *, is_fast: bool = False) -> bytes:
     """Encode a C-contiguous, little-endian array of at least one element.
 
     The frame is the one that ``blosc2.asarray(...).to_cframe()`` makes, byte for byte, put together from the
@@ -63,20 +66,27 @@ def encode(array: NDArray[Any]) -> bytes:
     if array.itemsize > 1:
         blosc2 = _blosc2()
         block_num_bytes = _block_rows(array.shape, array.itemsize) * (array.nbytes // array.shape[0])
-        chunk: bytes = blosc2.compress2(array, **_parameters(array.itemsize), blocksize=block_num_bytes)
+        parameters = _parameters(array.itemsize, is_fast)
+        chunk: bytes = blosc2.compress2(array, **parameters, blocksize=block_num_bytes)
         # One special value (all zeros, mostly) is told by the frame and has no chunk in it.
         if not chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK:
-            header = bytearray(_empty_header(array.shape, array.dtype))
-            ending = _frame_ending()
+            header = bytearray(_empty_header(array.shape, array.dtype, None, is_fast))
+            ending = _frame_ending(is_fast)
             _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + len(chunk) + len(ending))
             _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, len(chunk))
             return b"".join((header, chunk, ending))
-    return _encode_plainly(array)
+    return _encode_plainly(array, is_fast)
 
 
-def _encode_plainly(array: NDArray[Any]) -> bytes:
+def encode_fast(array: NDArray[Any]) -> bytes:
+    """Encode as `encode` does, to be decoded 2 to 3 times as fast and 0 to 40 % larger."""
+    return encode(array, is_fast=True)
+
+
+def _encode_plainly(array: NDArray[Any], is_fast: bool) -> bytes:
     """Encode by the library's own NDArray; for what `encode` has no short way for."""
-    frame = _blosc2().asarray(array, contiguous=True, **_layout(array.shape, array.itemsize))
+    layout = _layout(array.shape, array.itemsize, None, is_fast)
+    frame = _blosc2().asarray(array, contiguous=True, **layout)
     return bytes(frame.to_cframe())
 
 
@@ -121,14 +131,15 @@ def _blosc2() -> Any:
     return blosc2
 
 
-def _parameters(itemsize: int) -> dict[str, Any]:
+def _parameters(itemsize: int, is_fast: bool) -> dict[str, Any]:
     """What decides the compressed bytes."""
     blosc2 = _blosc2()
+    filters = [blosc2.Filter.BITSHUFFLE] if is_fast else [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA]
     return {
-        "codec": blosc2.Codec.ZSTD,
-        "clevel": 1,
-        "filters": [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA],
-        "filters_meta": [0, 0],
+        "codec": blosc2.Codec.LZ4 if is_fast else blosc2.Codec.ZSTD,
+        "clevel": 9 if is_fast else 1,
+        "filters": filters,
+        "filters_meta": [0] * len(filters),
         "typesize": itemsize,
         # More threads give other bytes from run to run.
         "nthreads": 1,
@@ -136,13 +147,13 @@ def _parameters(itemsize: int) -> dict[str, Any]:
 
 
 def _layout(
-    shape: tuple[int, ...], itemsize: int, chunk_shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...], itemsize: int, chunk_shape: tuple[int, ...] | None, is_fast: bool
 ) -> dict[str, Any]:
     """One chunk of full-width blocks, or chunks of one block each."""
     return {
         "chunks": chunk_shape or shape,
         "blocks": chunk_shape or (_block_rows(shape, itemsize), *shape[1:]),
-        "cparams": _blosc2().CParams(**_parameters(itemsize)),
+        "cparams": _blosc2().CParams(**_parameters(itemsize, is_fast)),
         # A header names the threads to decode with; by default as many as the writing machine has.
         "dparams": _blosc2().DParams(nthreads=1),
     }
@@ -150,18 +161,19 @@ def _layout(
 
 @functools.lru_cache(maxsize=256)
 def _empty_header(
-    shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...] | None, is_fast: bool
 ) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    layout = _layout(shape, dtype.itemsize, chunk_shape)
+    layout = _layout(shape, dtype.itemsize, chunk_shape, is_fast)
     empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **layout)
     frame = bytes(empty.to_cframe())
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
 
 
-def encode_chunk(array: NDArray[Any]) -> bytes:
+def encode_chunk(array: NDArray[Any], *, is_fast: bool) -> bytes:
     """Encode a C-contiguous, little-endian array as one chunk of a frame; empty for zeros."""
-    chunk: bytes = _blosc2().compress2(array, **_parameters(array.itemsize), blocksize=array.nbytes)
+    parameters = _parameters(array.itemsize, is_fast)
+    chunk: bytes = _blosc2().compress2(array, **parameters, blocksize=array.nbytes)
     return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
 
 
@@ -189,6 +201,8 @@ def frame_around(
     chunk_shape: tuple[int, ...],
     chunk_offsets: NDArray[np.int64],
     chunks_num_bytes: int,
+    *,
+    is_fast: bool,
 ) -> tuple[bytes, bytes]:
     """Return what precedes and what follows the chunks of a frame of several chunks of one block each.
 
@@ -199,10 +213,11 @@ def frame_around(
         chunk_offsets: ``(n,)`` where each chunk begins behind the header, by its position in C order;
             `ZEROS_OFFSET` for one of zeros, which is left out.
         chunks_num_bytes: Size of all chunks.
+        is_fast: How the chunks are compressed.
     """
-    header = bytearray(_empty_header(shape, dtype, chunk_shape))
-    offsets: bytes = _blosc2().compress2(chunk_offsets, **_parameters(chunk_offsets.itemsize))
-    ending = offsets + _frame_trailer()
+    header = bytearray(_empty_header(shape, dtype, chunk_shape, is_fast))
+    offsets: bytes = _blosc2().compress2(chunk_offsets, **_parameters(chunk_offsets.itemsize, False))
+    ending = offsets + _frame_trailer(is_fast)
     _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))
     _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, chunks_num_bytes)
     return bytes(header), ending
@@ -230,17 +245,17 @@ def read_frame_around(
 
 
 @functools.cache
-def _frame_trailer() -> bytes:
+def _frame_trailer(is_fast: bool) -> bytes:
     """What follows the offsets of a frame, without metadata of its own; the same for all frames."""
-    ending = _frame_ending()
+    ending = _frame_ending(is_fast)
     *_, offsets_num_bytes = _CHUNK_HEADER.unpack_from(ending)
     return ending[offsets_num_bytes:]
 
 
 @functools.cache
-def _frame_ending() -> bytes:
+def _frame_ending(is_fast: bool) -> bytes:
     """What follows the only chunk of a frame: where it lies, and the trailer; the same for all frames."""
-    frame = _encode_plainly(np.arange(64, dtype="<i2").reshape(8, 8))
+    frame = _encode_plainly(np.arange(64, dtype="<i2").reshape(8, 8), is_fast)
     (start,) = _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))
     return frame[start + _NUM_BYTES.unpack_from(frame, _COMPRESSED_NUM_BYTES_AT)[0] :]
 

@@ -113,7 +113,7 @@ class EncodedVolume:
 
 
 def frame_around(
-    shape: Extents, dtype: np.dtype[Any], brick_shape: Extents, num_bytes: NDArray[Any]
+    shape: Extents, dtype: np.dtype[Any], brick_shape: Extents, num_bytes: NDArray[Any], *, is_fast: bool
 ) -> tuple[bytes, bytes]:
     """Return what precedes and what follows the bricks of a volume in its frame.
 
@@ -122,9 +122,11 @@ def frame_around(
         dtype: Of the volume.
         brick_shape: Of the bricks.
         num_bytes: ``(n,)`` sizes of the bricks, in the order of storage.
+        is_fast: How they are compressed.
     """
     offsets = _chunk_offsets(shape, brick_shape, num_bytes)
-    return b2nd.frame_around(shape, dtype, brick_shape, offsets, int(num_bytes.sum(dtype=np.int64)))
+    total = int(num_bytes.sum(dtype=np.int64))
+    return b2nd.frame_around(shape, dtype, brick_shape, offsets, total, is_fast=is_fast)
 
 
 def _chunk_offsets(shape: Extents, brick_shape: Extents, num_bytes: NDArray[Any]) -> NDArray[np.int64]:

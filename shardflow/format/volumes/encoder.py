@@ -72,6 +72,7 @@ class VolumeEncoder:
         shape: ``(D, H, W)``.
         dtype: Integers or floats.
         brick_shape: Largest size of a brick, see `fitting_brick_shape`.
+        is_fast: Compressed to be decoded fast, see `shardflow.format.codecs.FAST`.
         spool: Empty file for the encoded bricks, which are stored in another order than they come; in
             memory by default.
 
@@ -88,6 +89,7 @@ class VolumeEncoder:
         dtype: np.dtype[Any],
         *,
         brick_shape: Sequence[int] = BRICK_SHAPE,
+        is_fast: bool = False,
         spool: IO[bytes] | None = None,
     ) -> None:
         if len(shape) != 3 or not all(1 <= size <= MAX_EXTENT for size in shape) or dtype.kind not in "iuf":
@@ -102,6 +104,7 @@ class VolumeEncoder:
         self._brick_shape = fitting_brick_shape(self._shape, brick_shape)
         self._grid = grid_of(self._shape, self._brick_shape)
         self.slab_num_slices = self._brick_shape[0]
+        self._is_fast = is_fast
         self._spool: IO[bytes] = io.BytesIO() if spool is None else spool
         num_bricks = math.prod(self._grid)
         self._num_bricks = 0
@@ -148,7 +151,9 @@ class VolumeEncoder:
         order = morton_order(self._grid, self._brick_shape)
         arrived = self._columns["num_bytes"].astype(np.int64)
         sizes = arrived[order]
-        header, ending = frame_around(self._shape, self._dtype, self._brick_shape, sizes)
+        header, ending = frame_around(
+            self._shape, self._dtype, self._brick_shape, sizes, is_fast=self._is_fast
+        )
         columns = {name: column[order] for name, column in self._columns.items()}
         stored = StoredVolume(self._shape, self._brick_shape, self._dtype, len(header), columns)
         places = (np.cumsum(arrived) - arrived)[order]
@@ -163,7 +168,7 @@ class VolumeEncoder:
 
     def _add_brick(self, brick: NDArray[Any]) -> None:
         number = self._num_bricks
-        chunk = b2nd.encode_chunk(brick)
+        chunk = b2nd.encode_chunk(brick, is_fast=self._is_fast)
         self._spool.write(chunk)
         self._lowest[number] = np.fmin.reduce(brick, axis=None)  # NaN is above everything
         self._num_at_lowest[number] = np.count_nonzero(brick == self._lowest[number])
@@ -186,6 +191,7 @@ class VolumeWriter:
         dtype: Integers or floats.
         folder: For the unnamed file.
         brick_shape: Largest size of a brick, see `fitting_brick_shape`.
+        is_fast: Compressed to be decoded fast, see `shardflow.format.codecs.FAST`.
 
     Attributes:
         num_slices_at_once: Slices of a layer of bricks.
@@ -196,13 +202,21 @@ class VolumeWriter:
     """
 
     def __init__(
-        self, shape: Extents, dtype: np.dtype[Any], *, folder: Path, brick_shape: Sequence[int] = BRICK_SHAPE
+        self,
+        shape: Extents,
+        dtype: np.dtype[Any],
+        *,
+        folder: Path,
+        brick_shape: Sequence[int] = BRICK_SHAPE,
+        is_fast: bool = False,
     ) -> None:
         with naming_os_errors(_WHAT):
             self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
                 max_size=_SPOOL_BYTES, dir=str(folder)
             )
-        self._encoder = VolumeEncoder(shape, dtype, brick_shape=brick_shape, spool=self._spool)
+        self._encoder = VolumeEncoder(
+            shape, dtype, brick_shape=brick_shape, is_fast=is_fast, spool=self._spool
+        )
         self.num_slices_at_once = self._encoder.slab_num_slices
         self._slab = np.empty((self.num_slices_at_once, *shape[1:]), dtype)
         self._num_slices, self._num_left = 0, shape[0]

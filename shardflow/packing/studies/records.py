@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from shardflow.errors import SourceError, StorageError
-from shardflow.format.codecs import codec_for
+from shardflow.format.codecs import codec_for, stored_codec
 from shardflow.format.keys import (
     FIELD_PATTERN,
     REPORT_FIELD,
@@ -95,7 +95,7 @@ def describe_series(
             num_slices=len(stack.slices),
             num_samples=stack.samples_per_pixel,
         )
-        else codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype)),
+        else stored_codec(codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype))),
         "columns": stack.columns,
         "dtype": form.dtype,
         "deidentification": privacy.series_facts(first),

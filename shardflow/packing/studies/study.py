@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
-from shardflow.format.codecs import codec_for, encode_array
+from shardflow.format.codecs import FAST, codec_for, encode_array, stored_codec
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
@@ -427,6 +427,7 @@ class StudyMembers:
                 np.dtype(form.dtype),
                 folder=self.writer.folder,
                 brick_shape=self.rules.volumes.brick_shape,
+                is_fast=self.rules.codec == FAST,
             )
         finder = None if self._privacy.looks_for_heads else self._head_finder(stack)
         wanted = frozenset(finder.indices if finder is not None else ())
@@ -444,7 +445,7 @@ class StudyMembers:
                 num_padding += decoded.num_padding
                 decoders.add(decoded.decoder)
                 if bricks is None:
-                    self.writer.add(slice_field(number, index, codec), payload)
+                    self.writer.add(slice_field(number, index, stored_codec(codec)), payload)
                 else:
                     bricks.add(decoded.pixels)
             display_range = display.result()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import naming_os_errors
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
-from shardflow.format.codecs import decode_array, encode_array
+from shardflow.format.codecs import decode_array, encode_array, stored_codec
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
 from shardflow.viewing.planes import encode_thumbnail
 
@@ -231,7 +231,7 @@ class SeriesVariants:
         self._number = number
         self._stack = stack
         self._form = form
-        self._codec = codec
+        self._encoding, self._codec = codec, stored_codec(codec)
         self._draws = draws
         self._size = fit_within(stack.rows, stack.columns, config.small_px or max(stack.rows, stack.columns))
         self._has_small = self._size != (stack.rows, stack.columns)
@@ -259,7 +259,7 @@ class SeriesVariants:
             self._full.add(payload)
         if self._has_small:
             small = shrink(decoded.pixels, *self._size, valid=decoded.valid, fill=self._form.fill)
-            self._small.add(encode_array(self._codec, small))
+            self._small.add(encode_array(self._encoding, small))
 
     def finish(self, display_range: tuple[float, float]) -> dict[str, Any]:
         """Write the fields.
@@ -306,7 +306,7 @@ class SeriesVariants:
                     pixels = change_intensity(pixels, draw, display_range)
                 warped = warp.image(pixels, fill=self._form.fill)
                 name = variant_field(self._number, variant, index, self._codec)
-                self._writer.add(name, encode_array(self._codec, warped))
+                self._writer.add(name, encode_array(self._encoding, warped))
 
     def _describe_small(self) -> dict[str, Any]:
         geometry = self._stack.geometry

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shardflow.errors import FormatError
-from shardflow.format.codecs import CODECS, array_header, codec_for, decode_array, encode_array
+from shardflow.format.codecs import CODECS, FAST, array_header, codec_for, decode_array, encode_array
 from shardflow.format.slice_codecs import b2nd
 
 pytestmark = pytest.mark.fast
 
+ENCODINGS = [*sorted(CODECS), FAST]
 DTYPES = ["|u1", "|i1", "<i2", "<u2", "<i4", "<f4", "<f8"]
 SHAPES = [
     (1, 1),
@@ -55,13 +56,13 @@ def _pixels(shape: tuple[int, ...], dtype: str, kind: str) -> NDArray[Any]:
     )
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", ENCODINGS)
 @pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None:
     for shape in SHAPES:
         pixels = _pixels(shape, dtype, kind)
-        if not CODECS[codec].holds(shape, np.dtype(dtype)):
+        if codec != FAST and not CODECS[codec].holds(shape, np.dtype(dtype)):
             assert codec_for(codec, shape, np.dtype(dtype)) == "b2nd"
             with pytest.raises(FormatError, match=f"one that {codec} can hold"):
                 encode_array(codec, pixels)
@@ -79,7 +80,7 @@ def test_slices_come_back_bit_for_bit(codec: str, kind: str, dtype: str) -> None
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(sorted(CODECS)),
+    st.sampled_from(ENCODINGS),
     hnp.arrays(
         st.sampled_from([">i2", ">u4", "<i2", "<u2", "|u1", "|i1", ">f4", "<f8"]),
         hnp.array_shapes(min_dims=2, max_dims=3, max_side=20),
@@ -92,7 +93,7 @@ def test_any_array_comes_back_little_endian(codec: str, pixels: NDArray[Any]) ->
     assert found.tobytes() == np.ascontiguousarray(pixels.transpose(), found.dtype).tobytes()
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", ENCODINGS)
 def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
     pixels = _pixels((512, 700), "<i2", "noise")
     payloads: list[bytes] = []
@@ -127,7 +128,9 @@ def test_encoding_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == [1, 1]
 
 
-def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
+def _frame_by_blosc2_alone(codec: str, pixels: NDArray[Any], block_rows: int) -> bytes:
+    by_zstd = (blosc2.Codec.ZSTD, 1, [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA])
+    name, level, filters = (blosc2.Codec.LZ4, 9, [blosc2.Filter.BITSHUFFLE]) if codec == FAST else by_zstd
     frame = blosc2.asarray(
         pixels,
         chunks=pixels.shape,
@@ -135,10 +138,10 @@ def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
         contiguous=True,
         dparams=blosc2.DParams(nthreads=1),
         cparams=blosc2.CParams(
-            codec=blosc2.Codec.ZSTD,
-            clevel=1,
-            filters=[blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA],
-            filters_meta=[0, 0],
+            codec=name,
+            clevel=level,
+            filters=filters,
+            filters_meta=[0] * len(filters),
             typesize=pixels.itemsize,
             nthreads=1,
         ),
@@ -146,8 +149,9 @@ def _frame_by_blosc2_alone(pixels: NDArray[Any], block_rows: int) -> bytes:
     return bytes(frame.to_cframe())
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("dtype", ["|u1", "<i2"])
-def test_frames_do_not_depend_on_the_threads_of_the_writer(dtype: str) -> None:
+def test_frames_do_not_depend_on_the_threads_of_the_writer(dtype: str, is_fast: bool) -> None:
     pixels = np.arange(4096).reshape(64, 64).astype(dtype)
     found = set()
     former = blosc2.set_nthreads(1)
@@ -155,22 +159,23 @@ def test_frames_do_not_depend_on_the_threads_of_the_writer(dtype: str) -> None:
         for num_threads in (1, 4):
             blosc2.set_nthreads(num_threads)
             b2nd._empty_header.cache_clear()
-            found.add(b2nd.encode(pixels))
+            found.add(b2nd.encode(pixels, is_fast=is_fast))
     finally:
         blosc2.set_nthreads(former)
         b2nd._empty_header.cache_clear()
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("codec", ["b2nd", FAST])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["noise", "smooth", "one value", "zeros"])
-def test_frames_are_those_of_blosc2_byte_for_byte(kind: str, dtype: str) -> None:
+def test_frames_are_those_of_blosc2_byte_for_byte(kind: str, dtype: str, codec: str) -> None:
     """They are put together from its pieces, which must not show."""
     for shape in SHAPES:
         pixels = _pixels(shape, dtype, kind)
-        payload = encode_array("b2nd", pixels)
+        payload = encode_array(codec, pixels)
         block_rows = blosc2.ndarray_from_cframe(payload).blocks[0]
-        assert payload == _frame_by_blosc2_alone(pixels, block_rows), shape
+        assert payload == _frame_by_blosc2_alone(codec, pixels, block_rows), shape
 
 
 @settings(max_examples=60)
@@ -181,7 +186,7 @@ def test_frames_are_those_of_blosc2_byte_for_byte(kind: str, dtype: str) -> None
 )
 def test_any_frame_is_that_of_blosc2(pixels: NDArray[Any]) -> None:
     payload = encode_array("b2nd", pixels)
-    assert payload == _frame_by_blosc2_alone(pixels, blosc2.ndarray_from_cframe(payload).blocks[0])
+    assert payload == _frame_by_blosc2_alone("b2nd", pixels, blosc2.ndarray_from_cframe(payload).blocks[0])
 
 
 def test_plain_readers_read_the_payloads() -> None:
