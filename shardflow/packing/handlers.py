@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardflow.errors import ConfigError
 from shardflow.packing.deid.pixel_rules import load_rules
+from shardflow.packing.deid.pixel_text import TextFinder
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import decode
 from shardflow.packing.engines.worker import answering
@@ -73,6 +74,8 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         ReportParser(reading).check()
     if config.deid.model is not None:
         _load_model(config.deid.model)
+    if config.deid.pixel_text != "off":
+        TextFinder()
     if config.attachments.leave_out:
         known = {kind.name for kind in attachment_kinds(clinical)}
         unknown = sorted(set(config.attachments.leave_out) - known)
@@ -143,6 +146,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
                 settings=setup.deid,
                 pixels=load_rules(*setup.pixel_rules),
                 recognize=None if setup.deid.model is None else _load_model(setup.deid.model).find,
+                text=None if setup.deid.pixel_text == "off" else TextFinder(setup.deid.pixel_text_keep),
             ),
             records=setup.clinical,
             reading=None if setup.reading is None else ReportParser(setup.reading),

@@ -263,7 +263,7 @@ class Execution:
             return run.unpublished("quarantine_limit", ingested, self.engine)
         if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
             return leave(run, self.base.manifest, ingested, self.engine)
-        self._write_private_ledger(settled.rules)
+        self._write_private_ledger(settled.notes)
         if run.uploader is not None:
             # The page reads shards, which must not be removed meanwhile.
             run.uploader.wait()
@@ -322,10 +322,10 @@ class Execution:
             "task_done", self.ingested, self.engine, studies=studies, num_shards=num_shards
         )
 
-    def _write_private_ledger(self, rules: Mapping[int, Sequence[str]] | None = None) -> None:
+    def _write_private_ledger(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         run = self.run
         write_private_ledger(
-            run.workspace, self.plan.digest, self.ingested, run.config.inputs, self.base, rules or {}
+            run.workspace, self.plan.digest, self.ingested, run.config.inputs, self.base, notes or {}
         )
 
     def _study_pass(self) -> StudyPass:

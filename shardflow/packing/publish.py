@@ -21,7 +21,7 @@ from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
 from shardflow.packing.studies.assembly import load_record
 from shardflow.packing.studies.fragment import StudyOutcome
-from shardflow.packing.studies.privacy import profile_codes
+from shardflow.packing.studies.privacy import cleans_pixels, profile_codes
 from shardflow.packing.versions.base import sample_entries, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
@@ -49,9 +49,16 @@ _PACKAGES: Final = (
 )
 
 
-def created_with() -> dict[str, str]:
-    """Return the versions of the packages that decide the bytes."""
-    return package_versions(_PACKAGES)
+_PIXEL_TEXT: Final = ("onnxruntime", "rapidocr")
+
+
+def created_with(deid: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the packages that decide the bytes.
+
+    Args:
+        deid: Settings of de-identification, see `shardflow.packing.settings.DeidConfig.content`.
+    """
+    return package_versions(_PACKAGES + (_PIXEL_TEXT if "pixel_text" in deid else ()))
 
 
 def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) -> str:
@@ -66,7 +73,7 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
     # Settings older than these sections keep their fragments.
     settings += [content["volumes"]] if "volumes" in content else []
     settings += [{"drop_reasons": content["drop_reasons"]}] if "drop_reasons" in content else []
-    facts = [created_with(), key_id, content["shards"]["codec"], *settings, reading]
+    facts = [created_with(content["deid"]), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
 
 
@@ -88,8 +95,9 @@ class Settled:
     """Reports that were read by language; ``english+german`` is a mixed one."""
     num_unread: int
     """Reports with a part in a language without rules."""
-    rules: dict[int, tuple[str, ...]]
-    """Names of the rules that hold files back, by row; for the private ledger alone."""
+    notes: dict[int, dict[str, Any]]
+    """What the private ledger alone says about files, by row: names of ``rules`` that hold a file back or
+    blank text in it, and the boxes that were ``blanked``."""
 
 
 def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
@@ -104,7 +112,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     tallies: Counter[str] = Counter()
     languages: Counter[str] = Counter()
     num_unread = 0
-    rules: dict[int, tuple[str, ...]] = {}
+    notes: dict[int, dict[str, Any]] = {}
     for planned in plan.shards:
         record = load_record(workspace.records, planned.name)
         if record is None:
@@ -118,7 +126,10 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
             num_unread += outcome.is_unread
             if outcome.rules:
                 rows = files.files_of(study)
-                rules.update({int(rows[at]): names for at, names in outcome.rules.items()})
+                for at, names in outcome.rules.items():
+                    notes[int(rows[at])] = {"rules": list(names)}
+                for at, boxes in outcome.blanked.items():
+                    notes[int(rows[at])]["blanked"] = [list(box) for box in boxes]
         if record["tar"] is not None:
             samples.extend(_entries(record, len(shards)))
             shards.append(_shard_entry(planned.split, record))
@@ -138,7 +149,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
         tallies=dict(sorted(tallies.items())),
         languages=dict(sorted(languages.items())),
         num_unread=num_unread,
-        rules=rules,
+        notes=notes,
     )
 
 
@@ -199,7 +210,7 @@ def publish(
         shards=shards,
         samples=samples,
         ledger=ledger_columns(ingested, base),
-        created_with=created_with(),
+        created_with=created_with(content["deid"]),
         config_digest=content_digest(content),
         key_id=key_id,
         page=PageConfig(**content["page"]),
@@ -216,7 +227,7 @@ def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | No
     counts = Counter(former.get("counts", {}))
     counts.update(settled.tallies)
     codes = profile_codes(
-        deid["dates"], has_blackout=counts["blackout_slices"] > 0, is_defaced=counts["defaced_slices"] > 0
+        deid["dates"], has_blackout=cleans_pixels(counts), is_defaced=counts["defaced_slices"] > 0
     )
     return {
         "counts": dict(sorted((name, count) for name, count in counts.items() if count)),

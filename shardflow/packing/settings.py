@@ -14,6 +14,7 @@ from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.tables import check_table_name
 from shardflow.format.volumes.encoder import BRICK_SHAPE, suits_bricks
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
+from shardflow.packing.deid.pixel_text import MARKERS, as_marker, models_digest
 from shardflow.packing.deid.pseudonyms import DatesMode
 from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_dates import DateOrder
@@ -210,9 +211,23 @@ class DeidConfig:
     """CSV file of decisions on such pairs; see docs/deidentification.md."""
     rules_file: Path | None = None
     """TOML file of further rules and blackout boxes; see docs/deidentification.md."""
+    pixel_text: Literal["off", "blank"] = "off"
+    """``blank``: images that rules suspect of burned-in text, and a share of all others, are searched for
+    text (extra ``pixels``). It is blanked, and they are packed; pages of text are still held back."""
+    pixel_text_share: Annotated[float, Bounds(0.0, 1.0)] = 0.05
+    """Share of the images that no rule suspects to search for text; where one shows some, all of its series
+    are searched."""
+    pixel_text_keep: tuple[str, ...] = MARKERS
+    """Texts in images that stay, such as ``L`` and ``RMLO``, in capitals."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for text in self.pixel_text_keep:
+            if not text or text != as_marker(text):
+                raise ConfigError(
+                    f"deid.pixel_text_keep must hold texts of capitals and digits alone, got {text!r}; write "
+                    f"{as_marker(text) or 'L'!r}."
+                )
 
     def rules_text(self) -> tuple[str, ...]:
         """Return the site's own rules.
@@ -251,6 +266,13 @@ class DeidConfig:
             content["model_sha256"] = model_digest(self.model)
         if self.times == "second":  # settings older than this one keep their digest
             del content["times"]
+        if self.pixel_text == "off":
+            for name in ("pixel_text", "pixel_text_share", "pixel_text_keep"):
+                del content[name]
+        else:
+            content["pixel_text_share"] = repr(self.pixel_text_share)  # canonical JSON has no floats
+            content["pixel_text_keep"] = sorted({*self.pixel_text_keep})
+            content["pixel_text_sha256"] = models_digest()
         # Sorted: fragments depend on a digest of this very text.
         return dict(sorted(content.items()))
 

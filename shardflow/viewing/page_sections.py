@@ -204,7 +204,12 @@ def summarize(
 
 def _pixels(manifest: Manifest, counts: Mapping[str, int]) -> list[Statement]:
     untouched = "Pixels of images that no rule suspects"
-    statements = [Statement(Treatment.UNTOUCHED, untouched, "not searched for text or faces")]
+    searched, blanked = counts.get("text_searched_slices", 0), counts.get("text_blanked_slices", 0)
+    how = "not searched for text or faces" if not searched else "searched for text in a share of them only"
+    statements = [Statement(Treatment.UNTOUCHED, untouched, how)]
+    if searched:
+        how = f"text was found in {blanked:,} of {searched:,} slices searched, by a model that misses some"
+        statements.append(Statement(Treatment.REMOVED, "Text in pixels", how))
     reasons: Any = manifest.extra.get("reasons", {})
     if num_held := sum(int(reasons.get(reason, 0)) for reason in _HELD_BACK):
         what = f"{counted(num_held, 'image')} that may show text or a face"

@@ -24,6 +24,10 @@ Values = Mapping[str, Sequence[str | int | float]]
 
 PAGE: Final = "page"
 """Name of the rule that recognizes pages of text by their pixels (`pages`)."""
+TEXT: Final = "text"
+"""Name of the rule that finds text in pixels (`pixel_text`)."""
+DECLARED: Final = "declared"
+"""Name of the rule for files that declare text: it may be blanked, but it must be found."""
 _CONDITIONS: Final = frozenset({"when", "words", "unless", "unless_words"})
 _TABLES: Final = {
     "accept": (frozenset({"name", "rules"}), _CONDITIONS),
@@ -97,8 +101,12 @@ class PixelVerdict:
 
     held_back: tuple[str, ...]
     """Names of the rules that hold the images back; none if they may be packed."""
+    suspected: tuple[str, ...]
+    """Names of the rules for which the images are searched for text, instead of being held back."""
     accepts_pages: bool
     """Whether pages of text are packed."""
+    accepts_text: bool
+    """Whether text that is found stays."""
     accepted: tuple[str, ...]
     """Names of the rules that matched and were accepted by the settings."""
     blackout: Blackout | None
@@ -127,13 +135,16 @@ class PixelRules:
         named = {keyword for one in conditions for keyword in one.keywords}
         return tuple(sorted(named - _NOT_READ))
 
-    def judge(self, values: Values, *, accept: Iterable[str], trusts_no: bool) -> PixelVerdict:
+    def judge(
+        self, values: Values, *, accept: Iterable[str], trusts_no: bool, blanks_text: bool = False
+    ) -> PixelVerdict:
         """Judge a group of images by their header values.
 
         Args:
             values: Values by DICOM keyword, for all `keywords`.
             accept: Names of rules that hold nothing back.
             trusts_no: Whether a declared ``BurnedInAnnotation = NO`` clears a suspicion.
+            blanks_text: Whether images that are suspected, or declared, to show text are searched for it.
         """
         blackout = next((boxes for rule, boxes in self.blackouts if rule.matches(values)), None)
         matched = [rule for rule in self.burned_in if rule.matches(values)]
@@ -143,9 +154,15 @@ class PixelRules:
         if blackout is not None:
             matched = [rule for rule in matched if rule.name not in blackout.clears]
         accepted = frozenset(accept).union(*(names for rule, names in self.accepted if rule.matches(values)))
+        doubted = [rule for rule in matched if rule.name not in accepted]
+        may_blank = blanks_text and TEXT not in accepted
+        searched = [rule for rule in doubted if rule.verdict == "suspect" or rule.name == DECLARED]
+        is_searched = may_blank and len(searched) == len(doubted)
         return PixelVerdict(
-            held_back=tuple(rule.name for rule in matched if rule.name not in accepted),
+            held_back=() if is_searched else tuple(rule.name for rule in doubted),
+            suspected=tuple(rule.name for rule in matched) if is_searched else (),
             accepts_pages=PAGE in accepted,
+            accepts_text=TEXT in accepted,
             accepted=tuple(rule.name for rule in matched if rule.name in accepted),
             blackout=blackout,
             face=tuple(rule.name for rule in self.faces if rule.matches(values)),
@@ -157,7 +174,7 @@ class PixelRules:
         Raises:
             ConfigError: One is not.
         """
-        known = {PAGE, *(rule.name for rule in self.burned_in)}
+        known = {PAGE, TEXT, *(rule.name for rule in self.burned_in)}
         for name in names:
             if name not in known:
                 raise ConfigError(
@@ -182,7 +199,7 @@ def load_rules(*added: str) -> PixelRules:
         for name, entries in _parse(text).items():
             tables[name] += entries
     burned_in = tuple(_rule(entry, entry["verdict"]) for entry in tables["burned_in"])
-    names = [PAGE, *(rule.name for rule in burned_in)]
+    names = [PAGE, TEXT, *(rule.name for rule in burned_in)]
     if len(set(names)) != len(names):
         raise _problem("burned_in", "names that are used once")
     blackouts = tuple((_rule(entry, ""), _blackout(entry, set(names))) for entry in tables["blackout"])

@@ -59,7 +59,10 @@ class StudyOutcome:
     is_unread: bool = False
     """Whether a part of the report is in a language without rules."""
     rules: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the rules that hold files back, by position; for the private ledger alone."""
+    """Names of the rules that hold files back, or blank text in them, by position; for the private ledger
+    alone."""
+    blanked: dict[int, tuple[tuple[int, int, int, int], ...]] = field(default_factory=dict)
+    """Boxes of blanked text by position; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

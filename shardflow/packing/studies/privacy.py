@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -21,13 +21,14 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.pixel_rules import PAGE
+from shardflow.packing.deid.pixel_rules import DECLARED, PAGE, TEXT
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
 from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.pixels import DecodedSlice
+from shardflow.seeds import derive
 
 if TYPE_CHECKING:
     from datetime import date
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
     from shardflow.format.dataset import Dataset
     from shardflow.packing.deid.heads import Head
-    from shardflow.packing.deid.pixel_rules import Blackout, PixelRules, PixelVerdict
+    from shardflow.packing.deid.pixel_rules import Blackout, Box, PixelRules, PixelVerdict
+    from shardflow.packing.deid.pixel_text import FoundText, TextFinder
     from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey
     from shardflow.packing.settings import DeidConfig, TimeResolution
     from shardflow.packing.sources.dicom.stacks import Stack
@@ -48,6 +50,9 @@ _STUDY_DATE: Final = "StudyDate"
 _BLACKOUT: Final = "blackout_slices"
 RESOLUTIONS_S: Final[Mapping[TimeResolution, int]] = {"second": 1, "minute": 60, "hour": 3600, "day": DAY_S}
 _DEFACED: Final = "defaced_slices"
+_SEARCHED: Final = "text_searched_slices"
+_BLANKED: Final = "text_blanked_slices"
+_RING_PX: Final = 3
 _BY_CONTENT: Final = "volume"
 """Name of the rule that finds heads in volumes."""
 
@@ -71,6 +76,13 @@ class PrivacyRules:
     pixels: PixelRules
     recognize: Family | None = None
     """Finds more in texts than the rules: the model of the settings."""
+    text: TextFinder | None = None
+    """Finds text in pixels; None if they are not searched."""
+
+
+def cleans_pixels(counts: Mapping[str, int]) -> bool:
+    """Return whether boxes were blanked, by counts as `StudyPrivacy.tallies` returns them."""
+    return counts.get(_BLACKOUT, 0) > 0 or counts.get(_BLANKED, 0) > 0
 
 
 def profile_codes(dates: DatesMode, *, has_blackout: bool, is_defaced: bool = False) -> list[str]:
@@ -124,8 +136,10 @@ class StudyPrivacy:
         self._patient_id = headers[0].patient_id if headers else ""
         self._tallies: Counter[str] = Counter()
         self._heads: dict[str, Head] = {}
+        self._texts: dict[int, FoundText] = {}
         self.rules: dict[int, tuple[str, ...]] = {}
-        """Names of the rules that hold images back, by position; for the private folder."""
+        """Names of the rules that hold images back, or blank text in them, by position; for the private
+        folder."""
 
     def held_back(self) -> dict[int, str]:
         """Return the reasons of images that are not packed, by position, as headers alone tell."""
@@ -148,6 +162,58 @@ class StudyPrivacy:
         is_short = self._num_frames[header.series_instance_uid] < MIN_SLICES
         is_pictured = header.modality in _PROJECTIONS
         return is_short and not is_pictured and verdict is not None and not verdict.accepts_pages
+
+    @property
+    def text(self) -> TextFinder | None:
+        """Finder of text in pixels, if the settings want it."""
+        return self._rules.text
+
+    def images_to_search(self, headers: Iterable[InstanceHeader]) -> Iterator[InstanceHeader]:
+        """Yield the images to search for text: suspects, a keyed share of all others, and what is like them.
+
+        Where one of the share shows text, the images that rules cannot tell from it follow.
+        """
+        others = []
+        for header in headers:
+            group = self._group_of[header.file_index]
+            if group.verdict is None or group.verdict.accepts_text:
+                continue
+            if group.verdict.suspected or self._is_drawn(header):
+                yield header
+            else:
+                others.append(header)
+        shown = {id(self._group_of[at]) for at, found in self._texts.items() if found.boxes}
+        yield from (header for header in others if id(self._group_of[header.file_index]) in shown)
+
+    def take_text(self, header: InstanceHeader, found: FoundText) -> str | None:
+        """Take note of the text in an image; return the reason if it is held back.
+
+        A file that declares text in which none is found is held back: the search missed it.
+        """
+        verdict = self._group_of[header.file_index].verdict
+        suspected = () if verdict is None else verdict.suspected
+        if found.is_page and verdict is not None and not verdict.accepts_pages:
+            return self.hold_page(header)
+        if DECLARED in suspected and not found.boxes and not self._is_accepted(header, DECLARED):
+            self.rules[header.file_index] = (DECLARED,)
+            return Reason.BURNED_IN_ANNOTATION.value
+        self._texts[header.file_index] = found
+        if found.boxes:
+            self.rules[header.file_index] = (TEXT, *suspected)
+        return None
+
+    def blanked(self) -> dict[int, tuple[Box, ...]]:
+        """Return the boxes of blanked text by position, for the private folder."""
+        return {at: found.boxes for at, found in sorted(self._texts.items()) if found.boxes}
+
+    def _is_drawn(self, header: InstanceHeader) -> bool:
+        """Return whether an image that no rule suspects is searched all the same."""
+        drawn = derive(0, self._rules.key.surrogate("pixel-text", header.sop_instance_uid))
+        return drawn < self._rules.settings.pixel_text_share * (1 << 64)
+
+    def _is_accepted(self, header: InstanceHeader, name: str) -> bool:
+        verdict = self._group_of[header.file_index].verdict
+        return verdict is not None and name in verdict.accepted
 
     def hold_page(self, header: InstanceHeader) -> str:
         """Take note of a page of text; return its reason."""
@@ -186,7 +252,13 @@ class StudyPrivacy:
         return verdict is not None and bool(verdict.face) and is_volume
 
     def clean(self, header: InstanceHeader, decoded: DecodedSlice) -> DecodedSlice:
-        """Black out the boxes of a slice; without any, return the slice itself."""
+        """Black out the boxes of a slice and blank its text; without any, return the slice itself."""
+        found = self._texts.get(header.file_index)
+        if found is not None:
+            self._tallies[_SEARCHED] += 1
+            if found.boxes:
+                self._tallies[_BLANKED] += 1
+                decoded = _blanked(decoded, found.boxes)
         blackout = self._blackout(header)
         if blackout is None:
             return decoded
@@ -205,8 +277,9 @@ class StudyPrivacy:
         self._tallies[_DEFACED] += 1
         return _without(decoded, head.face_mask(affine, index, (stack.rows, stack.columns)))
 
-    def series_facts(self, header: InstanceHeader) -> dict[str, Any]:
+    def series_facts(self, stack: Stack) -> dict[str, Any]:
         """Return the de-identification object of a series for ``study.json``."""
+        header = stack.slices[0].instance
         verdict, blackout = self._group_of[header.file_index].verdict, self._blackout(header)
         has_face = self.has_face_risk(header)
         self._tallies["face_risk_series"] += has_face
@@ -215,7 +288,22 @@ class StudyPrivacy:
             "blackout": None if blackout is None else blackout.name,
             **({"defaced": True} if has_face and self._rules.settings.face_risk == "deface" else {}),
             "face_risk": has_face,
+            **self._text_facts(stack),
         }
+
+    def _text_facts(self, stack: Stack) -> dict[str, Any]:
+        """Return how many slices of a series were searched for text, and the boxes that were blanked."""
+        if self._rules.text is None:
+            return {}
+        found = [self._texts.get(part.instance.file_index) for part in stack.slices]
+        boxes: list[dict[str, Any]] = []
+        for index, one in enumerate(found):
+            blanked = [] if one is None else [list(box) for box in one.boxes]
+            if boxes and blanked and boxes[-1]["slices"][1] == index and boxes[-1]["boxes"] == blanked:
+                boxes[-1]["slices"][1] = index + 1
+            elif blanked:
+                boxes.append({"boxes": blanked, "slices": [index, index + 1]})
+        return {"text": {"blanked": boxes, "searched_slices": sum(one is not None for one in found)}}
 
     def flag_head(self, facts: dict[str, Any]) -> None:
         """Flag a series in whose slices a head was found while they were written."""
@@ -289,7 +377,7 @@ class StudyPrivacy:
     def facts(self, report_counts: Mapping[str, int]) -> dict[str, Any]:
         """Return the de-identification object of ``study.json``."""
         settings = self._rules.settings
-        has_blackout = self._tallies[_BLACKOUT] > 0
+        has_blackout = cleans_pixels(self._tallies)
         return {
             "dates": "REMOVED" if settings.dates == "remove" else "MODIFIED",
             "profile_codes": profile_codes(
@@ -346,6 +434,7 @@ class StudyPrivacy:
                 {**values, **_header_values(header)},
                 accept=settings.accept,
                 trusts_no=settings.trust_declared_clean,
+                blanks_text=self._rules.text is not None,
             )
             return _Group(tuple(headers), verdict, None)
         return _Group(tuple(headers), None, problem)
@@ -355,6 +444,22 @@ def _without(decoded: DecodedSlice, hidden: NDArray[np.bool_]) -> DecodedSlice:
     """Return a slice whose hidden pixels have the darkest remaining value, so that its range stays."""
     pixels = decoded.pixels.copy()
     pixels[hidden] = pixels[~hidden].min() if not hidden.all() else 0
+    return dataclasses.replace(decoded, pixels=pixels)
+
+
+def _blanked(decoded: DecodedSlice, boxes: Sequence[Box]) -> DecodedSlice:
+    """Return a slice whose boxes have the median value of what surrounds each, so that none stands out."""
+    pixels = decoded.pixels.copy()
+    hidden = np.zeros(pixels.shape[:2], bool)
+    for top, left, bottom, right in boxes:
+        hidden[top:bottom, left:right] = True
+    for top, left, bottom, right in boxes:
+        around = np.s_[max(0, top - _RING_PX) : bottom + _RING_PX, max(0, left - _RING_PX) : right + _RING_PX]
+        ring = decoded.pixels[around][~hidden[around]]
+        if not ring.size:
+            ring = decoded.pixels[~hidden] if not hidden.all() else np.zeros_like(decoded.pixels[:1, 0])
+        # The lower of two middle values: a value that is there, whatever the dtype.
+        pixels[top:bottom, left:right] = np.sort(ring, axis=0)[(len(ring) - 1) // 2]
     return dataclasses.replace(decoded, pixels=pixels)
 
 
@@ -405,7 +510,7 @@ def counts_without(recorded: Mapping[str, Any], dataset: Dataset, rows: Iterable
     codes = [
         code
         for code in recorded.get("profile_codes", ())
-        if (code != _CLEAN_PIXELS or kept.get(_BLACKOUT)) and (code != _CLEAN_FACES or kept.get(_DEFACED))
+        if (code != _CLEAN_PIXELS or cleans_pixels(kept)) and (code != _CLEAN_FACES or kept.get(_DEFACED))
     ]
     return {**recorded, "counts": kept, "profile_codes": codes}
 
@@ -422,4 +527,7 @@ def _tallies(study: Mapping[str, Any]) -> Counter[str]:
             found[_BLACKOUT] += int(series["num_slices"])
         if done.get("defaced"):
             found[_DEFACED] += int(series["num_slices"])
+        if text := done.get("text"):
+            found[_SEARCHED] += int(text["searched_slices"])
+            found[_BLANKED] += sum(last - first for first, last in (one["slices"] for one in text["blanked"]))
     return found

@@ -83,7 +83,7 @@ def describe_series(
     """
     form = form_of([part.instance for part in stack.slices])
     technical = allow_technical(attributes)
-    geometry, first = stack.geometry, stack.slices[0].instance
+    geometry = stack.geometry
     frame_of_reference = stack.frame_of_reference_uid
     return {
         "affine_lps": geometry.affine_lps,
@@ -98,7 +98,7 @@ def describe_series(
         else stored_codec(codec_for(codec, (stack.rows, stack.columns), np.dtype(form.dtype))),
         "columns": stack.columns,
         "dtype": form.dtype,
-        "deidentification": privacy.series_facts(first),
+        "deidentification": privacy.series_facts(stack),
         "flags": list(stack.flags),
         "frame_of_reference_key": privacy.surrogate("frame-of-reference", frame_of_reference)
         if frame_of_reference

@@ -164,6 +164,7 @@ class StudyMembers:
         """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
         self._bad.update(self._held_back_pages())
+        self._bad.update(self._held_back_texts())
         if self._privacy.looks_for_heads:
             self._bad.update(self._held_back_heads())
         while True:
@@ -191,6 +192,7 @@ class StudyMembers:
                     languages=self._languages,
                     is_unread=self._is_unread,
                     rules=self._privacy.rules,
+                    blanked=self._privacy.blanked(),
                 )
                 return self.writer.commit(packed, facts)
 
@@ -203,6 +205,21 @@ class StudyMembers:
                 first = next(self._iter_slices(header, [0]))
                 if is_page(first.pixels):
                     reasons[header.file_index] = self._privacy.hold_page(header)
+        return reasons
+
+    def _held_back_texts(self) -> dict[int, str]:
+        """Search images for text to blank; return the reasons of images that are held back instead."""
+        reasons: dict[int, str] = {}
+        finder = self._privacy.text
+        if finder is None:
+            return reasons
+        for header in self._privacy.images_to_search(self._usable()):
+            with suppress(SourceError):
+                frames = (decoded.pixels for decoded in self._iter_slices(header))
+                found = finder.find_in_frames(frames, header.image.num_frames)
+                reason = self._privacy.take_text(header, found)
+                if reason is not None:
+                    reasons[header.file_index] = reason
         return reasons
 
     def _held_back_heads(self) -> dict[int, str]:

@@ -154,9 +154,9 @@ def write_private_ledger(
     ingested: Ingested,
     inputs: InputsConfig,
     base: Base | None,
-    rules: Mapping[int, Sequence[str]],
+    notes: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Write one JSON line for each input: surrogate, path or place, sample key, outcome, rules, content.
+    """Write one JSON line for each input: surrogate, path or place, sample key, outcome, notes, content.
 
     The file is named after the plan, so that it never replaces that of another run. The reason is
     ``"UNDECIDED"`` for inputs that an interrupted job did not reach. Inputs that the job took over keep their
@@ -166,7 +166,7 @@ def write_private_ledger(
         StorageError: It cannot be written.
     """
     write_atomic(
-        workspace.private_ledger(plan_digest), _lines(ingested, inputs, base, rules), replace=True, mode=0o600
+        workspace.private_ledger(plan_digest), _lines(ingested, inputs, base, notes), replace=True, mode=0o600
     )
     if ingested.identities is not None:
         write_evidence(ingested.identities, workspace.people_ledger(plan_digest))
@@ -178,7 +178,7 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
 
 
 def _lines(
-    ingested: Ingested, inputs: InputsConfig, base: Base | None, rules: Mapping[int, Sequence[str]]
+    ingested: Ingested, inputs: InputsConfig, base: Base | None, notes: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[bytes]:
     files, reports, studies = ingested.files, ingested.reports, ingested.files.studies
     if base is not None and ingested.scope is not None:
@@ -215,8 +215,7 @@ def _lines(
             where: dict[str, Any] = {
                 "path": str(ingested.discovered[source_file].path(inputs.roots).absolute())
             }
-            if number in rules:
-                where["rules"] = list(rules[number])
+            where.update(notes.get(number, {}))
             code, study = int(files.reason[number]), int(files.study[number])
             kind = INPUT_KINDS[int(files.kind[number])]
             yield line(

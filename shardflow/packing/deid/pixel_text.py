@@ -1,0 +1,382 @@
+"""Text in pixels: found and read on a CPU, so that what is burned into an image can be blanked.
+
+A text detector (PP-OCR, differentiable binarization: Liao et al. 2020) marks the pixels of lines of text, in
+the whole range of values and in that of most of them: letters in white are found in the one, faint ones in
+the other. Large images are searched in tiles at full resolution and once as a whole; small ones are enlarged.
+What it marks is text to be blanked. A reader (CTC) decides on weak marks, and keeps markers that identify
+nobody, such as the side.
+
+The models are files in the wheel of `rapidocr` and run in onnxruntime, one thread, without a network; nothing
+else of rapidocr is imported. Both are in the extra ``pixels``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.packing.deid.pages import is_page
+from shardflow.packing.deid.pixel_rules import Box
+
+MARKERS: Final = (
+    "L", "R", "LT", "RT", "LEFT", "RIGHT", "LI", "RE", "LINKS", "RECHTS", "AP", "PA", "LAT", "LL", "RL",
+    "OBL", "A", "P", "H", "F", "S", "I", "LCC", "RCC", "LMLO", "RMLO", "CC", "MLO", "LML", "RML", "LXCCL",
+    "RXCCL", "SUPINE", "PRONE", "ERECT", "UPRIGHT", "DECUB", "PORTABLE",
+)  # fmt: skip
+"""Texts that identify nobody and say where an image shows what."""
+
+_MODELS: Final = {"detector": "*_det_*.onnx", "reader": "*_rec_*.onnx"}
+_STEP: Final = 32
+"""Sides of what the detector reads are multiples of it."""
+_SIDE: Final = 1280
+_OVERLAP: Final = 192
+_COARSE: Final = 960
+_MAX_GROWTH: Final = 2.0
+_INNER: Final = (1.0, 99.0)
+_SURROUNDINGS_PX: Final = 8
+_LEVEL: Final = 0.2
+"""Least probability of a pixel of text."""
+_MIN_SCORE: Final = 0.5
+"""Least mean probability of a line that is blanked without being read,"""
+_WEAK_SCORE: Final = 0.35
+"""and of one that is, if the reader finds letters in it."""
+_MIN_THICK_PX: Final = 3.0
+_MAX_THICK: Final = 0.07
+"""Height of the core of a line as a share of the longer side of the image: bodies look like large letters."""
+_UNCLIP: Final = 0.8
+"""The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6 in the paper)."""
+_ALONG: Final = 2.0
+"""Likewise at its ends, where it misses letters that stand apart."""
+_READ_HEIGHT: Final = 48
+_MAX_READ_WIDTH: Final = 1600
+_MIN_READ: Final = 0.6
+_MIN_MARKER: Final = 0.9
+_SIGNS: Final = re.compile(r"[^A-Z0-9]+")
+_MAX_FRAMES: Final = 16
+"""Frames of a cine that are searched one by one."""
+_PAGE_LINES: Final = 16
+_PAGE_SHARE: Final = 0.12
+
+
+def as_marker(text: str) -> str:
+    """Return a text in capitals and digits alone.
+
+    Example:
+        >>> as_marker("R-MLO ")
+        'RMLO'
+    """
+    return _SIGNS.sub("", text.upper())
+
+
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """Text in one image."""
+
+    boxes: tuple[Box, ...]
+    """What is to be blanked, sorted."""
+    kept: tuple[Box, ...]
+    """Markers."""
+    is_page: bool
+    """Whether the image is a page of text rather than a picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    box: Box
+    score: float
+    window: int
+
+
+class TextFinder:
+    """Finder of text: detector and reader.
+
+    Args:
+        keep: Texts that stay, as `as_marker` returns them.
+
+    Raises:
+        ConfigError: The models are not installed.
+    """
+
+    def __init__(self, keep: Collection[str] = MARKERS) -> None:
+        self._keep = frozenset(keep)
+        self._detector = _session("detector")
+        self._reader = _session("reader")
+        names = self._reader.get_modelmeta().custom_metadata_map["character"].split("\n")
+        self._letters = ("", *names, " ")
+
+    def find(self, pixels: NDArray[Any]) -> FoundText:
+        """Find the text of an image.
+
+        Args:
+            pixels: ``(rows, columns)`` or ``(rows, columns, 3)``, of any dtype.
+        """
+        windows = _windows(pixels)
+        lines = [line for number, window in enumerate(windows) for line in self._lines(window, number)]
+        mask, kept = np.zeros(pixels.shape[:2], np.uint8), list[Box]()
+        for group in _overlapping(lines, pixels.shape[:2]):
+            top, left, bottom, right = box = _around(group)
+            if max(line.score for line in group) >= _MIN_SCORE:
+                is_text = True
+            else:
+                is_text = any(self._has_letters(windows[line.window], line.box) for line in group)
+            if not is_text:
+                continue
+            if self._is_marker(windows, group, box):
+                kept.append(box)
+            else:
+                for line in group:
+                    top, left, bottom, right = line.box
+                    mask[top:bottom, left:right] = 1
+        boxes = _boxes(mask)
+        is_full = len(boxes) >= _PAGE_LINES and float(mask.mean()) > _PAGE_SHARE
+        return FoundText(boxes, tuple(sorted(kept)), is_full or is_page(pixels))
+
+    def find_in_frames(self, frames: Iterable[NDArray[Any]], num_frames: int) -> FoundText:
+        """Find the text of an image of several frames; what one of them shows is to be blanked in all.
+
+        Frames spread over the cine are searched, and the largest and the smallest value of each pixel over
+        all frames, in which text stands that is shown all the time or over dark or bright places.
+
+        Args:
+            frames: Each like the image of `find`; taken one by one.
+            num_frames: Number of frames.
+        """
+        places = np.linspace(0, num_frames - 1, min(num_frames, _MAX_FRAMES))
+        chosen = set(places.round().astype(int).tolist())
+        found: list[FoundText] = []
+        highest: NDArray[Any] | None = None
+        lowest: NDArray[Any] | None = None
+        for number, pixels in enumerate(frames):
+            if number in chosen:
+                found.append(self.find(pixels))
+            highest = pixels if highest is None else np.maximum(highest, pixels)
+            lowest = pixels if lowest is None else np.minimum(lowest, pixels)
+        if num_frames > len(chosen) and highest is not None and lowest is not None:
+            found += [self.find(highest), self.find(lowest)]
+        if len(found) == 1:
+            return found[0]
+        boxes = sorted({box for one in found for box in one.boxes})
+        kept = sorted({box for one in found for box in one.kept})
+        return FoundText(_merged(boxes), tuple(kept), any(one.is_page for one in found))
+
+    def _lines(self, window: NDArray[np.uint8], number: int) -> Iterator[_Line]:
+        """Yield what looks like lines of text in an image in 8 bits."""
+        rows, columns = window.shape[:2]
+        longest = max(rows, columns)
+        if longest <= _SIDE:
+            scale = min(_SIDE / longest, _MAX_GROWTH)
+            grown = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
+            yield from self._detect(grown, (0, 0), scale, longest, number)
+            return
+        scale = _COARSE / longest
+        coarse = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
+        yield from self._detect(coarse, (0, 0), scale, longest, number)
+        for top in _starts(rows):
+            for left in _starts(columns):
+                tile = window[top : top + _SIDE, left : left + _SIDE]
+                yield from self._detect(tile, (top, left), 1.0, longest, number)
+
+    def _detect(
+        self, part: NDArray[np.uint8], corner: tuple[int, int], scale: float, longest: int, number: int
+    ) -> Iterator[_Line]:
+        """Detect lines in a part of an image that starts at a corner of it and is scaled."""
+        rows, columns = part.shape[:2]
+        padded = cv2.copyMakeBorder(part, 0, -rows % _STEP, 0, -columns % _STEP, cv2.BORDER_REPLICATE)
+        tensor = _tensor(padded)
+        (answer,) = self._detector.run(None, {self._detector.get_inputs()[0].name: tensor})
+        probability = answer[0, 0, :rows, :columns]
+        binary = (probability > _LEVEL).astype(np.uint8)
+        count, labels, stats, _ = cv2.connectedComponentsWithStats(binary, connectivity=8)
+        for at in range(1, count):
+            left, top, width, height, _area = (int(one) for one in stats[at])
+            inside = (labels[top : top + height, left : left + width] == at).astype(np.uint8)
+            points = cv2.findNonZero(inside)
+            thick = min(cv2.minAreaRect(points)[1]) + 1.0
+            if thick < _MIN_THICK_PX or thick > _MAX_THICK * longest * scale:
+                continue
+            score = float(probability[top : top + height, left : left + width][inside > 0].mean())
+            if score < _WEAK_SCORE:
+                continue
+            down = (_ALONG if height > 2 * width else _UNCLIP) * thick + 1
+            across = (_ALONG if width > 2 * height else _UNCLIP) * thick + 1
+            box = (
+                max(0, int((top - down) / scale)) + corner[0],
+                max(0, int((left - across) / scale)) + corner[1],
+                int(np.ceil(min(rows, top + height + down) / scale)) + corner[0],
+                int(np.ceil(min(columns, left + width + across) / scale)) + corner[1],
+            )
+            yield _Line(box, score, number)
+
+    def _has_letters(self, window: NDArray[np.uint8], box: Box) -> bool:
+        text, confidence = self._read(window, box)
+        return confidence >= _MIN_READ and len(as_marker(text)) >= 2
+
+    def _is_marker(self, windows: Sequence[NDArray[np.uint8]], group: Sequence[_Line], box: Box) -> bool:
+        """Return whether a region holds a text to be kept and nothing else."""
+        longest = max(map(len, self._keep), default=0)
+        height, width = box[2] - box[0], box[3] - box[1]
+        if width > (longest + 1.5) * height:
+            return False
+        is_marker = False
+        for number in sorted({line.window for line in group}):
+            text, confidence = self._read(windows[number], box)
+            signs = as_marker(text)
+            fits = width <= (len(signs) + 1.5) * height
+            if confidence >= _MIN_MARKER and signs in self._keep and fits:
+                is_marker = True
+            elif confidence >= _MIN_READ and len(signs) > 1:
+                return False
+        return is_marker
+
+    def _read(self, window: NDArray[np.uint8], box: Box) -> tuple[str, float]:
+        """Read one line of text; return the best reading with the mean confidence of its letters."""
+        crop = window[box[0] : box[2], box[1] : box[3]]
+        turns = (1, 3) if crop.shape[0] > 1.5 * crop.shape[1] else (0,)
+        return max((self._read_upright(np.rot90(crop, turn)) for turn in turns), key=lambda found: found[1])
+
+    def _read_upright(self, crop: NDArray[np.uint8]) -> tuple[str, float]:
+        height, width = crop.shape[:2]
+        size = min(_MAX_READ_WIDTH, max(16, round(width * _READ_HEIGHT / max(1, height))))
+        tensor = _tensor(cv2.resize(np.ascontiguousarray(crop), (size, _READ_HEIGHT)))
+        (answer,) = self._reader.run(None, {self._reader.get_inputs()[0].name: tensor})
+        best = answer[0].argmax(axis=1)
+        is_new = np.concatenate(([True], best[1:] != best[:-1])) & (best != 0)
+        if not is_new.any():
+            return "", 0.0
+        text = "".join(
+            self._letters[one] if one < len(self._letters) else "" for one in best[is_new].tolist()
+        )
+        return text.strip(), float(answer[0].max(axis=1)[is_new].mean())
+
+
+def models_digest() -> str:
+    """Return the SHA-256 of the installed models, which decide bytes of a dataset.
+
+    Raises:
+        ConfigError: They are not installed.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(_MODELS):
+        with _model(name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _model(name: str) -> Path:
+    """Return the file of a model in the wheel of rapidocr, without importing it."""
+    spec = importlib.util.find_spec("rapidocr")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
+    found = [] if folder is None else sorted(folder.glob(_MODELS[name]))
+    if not found:
+        raise ConfigError("deid.pixel_text needs a text detector; install shardflow[pixels].")
+    return found[0]
+
+
+@cache
+def _session(name: str) -> Any:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ConfigError("deid.pixel_text needs a text detector; install shardflow[pixels].") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = False
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(str(_model(name)), options, providers=["CPUExecutionProvider"])
+
+
+def _windows(pixels: NDArray[Any]) -> list[NDArray[np.uint8]]:
+    """Return an image in 8 bits: its whole range, that of most of it, and its details."""
+    plane = pixels.astype(np.float32)
+    low, high = float(plane.min()), float(plane.max())
+    if not high > low:
+        return []
+    windows = [_to_8_bits(plane, low, high)]
+    gray = plane.max(axis=2) if plane.ndim == 3 else plane
+    inner = [float(one) for one in np.percentile(gray, _INNER)]
+    if inner[1] > inner[0] and (inner[1] - inner[0]) < 0.9 * (high - low):
+        windows.append(_to_8_bits(gray, inner[0], inner[1]))
+    windows.append(_flattened(_to_8_bits(gray, low, high)))
+    return windows
+
+
+def _flattened(gray: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return what differs from its surroundings, on gray: a body as a whole looks like a letter otherwise."""
+    detail = gray.astype(np.float32)
+    detail -= cv2.GaussianBlur(detail, (0, 0), _SURROUNDINGS_PX)
+    strongest = max(float(np.percentile(np.abs(detail), 99.5)), 4.0)
+    return np.asarray(np.clip(128 + 127 * detail / strongest, 0, 255), np.uint8)
+
+
+def _to_8_bits(plane: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
+    return np.asarray(np.clip((plane - low) * (255 / (high - low)), 0, 255), np.uint8)
+
+
+def _tensor(image: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return ``(1, 3, rows, columns)`` from -1 to 1."""
+    scaled = image.astype(np.float32) / 127.5 - 1
+    planes = scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1)
+    return np.ascontiguousarray(np.broadcast_to(planes, (3, *scaled.shape[:2]))[None])
+
+
+def _starts(length: int) -> list[int]:
+    """Return where tiles begin, so that they cover a side and overlap."""
+    if length <= _SIDE:
+        return [0]
+    count = -(-(length - _OVERLAP) // (_SIDE - _OVERLAP))
+    return [round(at * (length - _SIDE) / (count - 1)) for at in range(count)]
+
+
+def _overlapping(lines: Sequence[_Line], shape: tuple[int, int]) -> list[list[_Line]]:
+    """Group lines whose boxes overlap."""
+    mask = np.zeros(shape, np.uint8)
+    for line in lines:
+        top, left, bottom, right = line.box
+        mask[top:bottom, left:right] = 1
+    _, labels = cv2.connectedComponents(mask, connectivity=8)
+    groups: dict[int, list[_Line]] = {}
+    for line in lines:
+        groups.setdefault(int(labels[line.box[0], line.box[1]]), []).append(line)
+    return list(groups.values())
+
+
+def _merged(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """Return boxes of which none is inside another."""
+    return tuple(
+        one
+        for one in boxes
+        if not any(
+            other != one
+            and other[0] <= one[0]
+            and other[1] <= one[1]
+            and other[2] >= one[2]
+            and other[3] >= one[3]
+            for other in boxes
+        )
+    )
+
+
+def _around(lines: Sequence[_Line]) -> Box:
+    tops, lefts, bottoms, rights = zip(*(line.box for line in lines), strict=True)
+    return min(tops), min(lefts), max(bottoms), max(rights)
+
+
+def _boxes(mask: NDArray[np.uint8]) -> tuple[Box, ...]:
+    count, _, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=8)
+    return tuple(
+        sorted(
+            (int(top), int(left), int(top + height), int(left + width))
+            for left, top, width, height, _ in stats[1:count].tolist()
+        )
+    )

@@ -1,0 +1,102 @@
+"""Text in pixels: found at every turn and depth, markers kept, and nothing found where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shardflow.packing.deid.pixel_text import TextFinder, models_digest
+
+pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
+
+
+@pytest.fixture(scope="module")
+def finder() -> TextFinder:
+    return TextFinder()
+
+
+def body(rows: int = 320, columns: int = 400) -> NDArray[np.float32]:
+    """A bright disk with noise on a dark ground."""
+    y, x = np.mgrid[:rows, :columns]
+    disk = np.hypot((y - rows / 2) / (0.4 * rows), (x - columns / 2) / (0.35 * columns)) < 1
+    noise = np.random.default_rng(4).normal(0, 12, (rows, columns))
+    return (40 + 300 * cv2.GaussianBlur(disk.astype(np.float32), (0, 0), 2) + noise).astype(np.float32)
+
+
+def burn(
+    pixels: NDArray[Any], text: str, at: tuple[int, int], value: float, *, height: int = 14, turn: int = 0
+) -> NDArray[np.bool_]:
+    """Write text into an image; return its pixels."""
+    canvas = np.zeros((height * 2, height * (len(text) + 2)), np.uint8)
+    scale = cv2.getFontScaleFromHeight(cv2.FONT_HERSHEY_SIMPLEX, height, 1)
+    cv2.putText(canvas, text, (4, height + 4), cv2.FONT_HERSHEY_SIMPLEX, scale, 255, 1, cv2.LINE_AA)
+    drawn = np.rot90(canvas, turn // 90)
+    ink = np.zeros(pixels.shape[:2], bool)
+    rows, columns = np.nonzero(drawn > 100)
+    ink[at[0] + rows - rows.min(), at[1] + columns - columns.min()] = True
+    pixels[ink] = value
+    return ink
+
+
+def covered(boxes: tuple[tuple[int, int, int, int], ...], ink: NDArray[np.bool_]) -> float:
+    hidden = np.zeros_like(ink)
+    for top, left, bottom, right in boxes:
+        hidden[top:bottom, left:right] = True
+    return float((hidden & ink).sum() / ink.sum())
+
+
+@pytest.mark.parametrize("turn", [0, 90, 180, 270])
+@pytest.mark.parametrize("value", [0.0, 3000.0])
+def test_a_name_is_found_at_every_turn_and_value(finder: TextFinder, turn: int, value: float) -> None:
+    pixels = body().astype(np.int16)
+    ink = burn(pixels, "WEBER, UWE", (100, 170), value, turn=turn)
+    found = finder.find(pixels)
+    assert covered(found.boxes, ink) > 0.98
+    assert not found.is_page
+    hidden = sum((bottom - top) * (right - left) for top, left, bottom, right in found.boxes)
+    assert hidden < 0.1 * pixels.size
+
+
+def test_text_in_a_corner_of_a_large_image_and_in_color(finder: TextFinder) -> None:
+    large = body(1700, 1500).astype(np.uint16)
+    ink = burn(large, "MRN 5501733", (1660, 1290), 380, height=18)
+    assert covered(finder.find(large).boxes, ink) > 0.98
+    color = np.repeat(body().clip(0, 255).astype(np.uint8)[..., None], 3, axis=2)
+    color[...] = 250
+    ink = burn(color, "born 02.03.1950", (40, 60), 0)
+    color[ink] = (0, 0, 255)
+    assert covered(finder.find(color).boxes, ink) > 0.98
+
+
+def test_markers_stay_and_what_is_beside_them_goes(finder: TextFinder) -> None:
+    pixels = body().astype(np.uint8)
+    side = burn(pixels, "RMLO", (20, 20), 255, height=18)
+    name = burn(pixels, "DUBOIS", (280, 20), 255, height=18)
+    found = finder.find(pixels)
+    assert covered(found.boxes, side) == 0.0
+    assert covered(found.kept, side) > 0.98
+    assert covered(found.boxes, name) > 0.98
+    assert covered(TextFinder(keep=()).find(pixels).boxes, side) > 0.98
+
+
+def test_a_body_is_no_text(finder: TextFinder) -> None:
+    for pixels in (body(), body()[::-1] * -1, np.zeros((64, 64)), np.full((40, 40, 3), 7, np.uint8)):
+        found = finder.find(pixels)
+        assert (found.boxes, found.kept, found.is_page) == ((), (), False)
+
+
+def test_what_one_frame_of_a_cine_shows_is_found(finder: TextFinder) -> None:
+    frames = [body().astype(np.uint8) // 2 for _ in range(40)]
+    ink = burn(frames[18], "NOVAK PETR", (30, 120), 255)
+    assert covered(finder.find_in_frames(iter(frames), 40).boxes, ink) > 0.98
+
+
+def test_the_same_image_gives_the_same_boxes(finder: TextFinder) -> None:
+    pixels = body().astype(np.int16)
+    burn(pixels, "LINDQVIST", (150, 100), 2000)
+    assert finder.find(pixels) == finder.find(pixels.copy()) == TextFinder().find(pixels)
+    assert len(models_digest()) == 64
