@@ -1,4 +1,4 @@
-"""A job finds text in pixels, blanks it and says where; its bytes do not depend on the number of processes."""
+"""A job finds text in pixels, blanks it and says where; the same with any number of processes."""
 
 from __future__ import annotations
 
