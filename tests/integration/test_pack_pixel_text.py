@@ -18,7 +18,6 @@ from shardflow.errors import ConfigError
 from shardflow.format.codecs import decode_array
 from shardflow.format.verification import verify
 from shardflow.packing import PackSummary
-from shardflow.packing.deid import pixel_text
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, tree_digests
 
@@ -27,7 +26,7 @@ pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
 _SIZE = (240, 320)
 _NAME = "ADEYEMI TUNDE"
 _MEMORY = "execution.memory_bytes=4GiB"
-_NEGATIVE = {"Modality": "XA", "PhotometricInterpretation": "MONOCHROME1"}
+_NEGATIVE: dict[str, Any] = {"Modality": "XA", "PhotometricInterpretation": "MONOCHROME1"}
 Change = Callable[[FileDataset, int], None]
 
 
@@ -39,7 +38,7 @@ def picture(*, text: str, value: int = 3000, seed: int = 0) -> NDArray[np.uint16
     layer = np.zeros(_SIZE, np.uint8)
     cv2.putText(layer, text, (8, 24), cv2.FONT_HERSHEY_SIMPLEX, 0.6, 255, 1, cv2.LINE_AA)
     pixels[layer > 100] = value
-    return pixels.astype(np.uint16)
+    return np.asarray(pixels, np.uint16)
 
 
 def shows(text: str, at: int = -1, **attributes: Any) -> Change:
@@ -206,6 +205,6 @@ def test_settings_say_what_to_write(packed: Any, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="capitals and digits alone, got 'r mlo'; write 'RMLO'"):
         case.config('deid.pixel_text_keep=["r mlo"]')
     assert "pixel_text" not in case.config("deid.pixel_text=off").deid.content()
-    monkeypatch.setattr(pixel_text.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install shardflow\[pixels\]"):
         case.pack(f"output={tmp_path / 'out'}", f"private_dir={tmp_path / 'private'}", _MEMORY)

@@ -24,7 +24,8 @@ def body(rows: int = 320, columns: int = 400) -> NDArray[np.float32]:
     y, x = np.mgrid[:rows, :columns]
     disk = np.hypot((y - rows / 2) / (0.4 * rows), (x - columns / 2) / (0.35 * columns)) < 1
     noise = np.random.default_rng(4).normal(0, 12, (rows, columns))
-    return (40 + 300 * cv2.GaussianBlur(disk.astype(np.float32), (0, 0), 2) + noise).astype(np.float32)
+    soft = np.asarray(cv2.GaussianBlur(disk.astype(np.float32), (0, 0), 2), np.float32)
+    return np.asarray(40 + 300 * soft + noise, np.float32)
 
 
 def burn(
