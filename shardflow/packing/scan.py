@@ -56,7 +56,7 @@ NUM_BUCKETS: Final = 10_000
 BATCH_FILES: Final = 128
 """Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
-_ROWS_VERSION: Final = 7
+_ROWS_VERSION: Final = 8
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""

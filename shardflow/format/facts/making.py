@@ -82,6 +82,8 @@ _MEASURES: Final = {
 _PET: Final = ("half_life_s", "injected_dose_bq", "injection_to_scan_s", "patient_weight_kg", "suvbw_factor")
 _OF_IMAGES: Final = frozenset({"view_position", "image_laterality", "patient_orientation"})
 _STORED_FACTS: Final = frozenset({"num_slices", "rows", "columns", "dtype", "codec"})
+_ADC: Final = frozenset({"DCM:113041", "DCM:113290"})
+"""Codes of the apparent diffusion coefficient (PS3.16, CID 7180)."""
 _LAST: Final = 1 << 40
 """Order of a series whose number is unknown: behind all others."""
 
@@ -169,6 +171,7 @@ _ROLES: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "MG": _mammogram_role,
     "CT": _ct_role,
     "MR": _mr_role,
+    "RTDOSE": lambda _: "dose",
 }
 
 
@@ -213,6 +216,9 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
     # An image that lacks a value has none: that of the series is its first image's.
     shared = {name: value for name, value in technical.items() if name not in _OF_IMAGES}
     roles = [role_of(kind, {**shared, **image}) for image in series.get("images", ())]
+    if (parametric := series.get("parametric_map")) is not None:
+        is_adc = parametric.get("quantity") in _ADC or "ADC" in technical.get("image_type", ())
+        roles = ["adc" if is_adc else "parametric_map"]
     role = role_of(kind, technical) if not roles else roles[0] if len({*roles}) == 1 else ROLE_MIXED
     strings = {
         "kind": kind,

@@ -19,9 +19,11 @@ from typing import Any, Final
 
 from shardflow.format.reasons import PHASE_NAMES
 from shardflow.packing.sources.dicom import values
+from shardflow.packing.sources.dicom.dictionary import MAP_CLASSES
 from shardflow.packing.sources.dicom.elements import Elements, FileElements, HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.geometry import Orientation, normal_of
 from shardflow.packing.sources.dicom.headers import SliceRef
+from shardflow.packing.sources.dicom.maps import MAP_FACT_TAGS, map_facts
 from shardflow.packing.sources.dicom.planes import (
     DIFFUSION_TAGS,
     GE_CREATORS,
@@ -110,8 +112,8 @@ class AcquisitionFacts:
     """Facts of one stack. Moments are on the clock of the device: they leave as distances alone."""
 
     published: Mapping[str, Any]
-    """Objects of ``study.json`` by key: ``pet``, ``diffusion``, ``ultrasound_regions``, ``frame_time_ms`` and
-    ``frame_times_ms``; what is not known is left out."""
+    """Objects of ``study.json`` by key: ``pet``, ``diffusion``, ``ultrasound_regions``, ``dose``,
+    ``parametric_map``, ``frame_time_ms`` and ``frame_times_ms``; what is not known is left out."""
     injection_to_scan_s: float | None = None
     """Seconds from the injection to the moment that the values of a PET are corrected to, or, where they are
     not, to the start of the acquisition."""
@@ -136,11 +138,15 @@ def read_acquisition(path: Path, slices: Sequence[SliceRef], *, limits: HeaderLi
     wanted |= _PET_TAGS if modality == "PT" else _MR_TAGS if modality == "MR" else set()
     wanted |= {_REGIONS} if modality == "US" else set()
     wanted |= _CINE_TAGS if is_cine else set()
+    is_map = first.instance.sop_class_uid in MAP_CLASSES
+    wanted |= MAP_FACT_TAGS if is_map else set()
     elements = read_elements(path, wanted, limits)
     content = _moment(elements, _CONTENT_DATE, _CONTENT_TIME)
     found: dict[str, Any] = {}
     injection = None
-    if modality == "PT":
+    if is_map:
+        found.update(map_facts(elements, first.instance.sop_class_uid))
+    elif modality == "PT":
         found["pet"], injection = _pet(elements, slices)
     elif modality == "MR":
         found["diffusion"] = _diffusion(elements, slices)

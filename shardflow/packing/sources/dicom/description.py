@@ -39,7 +39,7 @@ class ImageDescription:
     """Stored samples: 1 or 3; a palette image has 1 and becomes 3."""
     num_frames: int
     bits_allocated: int
-    """1, 8, 16 or 32."""
+    """1, 8, 16 or 32; 64 for double float pixel data."""
     bits_stored: int
     high_bit: int
     is_signed: bool
@@ -85,7 +85,7 @@ def describe_image(elements: Elements, limits: HeaderLimits) -> tuple[ImageDescr
         )
     bits_allocated = values.short(elements, _ALLOCATED) or 0
     bits_stored = values.short(elements, _STORED) or bits_allocated
-    if bits_allocated not in (1, 8, 16, 32) or not 1 <= bits_stored <= bits_allocated:
+    if bits_allocated not in (1, 8, 16, 32, 64) or not 1 <= bits_stored <= bits_allocated:
         raise _invalid(f"{bits_stored} of {bits_allocated} bits")
     flags: tuple[str, ...] = ()
     high_bit = values.short(elements, _HIGH_BIT)

@@ -22,11 +22,13 @@ from shardflow.packing.sources.dicom.description import DESCRIPTION_TAGS, ImageD
 from shardflow.packing.sources.dicom.dictionary import (
     ENCAPSULATED_SYNTAXES,
     IMAGE_CLASSES,
+    MAP_CLASSES,
     MEDIA_DIRECTORY,
     NATIVE_SYNTAXES,
     STATED_UNITS,
 )
 from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
+from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map
 from shardflow.packing.sources.dicom.mosaic import read_mosaic
 from shardflow.packing.sources.dicom.planes import (
     MAX_SPACING_MM,
@@ -57,7 +59,8 @@ _UTC_OFFSET = 0x00080201
 _MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
 _NAME, _BIRTH_DATE, _SEX = 0x00100010, 0x00100030, 0x00100040
 _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS = 0x00100021, 0x00101000, 0x00101002
-_PIXEL_DATA = 0x7FE00010
+_PIXEL_VRS = {0x7FE00008: "OF", 0x7FE00009: "OD"}
+"""Of float pixel data, which the implicit encoding does not state."""
 
 _WANTED = (
     frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
@@ -67,6 +70,7 @@ _WANTED = (
     | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
     | frozenset({_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME, _UTC_OFFSET})
     | frozenset({_NAME, _BIRTH_DATE, _SEX, _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS})
+    | MAP_TAGS
     | PLANE_TAGS
     | DESCRIPTION_TAGS
 )
@@ -114,7 +118,7 @@ class InstanceHeader:
     """(0028,1056) *VOI LUT Function*."""
     burned_in: str
     """(0028,0301) *Burned In Annotation*, upper-cased; ``""`` where absent, which is no "no"."""
-    padding: tuple[int, int] | None
+    padding: tuple[float, float] | None
     """Lowest and highest stored value that means "no data", inclusive."""
     has_modality_lut: bool
     is_localizer: bool
@@ -157,7 +161,7 @@ class InstanceHeader:
 
     @property
     def is_float(self) -> bool:
-        """Whether the stored values are floating point numbers; only volumes of other formats have such."""
+        """Whether the stored values are floating point numbers, as in parametric maps and other formats."""
         return self.pixel_vr in {"OD", "OF"}
 
     def __repr__(self) -> str:
@@ -262,11 +266,16 @@ def _read_instance(
     limits: HeaderLimits,
     identify: Identify | None,
 ) -> InstanceHeader:
-    _check_readable(elements)
+    _check_readable(elements, sop_class)
     identifiers = _identifiers(elements, identify)
     image, image_flags = describe_image(elements, limits)
+    _check_sample_format(elements, image)
     pixel_flags = _check_pixel_extent(elements, image)
     planes, plane_flags = read_planes(elements, image.num_frames)
+    unit = _unit(elements)
+    if sop_class in MAP_CLASSES:
+        planes, unit, map_flags = read_map(elements, sop_class, planes, image.num_frames)
+        plane_flags += map_flags
     image_type = values.codes(elements, _IMAGE_TYPE)
     detector = values.decimals(elements, _DETECTOR_SPACING, 2)
     mosaic = read_mosaic(path, image, planes[0], limits) if "MOSAIC" in image_type else None
@@ -289,13 +298,15 @@ def _read_instance(
         detector_spacing=(detector[0], detector[1])
         if detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
         else None,
-        unit=_unit(elements),
+        unit=unit,
         window_function=values.code(elements, _VOI_FUNCTION).upper(),
         burned_in=values.code(elements, _BURNED_IN).upper(),
-        padding=_padding(elements, is_signed=image.is_signed),
+        padding=float_padding(elements)
+        if elements.pixel_tag in _PIXEL_VRS
+        else _padding(elements, is_signed=image.is_signed),
         has_modality_lut=bool(elements.items(_MODALITY_LUT)),
         is_localizer=_is_localizer(elements, image_type),
-        pixel_vr=elements.pixel_vr,
+        pixel_vr=_PIXEL_VRS.get(elements.pixel_tag or 0, elements.pixel_vr),
         pixel_offset=elements.pixel_offset,
         pixel_num_bytes=elements.pixel_num_bytes,
         num_bytes=elements.num_bytes,
@@ -330,13 +341,25 @@ def _check_kind(elements: FileElements) -> str:
     return sop_class
 
 
-def _check_readable(elements: FileElements) -> None:
+def _check_readable(elements: FileElements, sop_class: str) -> None:
     if elements.problem is not None:
         raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
     if elements.transfer_syntax_uid not in NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES:
         raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
-    if elements.pixel_tag != _PIXEL_DATA:
+    if elements.pixel_tag in _PIXEL_VRS and sop_class not in MAP_CLASSES:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
+
+
+def _check_sample_format(elements: FileElements, image: ImageDescription) -> None:
+    """Whether the allocated bits fit the kind of pixel data (PS3.3, C.7.6.24 and C.7.6.25)."""
+    kind = _PIXEL_VRS.get(elements.pixel_tag or 0)
+    is_float = kind is not None
+    expected = (64,) if kind == "OD" else (32,) if is_float else (1, 8, 16, 32)
+    is_plain = image.samples_per_pixel == 1 and elements.transfer_syntax_uid in NATIVE_SYNTAXES
+    if image.bits_allocated not in expected or (is_float and not is_plain):
+        raise source_error(
+            Reason.INVALID_IMAGE_DESCRIPTION, f"{image.bits_allocated} bits of {kind or 'integer'} pixel data"
+        )
 
 
 def _said_identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.dictionary import STATED_UNITS
+from shardflow.packing.sources.dicom.dictionary import MAP_UNITS, STATED_UNITS
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
@@ -37,6 +37,8 @@ AIR_HU = -1024
 
 _QUANTITATIVE = frozenset({"CT", "MR", "NM", "PT"})
 """Modalities whose values are measurements: never mirrored."""
+
+_UNITS = (STATED_UNITS | MAP_UNITS) - {"HU"}
 
 _RANGES = {
     "uint8": (0, 255),
@@ -132,7 +134,7 @@ def form_of(instances: Iterable[InstanceHeader]) -> SliceForm:
     return SliceForm(
         dtype=_smallest(low, high) if all(fact.is_integral for fact in facts) else "float32",
         # A mirrored value is no longer an optical density, or whatever else the files state.
-        unit=units.pop() if len(units) == 1 and units <= STATED_UNITS - {"HU"} and not is_mirrored else "raw",
+        unit=units.pop() if len(units) == 1 and units <= _UNITS and not is_mirrored else "raw",
         mirror=low + high if is_mirrored else None,
         fill=min(max(0.0, low), high),
     )
@@ -239,7 +241,7 @@ def _to_modality(
 ) -> DecodedSlice:
     if header.image.is_color:
         return DecodedSlice(pixels=stored, num_clipped=0, num_padding=0, valid=None, decoder=decoder)
-    valid = _valid(stored, header.padding) if not header.is_float else _finite(stored)
+    valid = _valid(stored, header.padding) if not header.is_float else _finite(stored, header.padding)
     if header.is_float and valid is not None:
         stored = np.where(valid, stored, 0)
     if lut is not None:
@@ -256,7 +258,7 @@ def _to_modality(
     )
 
 
-def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
+def _valid(stored: Array, padding: tuple[float, float] | None) -> Array | None:
     """Return the mask of valid pixels, or None if all are."""
     if padding is None:
         return None
@@ -265,9 +267,11 @@ def _valid(stored: Array, padding: tuple[int, int] | None) -> Array | None:
     return None if not is_padding.any() else ~is_padding
 
 
-def _finite(stored: Array) -> Array | None:
-    """Return the mask of finite values; the others lie outside the image."""
+def _finite(stored: Array, padding: tuple[float, float] | None) -> Array | None:
+    """Return the mask of finite values that are no padding; the others lie outside the image."""
     finite = np.isfinite(stored)
+    if padding is not None:
+        finite &= stored != stored.dtype.type(padding[0])
     return None if finite.all() else finite
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from shardflow.format.reasons import PHASE_NAMES, Reason
 from shardflow.packing.sources.dicom.axes import AxisPoint, find_axes
-from shardflow.packing.sources.dicom.dictionary import SECONDARY_CLASSES
+from shardflow.packing.sources.dicom.dictionary import MAP_CLASSES, SECONDARY_CLASSES
 from shardflow.packing.sources.dicom.geometry import (
     Orientation,
     StackGeometry,
@@ -78,9 +78,10 @@ class Stack:
         return uids.pop() if len(uids) == 1 else ""
 
     @property
-    def primary_rank(self) -> tuple[int, int]:
-        """Sort key for the primary series: kind, then most slices; the smallest wins."""
-        return list(StackKind).index(self.kind), -len(self.slices)
+    def primary_rank(self) -> tuple[bool, int, int]:
+        """Sort key for the primary series, smallest first: images before maps of them, kind, most slices."""
+        is_map = self.slices[0].instance.sop_class_uid in MAP_CLASSES
+        return is_map, list(StackKind).index(self.kind), -len(self.slices)
 
     def __repr__(self) -> str:
         return f"Stack({self.kind}, {self.modality}, {len(self.slices)} x {self.rows} x {self.columns})"
@@ -200,6 +201,8 @@ def _shape_key(one: SliceRef, orientations: _Orientations) -> Hashable:
         instance.sop_class_uid in SECONDARY_CLASSES,
         spacing and (round(spacing[0], 4), round(spacing[1], 4)),
         orientations.of(one),
+        # Each dose grid or parametric map is an array of its own.
+        instance.sop_instance_uid if instance.sop_class_uid in MAP_CLASSES else "",
     )
 
 
@@ -345,7 +348,7 @@ def _kind(ordered: Sequence[SliceRef]) -> StackKind:
     is_mosaic = any(map(_is_mosaic, ordered))
     if first.is_localizer:
         return StackKind.LOCALIZER
-    if (
+    if first.sop_class_uid not in MAP_CLASSES and (
         first.sop_class_uid in SECONDARY_CLASSES
         or first.modality in _SECONDARY_MODALITIES
         or (first.image.is_color and first.modality in _NEVER_COLOR)

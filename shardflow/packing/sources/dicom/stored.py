@@ -299,8 +299,8 @@ def iter_stored(
     """Yield the asked-for frames and the name of what decoded them; one frame in memory at a time.
 
     Yields:
-        ``(rows, columns)`` integers, or ``(rows, columns, 3)`` uint8 RGB; C order; may be read-only. The name
-        is ``"native"`` or one of `decoders.DECODER_ORDER`.
+        ``(rows, columns)`` integers, or floats of float pixel data, or ``(rows, columns, 3)`` uint8 RGB; C
+        order; may be read-only. The name is ``"native"`` or one of `decoders.DECODER_ORDER`.
 
     Raises:
         SourceError: FILE_UNREADABLE, PIXEL_DATA_TRUNCATED, DECODE_FAILED, UNSUPPORTED_TRANSFER_SYNTAX,
@@ -404,10 +404,12 @@ def _is_unusual(header: InstanceHeader) -> bool:
 def _native_frame(data: bytes, header: InstanceHeader) -> Array:
     image = header.image
     order = ">" if header.transfer_syntax_uid == EXPLICIT_BIG else "<"
-    array = np.frombuffer(data, f"{order}{'i' if image.is_signed else 'u'}{image.bits_allocated // 8}")
+    kind = "f" if header.is_float else "i" if image.is_signed else "u"
+    array = np.frombuffer(data, f"{order}{kind}{image.bits_allocated // 8}")
     if order == ">":
         array = array.astype(array.dtype.newbyteorder("="))
-    array = _used_bits(array, image)
+    if not header.is_float:
+        array = _used_bits(array, image)
     if image.samples_per_pixel == 1:
         return array.reshape(image.rows, image.columns)
     if image.planar_configuration == 1:
