@@ -1,4 +1,4 @@
-"""Packing from Orthanc, a real archive: 200 studies, kill -9 in the middle, and the bytes of the same files."""
+"""Packing from Orthanc: 200 studies, a kill -9 in the middle, and the bytes of the same files."""
 
 from __future__ import annotations
 

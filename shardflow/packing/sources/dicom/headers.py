@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +269,7 @@ def _read_instance(
     _check_readable(elements, sop_class)
     identifiers = _identifiers(elements, identify)
     image, image_flags = describe_image(elements, limits)
-    _check_sample_format(elements, image)
+    image = _with_sample_format(elements, image)
     pixel_flags = _check_pixel_extent(elements, image)
     planes, plane_flags = read_planes(elements, image.num_frames)
     unit = _unit(elements)
@@ -350,8 +350,8 @@ def _check_readable(elements: FileElements, sop_class: str) -> None:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
 
 
-def _check_sample_format(elements: FileElements, image: ImageDescription) -> None:
-    """Whether the allocated bits fit the kind of pixel data (PS3.3, C.7.6.24 and C.7.6.25)."""
+def _with_sample_format(elements: FileElements, image: ImageDescription) -> ImageDescription:
+    """Check that the allocated bits fit the kind of pixel data (PS3.3, C.7.6.24 and C.7.6.25)."""
     kind = _PIXEL_VRS.get(elements.pixel_tag or 0)
     is_float = kind is not None
     expected = (64,) if kind == "OD" else (32,) if is_float else (1, 8, 16, 32)
@@ -360,6 +360,8 @@ def _check_sample_format(elements: FileElements, image: ImageDescription) -> Non
         raise source_error(
             Reason.INVALID_IMAGE_DESCRIPTION, f"{image.bits_allocated} bits of {kind or 'integer'} pixel data"
         )
+    # Float pixel data has no Pixel Representation.
+    return replace(image, is_signed=True) if is_float else image
 
 
 def _said_identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
