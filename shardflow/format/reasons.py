@@ -392,7 +392,8 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.STUDY_QUARANTINED: "Mend the inputs of the other reasons; or set policy.on_bad_instance to "
     '"drop_instance", which packs the rest of a study.',
     Reason.UNKNOWN_LABEL: "Add the number to the labels of dataset.json, or correct the file.",
-    Reason.UNSUPPORTED_TRANSFER_SYNTAX: "Export the files in another transfer syntax.",
+    Reason.UNSUPPORTED_TRANSFER_SYNTAX: "Export the files uncompressed or in JPEG 2000. Video (MPEG, HEVC) "
+    "has to become frames: a multi-frame JPEG image, or pictures that are packed as such.",
     Reason.WORKER_FAILED: "Report it with the class name and place from the log of the job.",
     Reason.WORKER_KILLED: "Look at one of them by itself; a decoder or converter crashes on it.",
     Reason.WORKER_OUT_OF_MEMORY: _AGAIN.format("memory"),

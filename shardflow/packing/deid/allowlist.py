@@ -24,7 +24,9 @@ YES_NO = _of("YES NO")
 LATERALITIES = _of("R L B U")
 INTENTS = frozenset({"FOR PRESENTATION", "FOR PROCESSING"})
 PHOTOMETRICS = _of("MONOCHROME1 MONOCHROME2 RGB YBR_FULL YBR_FULL_422 YBR_ICT YBR_RCT") | {"PALETTE COLOR"}
-MODALITIES = _of("BMD CR CT DX ECG ES GM IO IVUS MG MR NM OCT OP OPT OT PT PX RF RG RTIMAGE SC SM US XA XC")
+MODALITIES = _of(
+    "BMD CR CT DX ECG ES GM IO IVUS MG MR NM OCT OP OPT OT PT PX RF RG RTDOSE RTIMAGE SC SM US XA XC"
+)
 POSITIONS = _of("HFP HFS HFDR HFDL FFDR FFDL FFP FFS LFP LFS RFP RFS AFDR AFDL PFDR PFDL")
 ORIENTATIONS = frozenset(
     first + second for first in "AFHLPR" for second in ("", "A", "F", "H", "L", "P", "R") if first != second
@@ -260,6 +262,8 @@ KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT}))
 """DICOM keywords to read with `shardflow.packing.sources.dicom.attributes.read_attributes`."""
 VIEW_KEYWORDS: tuple[str, ...] = ("ImageLaterality", "PatientOrientation", "ViewPosition")
 """Those that may differ between the images of a series and say what each one shows."""
+ANGLE_KEYWORDS: tuple[str, ...] = ("PositionerPrimaryAngle", "PositionerSecondaryAngle")
+"""Likewise of angiograms, whose runs are seen from several directions."""
 
 
 def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | bool]:

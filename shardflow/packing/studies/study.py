@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -26,7 +26,13 @@ from shardflow.format.samples import SampleFacts
 from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.format.volumes.encoder import VolumeWriter
 from shardflow.format.volumes.masks import join_masks
-from shardflow.packing.deid.allowlist import KEYWORDS, VIEW_KEYWORDS, allow_patient, allow_technical
+from shardflow.packing.deid.allowlist import (
+    ANGLE_KEYWORDS,
+    KEYWORDS,
+    VIEW_KEYWORDS,
+    allow_patient,
+    allow_technical,
+)
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.packing.deid.pages import is_page
@@ -88,6 +94,8 @@ if TYPE_CHECKING:
     from shardflow.packing.studies.report_content import ReportParser
     from shardflow.packing.studies.tasks import StudyAttachment, StudyTask
     from shardflow.packing.workspace import Workspace
+
+_ANGIOGRAMS: Final = frozenset({"RF", "XA"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -555,13 +563,12 @@ class StudyMembers:
             )
 
     def _views(self, stack: Stack) -> dict[str, Any]:
-        """Return the views of a series whose images differ in view or side; nothing for all others."""
+        """Return the views of a series whose images differ in view, side or angle; nothing for others."""
         files = {part.instance.file_index: part.instance for part in stack.slices}
         if stack.kind != "images" or len(files) == 1:
             return {}
-        views = {
-            at: allow_technical(self._read_own_attributes(one, VIEW_KEYWORDS)) for at, one in files.items()
-        }
+        keywords = VIEW_KEYWORDS + (ANGLE_KEYWORDS if stack.modality in _ANGIOGRAMS else ())
+        views = {at: allow_technical(self._read_own_attributes(one, keywords)) for at, one in files.items()}
         images = [views[part.instance.file_index] for part in stack.slices]
         return {"images": images} if any(image != images[0] for image in images) else {}
 

@@ -202,7 +202,7 @@ def test_what_is_no_packable_image_is_refused_with_its_kind(tmp_path: Path) -> N
     assert _refused(tmp_path / "absent") == "FILE_UNREADABLE"
     assert _refused(_bundled("DICOMDIR")) == "DICOM_DIRECTORY"
     assert _refused(_bundled("test-SR.dcm")) == "UNSUPPORTED_SOP_CLASS"
-    assert _refused(_bundled("rtdose.dcm")) == "UNSUPPORTED_SOP_CLASS"
+    assert _refused(_bundled("rtplan.dcm")) == "UNSUPPORTED_SOP_CLASS"
     assert _refused(_bundled("liver_1frame.dcm")) == "UNSUPPORTED_SOP_CLASS"
     assert _refused(_bundled("waveform_ecg.dcm")) == "UNSUPPORTED_SOP_CLASS"
     assert _refused(make_file(tmp_path / "no_pixels.dcm", PixelData=None)) == "NO_PIXEL_DATA"

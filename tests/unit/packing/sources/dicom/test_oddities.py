@@ -133,7 +133,7 @@ def test_records_of_other_kinds_are_told_from_dicom(shared_data: Path, folder: s
         ("ExplVR_BigEnd.dcm", "MISSING_IDENTIFIER"),
         ("ExplVR_BigEndNoMeta.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("ExplVR_LitEndNoMeta.dcm", "UNSUPPORTED_SOP_CLASS"),
-        ("badVR.dcm", "UNSUPPORTED_SOP_CLASS"),
+        ("badVR.dcm", "INVALID_IMAGE_DESCRIPTION"),  # a dose of "1A" frames
         ("liver_1frame.dcm", "UNSUPPORTED_SOP_CLASS"),  # segmentation of 1 bit
         ("waveform_ecg.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("rtstruct.dcm", "UNSUPPORTED_SOP_CLASS"),

@@ -64,7 +64,7 @@ def test_slices_are_ordered_by_position_whatever_their_numbers_and_their_order(
     assert _z(stack) == [0, 3, 6, 9, 12, 15]
     assert [one.number for one in stack.slices] == [numbers[k] + 1 for k in range(6)]
     assert (stack.kind, stack.flags, stack.geometry.slice_spacing_mm) == (StackKind.VOLUME, (), 3.0)
-    assert stack.primary_rank == (0, -6)
+    assert stack.primary_rank == (False, 0, -6)
 
 
 def test_the_result_does_not_depend_on_the_order_of_the_headers(template: InstanceHeader) -> None:
