@@ -121,6 +121,7 @@ def test_each_kind_of_object_has_pixels_a_role_and_a_preview(case: PackCase) -> 
         preview = cv2.imdecode(
             np.frombuffer(members[thumbnail_field(number)], np.uint8), cv2.IMREAD_UNCHANGED
         )
+        assert preview is not None, name
         assert preview.std() > 1, name
         assert 8 <= max(preview.shape[:2]) <= 32, name
 
