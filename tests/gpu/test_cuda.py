@@ -13,10 +13,12 @@ import torch
 
 from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import Draw
+from shardflow.fields.volumes.augmentation import IndexMap, VolumeAugmentSettings
 from shardflow.loading.tensors import to_tensors
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
 from shardflow.training.device.transfer import CudaTransfer, open_transfer
+from shardflow.training.device.volumes import Places, changed
 from shardflow.training.interval import DeviceClock, LastGradient
 
 pytestmark = pytest.mark.gpu
@@ -187,3 +189,26 @@ def test_images_are_those_of_a_cpu_and_compile(device: torch.device) -> None:
     assert torch.allclose(pipeline(*there).cpu(), expected, atol=1e-3)
     compiled = torch.compile(pipeline, fullgraph=True)
     assert torch.allclose(compiled(*there).cpu(), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["linear", "cubic", "nearest"])
+def test_volumes_are_augmented_as_on_the_cpu(device: torch.device, mode: str) -> None:
+    """Which voxel is nearest is equal in every bit, whatever the device."""
+    settings = VolumeAugmentSettings.preset(
+        "strong", roi_size=(40, 44, 36), rotate_prob=1.0, elastic_prob=1.0
+    )
+    region = torch.randn((2, 64, 60, 56), generator=torch.Generator().manual_seed(3))
+    for slot in range(4):
+        place = (1, 2, 3, slot)
+        index_map = IndexMap.of(
+            settings.draw(7, place), np.diag([2.0, 0.7, 0.7, 1.0]), region.shape[1:], settings
+        )
+        tone = settings.draw_intensity(7, "ct", place)
+        found = []
+        for where in (torch.device("cpu"), device):
+            values = Places(index_map, region.shape[1:], where).sample(region.to(where), mode, -1.0)
+            found.append(values.cpu() if mode == "nearest" else changed(values, tone).cpu())
+        if mode == "nearest":
+            assert torch.equal(*found)
+        else:
+            torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)

@@ -236,6 +236,13 @@ class VolumeAugmentSettings:
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"preset is one of {', '.join(map(repr, PRESETS))}, got {name!r}{hint}")
+        known = [one.name for one in fields(cls)]
+        for setting in changes:
+            if setting not in known:
+                near = difflib.get_close_matches(setting, known, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"Augmentation of volumes has no setting {setting!r}; did you mean {near[0]!r}?"
+                )
         return cls(**{**PRESETS[name], **changes})
 
     def for_evaluation(self) -> Self:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.volumes.augmentation import (
@@ -39,6 +40,21 @@ _SPLINE_REACH: Final = 12
 _TINY: Final = 1e-7
 _TRUNCATE: Final = 4.0
 """Standard deviations at which a Gaussian filter ends, as SciPy's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VolumeDraw:
+    """How one volume of a batch is augmented, with what follows it; made on the host."""
+
+    name: str
+    """Of its field."""
+    masks: Sequence[str]
+    """Entries that take the nearest voxel."""
+    maps: Sequence[IndexMap]
+    """One a slot, as `tones`."""
+    tones: Sequence[IntensityDraw]
+    small: Mapping[str, NDArray[Any]]
+    """Entries that are ready: affines and boxes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +88,8 @@ class VolumeAugmentation(VolumeAugmentSettings):
     seed: int = 0
     """Seed of the run."""
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, device: Device = None) -> dict[str, Any]:
-        """Return the entries of a batch as tensors, see `Batch.torch`, with augmented volumes.
+        """Return the entries of a batch as tensors, see `shardflow.Batch.torch`, with augmented volumes.
 
         Of each volume of the batch ``NAME`` ``(B, C, D, H, W)`` becomes float32 of ``roi_size``, in the unit
         of the field; ``NAME_affine`` maps its indices to where its voxels were (bending left out),
@@ -87,81 +102,89 @@ class VolumeAugmentation(VolumeAugmentSettings):
         Raises:
             ConfigError: The batch has no volume, or ``spacing_mm`` is set and a series has no known geometry.
         """
+        return self.apply(batch.torch(device), self.draw_batch(batch))
+
+    def draw_batch(self, batch: Batch) -> list[VolumeDraw]:
+        """Draw how the volumes of a batch are augmented: the half of a call that is the host's.
+
+        Args:
+            batch: See `__call__`.
+
+        Raises:
+            ConfigError: See `__call__`.
+        """
         entries = [entry for entry in batch.descriptor["entries"] if isinstance(entry, Mapping)]
-        volumes = [str(entry["name"]) for entry in entries if entry["type"] == "volume"]
-        if not volumes:
+        names = [str(entry["name"]) for entry in entries if entry["type"] == "volume"]
+        if not names:
             raise ConfigError(
                 "The batch has no field of type volume to augment; write one with sf.Volume(...), without a "
                 "transform of the loader."
             )
-        tensors = batch.torch(device)
-        draws = [
-            self.draw(self.seed, (batch.epoch, batch.step, batch.micro, slot))
-            for slot in range(batch.num_slots)
-        ]
-        for name in volumes:
-            beside = [entry for entry in entries if entry.get("like") == name]
-            maps = self._maps(batch, name, draws)
-            masks = [str(entry["name"]) for entry in beside if entry["type"] == "mask"]
-            if f"{name}_valid" in tensors:
-                masks.append(f"{name}_valid")
-            tensors |= self._sampled(tensors, name, masks, maps)
-            self._change_intensities(tensors[name], batch, name)
-            own = batch[f"{name}_affine"]
-            affines = np.stack([one.affine(each) for one, each in zip(maps, own, strict=True)])
-            tensors[f"{name}_affine"] = torch.from_numpy(affines).to(tensors[name].device)
-            for entry in beside:
-                if entry["type"] == "boxes":
-                    tensors |= _moved_boxes(batch, str(entry["name"]), maps, tensors[name].device)
-        return tensors
-
-    def _maps(self, batch: Batch, name: str, draws: Sequence[SlotDraw]) -> list[IndexMap]:
-        is_there, affines = batch[f"{name}_mask"], batch[f"{name}_affine"]
-        if self.spacing_mm is not None and not np.isfinite(affines).all():
-            raise ConfigError(
-                f"A series of the field {name!r} has no known place in millimeters, which spacing_mm needs; "
-                "add 'and slice_spacing_mm > 0' to its series, or leave spacing_mm out."
-            )
-        shape = batch[name].shape[-3:]
-        return [
-            IndexMap.of(draw if there else SlotDraw(), affine, shape, self)
-            for draw, there, affine in zip(draws, is_there, affines, strict=True)
-        ]
-
-    def _sampled(
-        self, tensors: Mapping[str, Any], name: str, masks: Sequence[str], maps: Sequence[IndexMap]
-    ) -> dict[str, torch.Tensor]:
-        """Return the volume and its masks as their maps say."""
-        regions = tensors[name].to(torch.float32)
-        found = {name: regions.new_empty((*regions.shape[:2], *self.roi_size))}
-        for mask in masks:
-            found[mask] = tensors[mask].new_empty((*tensors[mask].shape[:2], *self.roi_size))
-        for slot, index_map in enumerate(maps):
-            places = Places(index_map, regions.shape[-3:], regions.device)
-            fill = self.fill
-            outside: Any = regions[slot].amin(dim=(1, 2, 3), keepdim=True) if fill is None else fill
-            found[name][slot] = places.sample(regions[slot], self.interpolation, outside)
-            for mask in masks:
-                found[mask][slot] = places.sample(tensors[mask][slot], "nearest", 0)
+        places = [(batch.epoch, batch.step, batch.micro, slot) for slot in range(batch.num_slots)]
+        moves = [self.draw(self.seed, place) for place in places]
+        found = []
+        for name in names:
+            is_there, affines = batch[f"{name}_mask"].astype(bool), batch[f"{name}_affine"]
+            if self.spacing_mm is not None and not np.isfinite(affines).all():
+                raise ConfigError(
+                    f"A series of the field {name!r} has no known place in millimeters, which spacing_mm "
+                    "needs; add 'and slice_spacing_mm > 0' to its series, or leave spacing_mm out."
+                )
+            shape = batch[name].shape[-3:]
+            maps = [
+                IndexMap.of(move if there else SlotDraw(), affine, shape, self)
+                for move, there, affine in zip(moves, is_there, affines, strict=True)
+            ]
+            tones = [
+                self.draw_intensity(self.seed, name, place) if there else IntensityDraw()
+                for place, there in zip(places, is_there, strict=True)
+            ]
+            own = [one.affine(affine) for one, affine in zip(maps, affines, strict=True)]
+            small: dict[str, NDArray[Any]] = {f"{name}_affine": np.stack(own)}
+            masks = [f"{name}_valid"]
+            for entry in entries:
+                if entry.get("like") == name and entry["type"] == "mask":
+                    masks.append(str(entry["name"]))
+                elif entry.get("like") == name and entry["type"] == "boxes":
+                    small |= _moved_boxes(batch, str(entry["name"]), maps)
+            found.append(VolumeDraw(name=name, masks=masks, maps=maps, tones=tones, small=small))
         return found
 
-    def _change_intensities(self, values: torch.Tensor, batch: Batch, name: str) -> None:
-        for slot in range(batch.num_slots):
-            if batch[f"{name}_mask"][slot]:
-                place = batch.epoch, batch.step, batch.micro, slot
-                drawn = self.draw_intensity(self.seed, name, place)
-                values[slot] = changed(values[slot], drawn, mean=self.mean, deviation=self.deviation)
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, Any], drawn: Sequence[VolumeDraw]) -> dict[str, Any]:
+        """Augment the tensors of a batch: the half of a call that is the device's.
+
+        Args:
+            tensors: By the names of the batch's entries; volumes must be there, and of what belongs to them
+                only what is wanted.
+            drawn: Of `draw_batch`.
+        """
+        found = dict(tensors)
+        for one in drawn:
+            regions, mode = tensors[one.name].to(torch.float32), self.interpolation
+            masks = [mask for mask in one.masks if mask in tensors]
+            found[one.name] = regions.new_empty((*regions.shape[:2], *self.roi_size))
+            for mask in masks:
+                found[mask] = tensors[mask].new_empty((*tensors[mask].shape[:2], *self.roi_size))
+            for slot, (index_map, tone) in enumerate(zip(one.maps, one.tones, strict=True)):
+                places, region = Places(index_map, regions.shape[-3:], regions.device), regions[slot]
+                outside: Any = _least(region) if self.fill is None else self.fill
+                values = places.sample(region, mode, outside)
+                found[one.name][slot] = changed(values, tone, mean=self.mean, deviation=self.deviation)
+                for mask in masks:
+                    found[mask][slot] = places.sample(tensors[mask][slot], "nearest", 0)
+            for name, array in one.small.items():
+                if name in tensors:
+                    found[name] = torch.from_numpy(array).to(regions.device)
+        return found
 
 
-def _moved_boxes(
-    batch: Batch, name: str, maps: Sequence[IndexMap], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _moved_boxes(batch: Batch, name: str, maps: Sequence[IndexMap]) -> dict[str, NDArray[Any]]:
     arrays = zip(maps, batch[name], batch[f"{name}_mask"], strict=True)
     moved = [index_map.boxes(boxes, is_box) for index_map, boxes, is_box in arrays]
     boxes, is_left = (np.stack(each) for each in zip(*moved, strict=True))
     labels = np.where(is_left, batch[f"{name}_label"], -1)
-    found = {name: boxes, f"{name}_mask": is_left.astype(np.uint8), f"{name}_label": labels}
-    return {each: torch.from_numpy(array).to(device) for each, array in found.items()}
+    return {name: boxes, f"{name}_mask": is_left.astype(np.uint8), f"{name}_label": labels}
 
 
 # ---- resampling ----------------------------------------------------------------------------------------

@@ -406,6 +406,8 @@ def test_a_slip_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
         settings(**given)
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
+def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'nnunet'"):
         VolumeAugmentSettings.preset("nnUNet", roi_size=ROI)
+    with pytest.raises(ConfigError, match="no setting 'flip'; did you mean 'flip_prob'"):
+        VolumeAugmentSettings.preset("nnunet", roi_size=ROI, flip=(0, 0, 0))
