@@ -14,6 +14,7 @@ import torch
 from shardflow.errors import ConfigError
 from shardflow.fields.augmentation import Draw
 from shardflow.fields.volumes.augmentation import IndexMap, VolumeAugmentSettings
+from shardflow.fields.volumes.resampling import Interpolation
 from shardflow.loading.tensors import to_tensors
 from shardflow.telemetry import StageCounters
 from shardflow.training.device.images import ImageParameters, ImagePipeline, stack_draws
@@ -192,7 +193,7 @@ def test_images_are_those_of_a_cpu_and_compile(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", ["linear", "cubic", "nearest"])
-def test_volumes_are_augmented_as_on_the_cpu(device: torch.device, mode: str) -> None:
+def test_volumes_are_augmented_as_on_the_cpu(device: torch.device, mode: Interpolation) -> None:
     """Which voxel is nearest is equal in every bit, whatever the device."""
     settings = VolumeAugmentSettings.preset(
         "strong", roi_size=(40, 44, 36), rotate_prob=1.0, elastic_prob=1.0
