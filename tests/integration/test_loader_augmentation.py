@@ -72,6 +72,7 @@ def test_volumes_and_masks_are_where_the_affine_says(
                 affine = found["ct_affine"][slot].numpy()
                 points = grid @ affine[:3, :3].T + affine[:3, 3]
                 series = series_of(number)[0]
+                _check_grid(affine, spacing or np.linalg.norm(series.affine[:3, :3], axis=0))
                 at = _indices(points, series.affine)
                 in_region = _indices(points, batch["ct_affine"][slot])
                 is_known = _is_within(at, series.voxels.shape, 0.0) & _is_within(in_region, SIZE, 0.0)
@@ -86,6 +87,15 @@ def test_volumes_and_masks_are_where_the_affine_says(
                 if number != UNSEEN:
                     _check_regions(found, slot, number, at, is_known)
     assert num_seen > 500
+
+
+def _check_grid(affine: np.ndarray[Any, Any], spacing: Any) -> None:
+    """Axes are perpendicular, and voxels have the wanted sides, all zoomed by one factor."""
+    squares = affine[:3, :3].T @ affine[:3, :3]
+    zooms = np.sqrt(np.diag(squares)) / np.array(spacing)
+    np.testing.assert_allclose(squares - np.diag(np.diag(squares)), 0, atol=1e-9)
+    np.testing.assert_allclose(zooms, zooms[0], rtol=1e-9)
+    assert 0.6 <= zooms[0] <= 0.9
 
 
 def _indices(points: np.ndarray[Any, Any], affine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

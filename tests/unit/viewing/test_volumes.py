@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,10 +24,11 @@ from shardflow.viewing import Viewer
 from tests.integration.loader_support import hooked, open_loader, slots_of
 from tests.integration.test_loader_volume_regions import SHAPE, series_of
 from tests.integration.test_mask_bricks import BOX_ONLY, UNSEEN, extra_of, masks_of
-from tests.volume_cases import make_volumes
+from tests.volume_cases import VolumeSeries, make_volumes
 
 NUM_SAMPLES = 4
 STORAGES = ("slices", "bricks")
+SMALL_BRICKS = (3, 5, 4)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +64,24 @@ def picture(viewer: Viewer, path: str) -> NDArray[Any]:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_plane_is_that_of_the_stored_volume(storage: str, viewers: dict[str, Viewer]) -> None:
-    row = 1
+    check_planes(viewers[storage], row=1)
+
+
+def test_planes_come_from_layers_of_bricks(tmp_path: Path) -> None:
+    def small(number: int) -> list[VolumeSeries]:
+        return [replace(series_of(number)[0], brick_shape=SMALL_BRICKS)]
+
+    with Viewer(make_volumes(tmp_path / "data", small, num_samples=2)) as viewer:
+        check_planes(viewer, row=1)
+
+
+def check_planes(viewer: Viewer, row: int) -> None:
     expected = series_of(row)[0].voxels
     for axis, length in enumerate(SHAPE):
         for index in range(length):
-            found = picture(viewers[storage], f"/api/samples/{row}/planes/0/{axis}/{index}")
+            found = picture(viewer, f"/api/samples/{row}/planes/0/{axis}/{index}")
             assert np.array_equal(found, expected.take(index, axis=axis))
-    assert np.array_equal(picture(viewers[storage], f"/api/samples/{row}/slices/0/3"), expected[3])
+    assert np.array_equal(picture(viewer, f"/api/samples/{row}/slices/0/3"), expected[3])
 
 
 @pytest.mark.parametrize("storage", STORAGES)
