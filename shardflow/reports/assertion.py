@@ -21,7 +21,8 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 import ahocorasick
 
 from shardflow.reports.language import ENGLISH, Language, table_rows
-from shardflow.reports.lexicon import ConceptKind, Tokens, fold_words
+from shardflow.reports.lexicon import ConceptKind
+from shardflow.reports.tokens import Tokens, fold_words
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ def _cue_index(language: str) -> PhraseIndex[Cue]:
     phrases: dict[str, Cue] = {}
     for row in table_rows("cues.csv", language):
         for cue in row["cues"].split("|"):
-            words = " ".join(fold_words(cue))
+            words = " ".join(fold_words(cue, language))
             phrases[words] = Cue(
                 cast("Assertion", row["effect"]),
                 cast("Literal['both']", row["direction"]),
@@ -161,7 +162,7 @@ class Scopes:
     def __init__(self, words: Language) -> None:
         self._words = words
         self._own = words.own_statement | words.adjective
-        self._placing = [[word] for word in words.preposition]
+        self._placing = [[word] for word in words.placing]
 
     def meant(self, tokens: Tokens, cues: Sequence[Match[Cue]]) -> list[Match[Cue]]:
         """Leave out the cues of one sentence that need another one: "favors X over Y"."""

@@ -5,32 +5,50 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardflow.reports.assertion import Cue, Match
-from shardflow.reports.language import Change, Language, Side
-from shardflow.reports.lexicon import Concept, Tokens, word_set
+from shardflow.reports.language import Change, Language, Side, load_language
+from shardflow.reports.lexicon import Concept
+from shardflow.reports.tokens import Tokens
 
-_SIZE = re.compile(
-    r"(?<![\w.,:/-])(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?"
-    r"(?:\s?(?:x|\u00d7|by)\s?(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?)?"
-    r"(?:\s?(?:x|\u00d7|by)\s?(\d{1,3}(?:\.\d{1,2})?)(?:\s?(mm|cm))?)?"
-    r"(?:(?:\s?[-\u2013]\s?|\s(?:to)\s)(\d{1,3}(?:\.\d{1,2})?))?"
-    r"[\s-]?(mm|cm|millimet(?:er|re)s?|centimet(?:er|re)s?)?(?!\w)",
-    re.IGNORECASE,
+_NUMBER = r"(\d{1,3}(?:@decimal@\d{1,2})?)"
+_NEXT = rf"(?:\s?@by@\s?{_NUMBER}(?:\s?(@unit@))?)?"
+_SIZE = (
+    rf"(?<![\w.,:/-]){_NUMBER}(?:\s?(@unit@))?{_NEXT}{_NEXT}"
+    rf"(?:(?:\s?[-\u2013]\s?|\s@size_to@\s){_NUMBER})?[\s-]?(@unit_written@)?(?!\w)"
 )
-_NOT_NOW = re.compile(
-    r"\b(?:previously|prior|was|were|formerly|from|compared (?:to|with)|versus|vs\.?|earlier|"
-    r"initially|had been|last)"
-    r"(?:\s+(?:measur\w+|about|approximately|a|up|to|at))*\s*$",
-    re.IGNORECASE,
-)
-_DISTANCE = re.compile(
-    r"\s*(?:above|below|from|away|distal|proximal|deep|superior|inferior|anterior|posterior|medial|lateral|cephalad|"
-    r"caudal|beyond|past|slices?|sections?|intervals?|per)\b",
-    re.IGNORECASE,
-)
-_LEVEL = re.compile(r"(?:[ctl](?:[1-9]|1[0-2])|s[1-5])")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SizePatterns:
+    """Patterns for sizes in one language."""
+
+    size: re.Pattern[str]
+    is_cm: re.Pattern[str]
+    not_now: re.Pattern[str]
+    now: re.Pattern[str]
+    distance: re.Pattern[str]
+    gap: re.Pattern[str]
+    """What separates a size from the finding behind it."""
+
+
+@cache
+def _size_patterns(language: str) -> _SizePatterns:
+    compiled = load_language(language).compile
+    return _SizePatterns(
+        size=compiled(_SIZE),
+        is_cm=compiled("@unit_cm@"),
+        not_now=compiled(r"\b@size_before@(?:\s+@size_before_more@)*\s*$"),
+        now=compiled(r"\b@size_now@\s*$"),
+        distance=compiled(r"\s*@distance@\b"),
+        gap=compiled(r"[,;:(]|\b@size_gap@\b"),
+    )
+
+
+@cache
+def _level(language: str) -> re.Pattern[str]:
+    return load_language(language).compile("@level@")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,43 +140,29 @@ class Clause:
         return near
 
 
-def find_levels(tokens: Tokens) -> Iterator[Match[Concept]]:
+def find_levels(tokens: Tokens, of: Language) -> Iterator[Match[Concept]]:
     """Find vertebral levels (T8, L3-L4, L4 on L5, L4 to S1)."""
     number, words = 0, tokens.words
-    while number < len(words):
-        if _is_level(tokens, number):
-            last = number + 1
-            while last < len(words) and (
-                _is_level(tokens, last)
-                or (
-                    words[last] in ("on", "to", "through", "/", "-", "\u2013")
-                    and last + 1 < len(words)
-                    and _is_level(tokens, last + 1)
-                )
-            ):
-                last += 1
-            yield Match(
-                number, last, Concept(name=" ".join(words[number:last]), kind="anatomy", parent="spine")
-            )
-            number = last
-        else:
-            number += 1
+    levels = [place for place, word in enumerate(words) if _is_level(words, place, of)]
+    for place in levels:
+        if place < number:
+            continue
+        last = place + 1
+        while last in levels or (
+            words[last : last + 1] and words[last] in of.level_link and last + 1 in levels
+        ):
+            last += 1
+        yield Match(place, last, Concept(name=" ".join(words[place:last]), kind="anatomy", parent="spine"))
+        number = last
 
 
-def _is_level(tokens: Tokens, number: int) -> bool:
-    if not _LEVEL.fullmatch(tokens.words[number]):
+def _is_level(words: Sequence[str], number: int, of: Language) -> bool:
+    word = words[number]
+    if not word[-1].isdigit() or not _level(of.name).fullmatch(word):
         return False
     # T1 and T2 are weightings too; S3 may be a series.
-    after = tokens.words[number + 1 : number + 2]
-    return not (tokens.words[number] in ("t1", "t2") and after and after[0] in _T_WORDS)
-
-
-_T_WORDS = word_set(
-    """
-    weighted hyperintense hypointense hyperintensity hypointensity signal shine flair images sequence
-    sequences bright dark prolongation shortening intensity isointense hyperintensities and w fs
-    """
-)
+    after = words[number + 1 : number + 2]
+    return not (word in ("t1", "t2") and after and after[0] in of.weighting)
 
 
 def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
@@ -224,11 +228,15 @@ def severity_of(clause: Clause, number: int) -> str:
     _, behind, end = clause.window(number)
     for place in range(entity.first - 1, clause.phrase(number) - 1, -1):
         if words[place] in clause.of.severity:
-            return words[place]
+            return _written(clause.tokens, place)
     for place in range(behind, end):
         if words[place] in clause.of.severity:
-            return words[place]
+            return _written(clause.tokens, place)
     return ""
+
+
+def _written(tokens: Tokens, place: int) -> str:
+    return tokens.text[tokens.starts[place] : tokens.ends[place]].lower()
 
 
 _CHANGE_REACH = 6
@@ -263,23 +271,23 @@ def change_of(clause: Clause, number: int) -> Change:
 
 def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
     """Return the sizes in mm of the findings that have one, by their numbers in the clause."""
-    tokens, found = clause.tokens, {}
+    tokens, found, of = clause.tokens, {}, _size_patterns(clause.of.name)
     first, last = clause.sentence
     text_start, text_end = tokens.starts[first], tokens.ends[last - 1]
-    for match in _SIZE.finditer(tokens.text, text_start, text_end):
-        size = _millimeters(match)
-        if size is None or _DISTANCE.match(tokens.text, match.end(), text_end):
+    for match in of.size.finditer(tokens.text, text_start, text_end):
+        size = _millimeters(match, of)
+        if size is None or of.distance.match(tokens.text, match.end(), text_end):
             continue
         before = tokens.text[max(text_start, match.start() - 60) : match.start()]
-        if _NOT_NOW.search(before):
+        if of.not_now.search(before):
             continue
         owner = _owner(clause, match.start(), match.end())
-        if owner is not None and (owner not in found or re.search(r"\b(?:now|to|currently)\s*$", before)):
+        if owner is not None and (owner not in found or of.now.search(before)):
             found[owner] = size
     return found
 
 
-def _millimeters(match: re.Match[str]) -> tuple[float, ...] | None:
+def _millimeters(match: re.Match[str], of: _SizePatterns) -> tuple[float, ...] | None:
     unit_behind = match.group(8)
     if unit_behind is None and not (match.group(2) or match.group(4) or match.group(6)):
         return None
@@ -293,7 +301,7 @@ def _millimeters(match: re.Match[str]) -> tuple[float, ...] | None:
         numbers = [(match.group(7), None)]
     last_unit = unit_behind or match.group(6) or match.group(4) or match.group(2)
     sizes = [
-        round(float(number) * (10 if (unit or last_unit).lower().startswith("c") else 1), 2)
+        round(float(number.replace(",", ".")) * (10 if of.is_cm.fullmatch(unit or last_unit) else 1), 2)
         for number, unit in numbers
         if number
     ]
@@ -306,10 +314,8 @@ def _owner(clause: Clause, start: int, end: int) -> int | None:
     before: int | None = None
     for number, entity in enumerate(clause.entities):
         if tokens.starts[entity.first] >= end:
-            gap = tokens.text[end : tokens.starts[entity.first]].lower()
-            if not re.search(
-                r"[,;:(]|\b(?:in|with|and|at|is|are|on|to|up|thick|causing|without|no|from)\b", gap
-            ):
+            gap = tokens.text[end : tokens.starts[entity.first]]
+            if not _size_patterns(clause.of.name).gap.search(gap):
                 return number
             break
         if tokens.ends[entity.last - 1] <= start:

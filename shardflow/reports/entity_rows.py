@@ -13,7 +13,8 @@ from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
 from shardflow.reports.assertion import Assertion
 from shardflow.reports.findings import EntityKind, kind_of
-from shardflow.reports.lexicon import load_lexicon, tokenize
+from shardflow.reports.lexicon import load_lexicon
+from shardflow.reports.tokens import tokenize
 
 ALIGNMENT_FIELD = "alignment.json"
 CONTENT_FIELD = "report.json"

@@ -30,16 +30,14 @@ from shardflow.reports.attributes import (
     side_of,
     sizes_of,
 )
-from shardflow.reports.language import Change, Side, load_language, shared_rows, table_rows
+from shardflow.reports.language import Change, Side, load_language, shared_rows
 from shardflow.reports.lexicon import (
     Concept,
     ConceptKind,
     Lexicon,
-    Tokens,
-    fold_words,
     load_lexicon,
-    tokenize,
 )
+from shardflow.reports.tokens import Tokens, fold_words, tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -114,7 +112,7 @@ class EntityFinder:
     def _meanings(self) -> dict[str, dict[str, Concept]]:
         """Meanings of a name by the anatomy that it stands with."""
         found: dict[str, dict[str, Concept]] = {}
-        for row in table_rows("meanings.csv", self._of.name):
+        for row in shared_rows("meanings.csv"):
             concept = self.lexicon.concepts.get(row["means"])
             if concept is not None and row["name"] in self.lexicon.concepts:
                 found.setdefault(row["name"], {})[row["within"]] = concept
@@ -139,11 +137,15 @@ class EntityFinder:
 
     @cached_property
     def _changes(self) -> PhraseIndex[Change]:
-        return PhraseIndex({" ".join(fold_words(phrase)): one for phrase, one in self._of.changes.items()})
+        phrases = self._of.changes.items()
+        return PhraseIndex({" ".join(fold_words(phrase, self._of.name)): one for phrase, one in phrases})
 
     def find(self, text: str) -> list[Entity]:
         """Return the findings of a text, in its order."""
-        tokens = tokenize(text)
+        return self.find_in(tokenize(text, self._of.name))
+
+    def find_in(self, tokens: Tokens) -> list[Entity]:
+        """Return the findings of a text that is cut already."""
         cues = find_cues(tokens, self._of.name)
         # Words of a phrase that only says how something has changed are no findings ("has enlarged").
         silent = {
@@ -158,7 +160,7 @@ class EntityFinder:
             if not (one.first in silent and one.last - 1 in silent and one.value.kind != "anatomy")
             and not self._is_view(tokens, one)
         ]
-        concepts = keep_longest([*matches, *find_levels(tokens)])
+        concepts = keep_longest([*matches, *find_levels(tokens, self._of)])
         names = sorted((one for one in matches if one.value.kind == "anatomy"), key=lambda one: one.first)
         changes = keep_longest(self._changes.find(tokens))
         entities: list[Entity] = []

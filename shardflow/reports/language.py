@@ -6,14 +6,18 @@ All that depends on the language of a report is in a folder of tables beside thi
 * ``cues.csv``: effect, direction, strength, negated, cues (`shardflow.reports.assertion`);
 * ``words.csv``: role, words; the roles are the fields of `Language`;
 * ``headers.csv``: kind, headers (`shardflow.reports.sections`);
-* ``meanings.csv``: name, within, means; what a name means in some anatomy, `*` in any.
+* ``forms.csv``: place, ending, forms; how names are inflected (`shardflow.reports.lexicon`);
+* ``spellings.csv``: written, folded; one spelling for several (`shardflow.reports.tokens`);
+* ``patterns.csv``: name, pattern; pieces of the patterns for sizes and mentions (`Language.compile`).
 
-Words of a cell are joined by ``|``. Code holds no words.
+Words of a cell are joined by ``|``. Code holds no words. Findings and anatomy of all languages are the
+concepts of the English tables, which alone give their kinds, parents and sides.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -25,7 +29,16 @@ from shardflow.errors import ConfigError
 ENGLISH: Final = "english"
 LANGUAGES: Final = (ENGLISH,)
 """Languages with rules; all others are not read (`shardflow.reports.detection`)."""
-TABLES: Final = ("anatomy.csv", "cues.csv", "findings.csv", "headers.csv", "meanings.csv", "words.csv")
+TABLES: Final = (
+    "anatomy.csv",
+    "cues.csv",
+    "findings.csv",
+    "forms.csv",
+    "headers.csv",
+    "patterns.csv",
+    "spellings.csv",
+    "words.csv",
+)
 
 Side = Literal["", "B", "L", "R"]
 Change: TypeAlias = Literal["", "better", "new", "resolved", "stable", "worse"]
@@ -33,11 +46,25 @@ Change: TypeAlias = Literal["", "better", "new", "resolved", "stable", "worse"]
 Words: TypeAlias = frozenset[str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Language:
     """Roles of words in one language; each is a set of single words, unless it says phrases."""
 
     name: str
+    abbreviation: Words
+    """Words whose full stop ends no sentence."""
+    abbreviation_of_number: Words
+    """The same, only before a number."""
+    goes_on: Words
+    """Words that do not end a line that is a sentence."""
+    elided: Words
+    """Words that lose their end before an apostrophe and stand alone: *d'* in French."""
+    link: Words
+    """Words behind which a name is not inflected: *fracture of ...*."""
+    level_link: Words
+    """What joins vertebral levels."""
+    weighting: Words
+    """Words behind T1 or T2 that make it a weighting."""
     list: Words
     """What stands between items of a list."""
     closing: Words
@@ -48,6 +75,8 @@ class Language:
     """What begins a statement of its own behind a comma or "and"."""
     adjective: Words
     """The same, unless the list is closed later: "no effusion, large mass, or cyst"."""
+    placing: Words
+    """What makes a statement of its own of the item before it, behind a mere comma: "no X, Y in ..."."""
     verb: Words
     breaks_list: Words
     event_cause: Words
@@ -83,14 +112,47 @@ class Language:
     sides: Mapping[str, Side]
     changes: Mapping[str, Change]
     """By phrase."""
+    pieces: Mapping[str, str]
+    """Pieces of patterns by name."""
+    spellings: Mapping[str, str]
 
     @property
     def spoken(self) -> Words:
         """All words that have a role."""
-        others = ("name", "sides", "changes")
-        roles = [getattr(self, one.name) for one in fields(self) if one.name not in others]
+        roles = [cast("Words", getattr(self, name)) for name in _ROLES]
         phrases = (word for phrase in self.changes for word in phrase.split())
         return frozenset().union(*roles, self.sides, phrases)
+
+    @property
+    def is_spaced(self) -> bool:
+        """Whether blanks stand between words."""
+        return "unspaced" not in self.pieces
+
+    def compile(self, template: str) -> re.Pattern[str]:
+        r"""Compile a pattern whose pieces, such as ``@unit@``, are of this language; case does not count.
+
+        A piece that the language lacks matches nothing. Without blanks between words, letters beyond ASCII
+        are no part of words, and ``\b`` holds everywhere.
+        """
+        while "@" in template:
+            template = _PIECE.sub(lambda match: f"(?:{self.pieces.get(match[1], _NEVER)})", template)
+        if self.is_spaced:
+            return re.compile(template, re.IGNORECASE)
+        return re.compile(template.replace(r"\b", ""), re.IGNORECASE | re.ASCII)
+
+    def normalize(self, text: str) -> str:
+        """Return a text of the same length whose signs are those that the rules know."""
+        return text if self.is_spaced else text.translate(_NARROW)
+
+
+_ROLES: Final = tuple(one.name for one in fields(Language) if one.type == "Words")
+_PIECE: Final = re.compile("@([a-z_]+)@")
+_NEVER: Final = "(?!)"
+_NARROW: Final = {
+    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if code != ord("\uff5e")},
+    **dict(zip(map(ord, "\u3002\uff5e~\u3000\u3010\u3011\u2236"), ".-- []:", strict=True)),
+}
+"""Full-width signs, digits and letters."""
 
 
 def table_rows(name: str, language: str = ENGLISH) -> list[dict[str, str]]:
@@ -112,7 +174,10 @@ def load_language(name: str = ENGLISH) -> Language:
     Raises:
         ConfigError: A role is missing from its table, or unknown.
     """
-    roles = {row["role"]: frozenset(row["words"].split("|")) for row in table_rows("words.csv", name)}
+    roles = {
+        row["role"]: frozenset(word for word in row["words"].split("|") if word)
+        for row in table_rows("words.csv", name)
+    }
     sides: dict[str, Side] = {}
     changes: dict[str, Change] = {}
     for role in sorted(roles):
@@ -121,8 +186,14 @@ def load_language(name: str = ENGLISH) -> Language:
             sides.update(dict.fromkeys(roles.pop(role), cast("Side", value)))
         elif kind == "change" and value in get_args(Change):
             changes.update(dict.fromkeys(roles.pop(role), cast("Change", value)))
-    wanted = {one.name for one in fields(Language)} - {"name", "sides", "changes"}
-    if wanted != roles.keys():
-        wrong = ", ".join(sorted(wanted ^ roles.keys()))
+    if set(_ROLES) != roles.keys():
+        wrong = ", ".join(sorted(set(_ROLES) ^ roles.keys()))
         raise ConfigError(f"words.csv of {name} must hold each role of Language once; correct {wrong}.")
-    return Language(name=name, sides=sides, changes=changes, **roles)
+    return Language(
+        name=name,
+        sides=sides,
+        changes=changes,
+        pieces={row["name"]: row["pattern"] for row in table_rows("patterns.csv", name)},
+        spellings={row["written"]: row["folded"] for row in table_rows("spellings.csv", name)},
+        **roles,
+    )

@@ -9,130 +9,111 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from shardflow.reports.image_numbers import Atom, find_atoms
-from shardflow.reports.lexicon import tokenize
-
-_EXAM = (
-    r"(?:examinations?|exams?|study|studies|scans?|ct|cta|pet|mri?|mra|ultrasound|us|radiographs?|x-?rays?|films?|"
-    r"imaging|comparison|mammograms?|report|angiograms?|images?)"
-)
-_OTHER = (
-    r"(?:prior|previous|earlier|outside|old|older|preceding|comparison|last|remote|baseline|referring|initial|"
-    r"preoperative|historical|external|former|recent|same[\s-]day)"
-)
-_MONTH = (
-    r"(?:january|february|march|april|may|june|july|august|september|october|november|december|"
-    r"jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)"
-)
-_YEAR = r"(?:19|20)\d\d"
-_AGO = r"(?:\w+\s)?\w+\s(?:days?|weeks?|months?|years?)\s(?:ago|earlier|before)"
-_WHEN = (
-    rf"(?:{_MONTH}\b|{_YEAR}\b|\d{{1,2}}[/.-]\d{{1,2}}|last\b|yesterday\b|{_AGO}|the\s(?:prior|previous)\b)"
-)
-_DATED = rf"\s(?:of|from|dated|performed|done|obtained)\s(?:on\s)?(?:the\s)?{_WHEN}"
-_OTHER_EXAM = (
-    rf"(?:\b{_OTHER}\s(?:[\w']+\s){{0,3}}?{_EXAM}\b|\b{_EXAM}(?:\s\w+)?{_DATED}|\blast\s(?:year|month|week)'?s?\b|"
-    rf"\byesterday's\b|\b(?:on|at)\sbaseline\b|\b{_YEAR}\s{_EXAM}\b|\boutside\shospital\b)"
-)
-_THE = r"(?:the\s|an?\s|her\s|his\s|their\s)?(?:patient's\s)?"
-
-# The rest of a sentence that begins so tells of the other examination.
-_SETTING = re.compile(
-    rf"^[\s\W]*(?:(?:on|in|at|from|per)\s)?{_THE}(?:{_OTHER}\s(?:[\w']+\s){{0,3}}?{_EXAM}|\w*\s?{_EXAM}{_DATED}|"
-    rf"outside\shospital(?:\s\w+)?|(?:prior|previous|comparisons?)\s?:|(?:prior|previous)\s?,|in\s{_YEAR}\b|{_AGO}|"
-    rf"{_YEAR}\s{_EXAM}|baseline\b|yesterday's\b)",
-    re.IGNORECASE,
-)
-_BE = re.compile(r"\s*(?:is|was|were|are)\b")
-_NOW = re.compile(r"\b(?:now|currently|today|today's|current|present\s(?:study|exam\w*))\b", re.IGNORECASE)
-# "prior" alone points at an examination only where nothing else follows that is prior ("prior lobectomy").
-_CUE = re.compile(
-    r"\b(?:previously|formerly|originally|in\sthe\spast|initially|(?:seen|noted|than)\sbefore)\b|"
-    rf"\b(?:in|compared\s(?:to|with)|versus|vs\.?)\s(?:{_MONTH}\.?\s)?{_YEAR}(?=\s*[(\[]?\s*$)|"
-    r"\b(?:earlier|prior|previous|outside)\b(?=[\s(\[]*(?:$|[,:;.\d(\[]|series|ser\b|se\b|images?|im\b|img\b|was|were|"
-    rf"measur|and|on|at|showed))|{_OTHER_EXAM}",
-    re.IGNORECASE,
-)
-_WAS = re.compile(
-    r"\b(?:was|were|had been|measured)\s(?:about\s|approximately\s|only\s)?\d[\d.]*(?:\sx\s[\d.]+)?"
-    r"\s?(?:mm|cm)\s*[(\[]?\s*(?:on|at|see)?\s*$",
-    re.IGNORECASE,
-)
-_FROM = re.compile(r"\bfrom\s\d[\d.]*(?:\sx\s[\d.]+)?\s?(?:mm|cm)\s*[(\[]?\s*(?:on|at)?\s*$", re.IGNORECASE)
-_TO = re.compile(r"\s*[)\]]?\s*to\s", re.IGNORECASE)
-_COMPARED = re.compile(
-    r"\bcompar(?:ed|ison)\s(?:to|with)\s*(?:the\s)?$|\bwas\s(?:on\s|at\s)?$|"
-    r"\b(?:compared\s(?:to|with)|versus|vs\.?)\s\d[\d.]*(?:\sx\s[\d.]+)?\s?(?:mm|cm)\s*[(\[]?\s*(?:on\s|at\s)?$",
-    re.IGNORECASE,
-)
-# What is new since an examination is in this one.
-_NEW_SINCE = re.compile(
-    r"\b(?:new|not\s\w+)\s(?:(?:from|since|compared\s(?:to|with))\s)?(?:the\s)?$", re.IGNORECASE
-)
-# Words between a cue and the reference that say nothing of their own.
-_SMALL = re.compile(
-    r"[\s,(\[:;]*(?:(?:on|at|in|see|seen|as|was|best|it|is|of|axial|coronal|sagittal)[\s,(\[]*)*",
-    re.IGNORECASE,
-)
-_AFTER = re.compile(
-    rf"\s*[)\]]?\s*(?:(?:of|on|from|in|at)\s{_THE}(?:\w+\s){{0,2}}?(?:{_OTHER}\b|{_EXAM}(?:\s\w+)?{_DATED}|{_YEAR}\b|"
-    rf"\d{{1,2}}[/.-]\d{{1,2}}[/.-]\d{{2,4}}\b|{_MONTH}\b)|"
-    r"(?:previously|formerly|in\sthe\spast)\b(?!\s(?:\d|measur|described|seen|noted|report|character|treat|known|biops))|"
-    rf"\(prior\)|prior[.,;)]|,\s{_OTHER}\s{_EXAM}\s*[)\].;])",
-    re.IGNORECASE,
-)
-# A finding known from before that this examination shows: "the previously seen nodule on ...".
-_KNOWN_BEFORE = re.compile(
-    r"previously\s(?:seen|noted|described|reported|identified|demonstrated|characterized|treated|biopsied|known|"
-    r"visualized|mentioned)\s(?!on\b|at\b|in\b)",
-    re.IGNORECASE,
-)
+from shardflow.reports.language import ENGLISH, load_language
+from shardflow.reports.tokens import Tokens, tokenize
 
 
-def is_of_another_examination(
-    text: str, sentence: tuple[int, int], *, before: int, start: int, end: int, after: int
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Patterns:
+    """Patterns for mentions in one language; those of its table have the names of its pieces."""
+
+    setting: re.Pattern[str]
+    """Beginning of a sentence whose rest tells of another examination."""
+    be: re.Pattern[str]
+    now: re.Pattern[str]
+    cue: re.Pattern[str]
+    """Words that lead to another examination."""
+    was: re.Pattern[str]
+    """An earlier size, right before a reference."""
+    from_: re.Pattern[str]
+    to: re.Pattern[str]
+    compared: re.Pattern[str]
+    new_since: re.Pattern[str]
+    """What is new since an examination is in this one."""
+    small: re.Pattern[str]
+    """Words between a cue and the reference that say nothing of their own."""
+    after: re.Pattern[str]
+    known_before: re.Pattern[str]
+    """A finding known from before that this examination shows: "the previously seen nodule on ..."."""
+    of_series: re.Pattern[str]
+    pair_gap: re.Pattern[str]
+    joint: re.Pattern[str]
+    abbreviated: re.Pattern[str]
+
+
+@cache
+def _patterns(language: str) -> _Patterns:
+    compiled = load_language(language).compile
+    names = (
+        "setting",
+        "be",
+        "now",
+        "cue",
+        "was",
+        "to",
+        "compared",
+        "new_since",
+        "small",
+        "after",
+        "known_before",
+    )
+    return _Patterns(
+        **{name: compiled(f"@{name}@") for name in names},
+        from_=compiled("@from@"),
+        of_series=compiled(r"\s*[)\]]?\s*,?\s*@of_series@\s*$"),
+        pair_gap=compiled(r"\s*[)\]]?[,;:/\u2013-]?\s*[(\[]?\s*(?:@pair_gap@\s+)*$"),
+        joint=compiled(r"[\s,&]*@joint@?\s*(?:@joint_from@\s)?"),
+        abbreviated=compiled(r"\b@abbreviated@\.$"),
+    )
+
+
+def _is_of_another_examination(
+    text: str, sentence: tuple[int, int], of: _Patterns, *, before: int, start: int, end: int, after: int
 ) -> bool:
     """Judge one reference.
 
     Args:
         text: The report.
         sentence: Characters of its sentence.
+        of: Patterns of its language.
         before: Where the reference before it ends, or the sentence begins.
         start: Where it begins.
         end: Where it ends.
         after: Where the next one begins, or the sentence ends.
     """
     lead, tail, opening = text[before:start], text[end:after], text[sentence[0] : start]
-    if _AFTER.match(tail) or (_FROM.search(lead) and _TO.match(tail)):
+    if of.after.match(tail) or (of.from_.search(lead) and of.to.match(tail)):
         return True
-    setting = _SETTING.match(opening)
-    if setting and not _NOW.search(opening) and not _BE.match(opening, setting.end()):
+    setting = of.setting.match(opening)
+    if setting and not of.now.search(opening) and not of.be.match(opening, setting.end()):
         return True
     if before > sentence[0]:
         # Words behind the reference before it belong to that one: "image 31 on prior, image 45 on current".
-        behind = _AFTER.match(lead)
+        behind = of.after.match(lead)
         lead = lead[behind.end() :] if behind else lead
-    if before > sentence[0] and (_WAS.search(lead) or _COMPARED.search(lead)):
+    if before > sentence[0] and (of.was.search(lead) or of.compared.search(lead)):
         return True
-    return _is_led_there(lead)
+    return _is_led_there(lead, of)
 
 
-def _is_led_there(lead: str) -> bool:
+def _is_led_there(lead: str, of: _Patterns) -> bool:
     """Whether the words in front of a reference lead to another examination."""
-    cues = list(_CUE.finditer(lead))
+    cues = list(of.cue.finditer(lead))
     if not cues:
         return False
     gap = lead[cues[-1].end() :]
     if (
-        _NOW.search(gap)
-        or _KNOWN_BEFORE.match(lead, cues[-1].start())
-        or _NEW_SINCE.search(lead[: cues[-1].start()])
+        of.now.search(gap)
+        or of.known_before.match(lead, cues[-1].start())
+        or of.new_since.search(lead[: cues[-1].start()])
     ):
         return False
     # Behind a comma a new thought begins, unless the reference itself stands there at once.
     comma = min((gap.index(mark) for mark in ",;" if mark in gap), default=None)
-    return comma is None or _SMALL.fullmatch(gap, comma) is not None
+    return comma is None or of.small.fullmatch(gap, comma) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,28 +139,27 @@ class Mention:
         return f"{series}:{self.first}" + ("" if self.last == self.first else f"-{self.last}")
 
 
-_OF_SERIES = re.compile(
-    r"\s*[)\]]?\s*,?\s*(?:of|on|in|from|at|within)\s+(?:the\s+)?(?:\w+\s+){0,2}$", re.IGNORECASE
-)
 _NEXT_TO = re.compile(r"\s*[)\]]?\s*[,;:/-]?\s*[(\[]?\s*$")
-_GAP_OF_A_PAIR = re.compile(
-    r"\s*[)\]]?[,;:/\u2013-]?\s*[(\[]?\s*(?:(?:at|on|the|axial|coronal|sagittal)\s+)*$", re.IGNORECASE
-)
 
 
-def find_mentions(text: str) -> list[Mention]:
-    """Return the images and series that a text names, in its order."""
-    tokens = tokenize(text)
+def find_mentions(text: str, language: str = ENGLISH) -> list[Mention]:
+    """Return the images and series that a text in some language names, in its order."""
+    return find_mentions_in(tokenize(text, language), language)
+
+
+def find_mentions_in(tokens: Tokens, language: str) -> list[Mention]:
+    """Return the images and series that a text names that is cut already."""
+    of, text = _patterns(language), tokens.text
     found: list[Mention] = []
-    for sentence in _sentences(text, tokens.sentences, tokens.starts, tokens.ends):
-        atoms = find_atoms(text, *sentence)
+    for sentence in _sentences(text, tokens.sentences, tokens.starts, tokens.ends, of):
+        atoms = find_atoms(text, *sentence, language)
         if atoms:
-            found += _bind(text, sentence, atoms)
+            found += _bind(text, sentence, atoms, of)
     return found
 
 
 def _sentences(
-    text: str, ranges: list[tuple[int, int]], starts: list[int], ends: list[int]
+    text: str, ranges: list[tuple[int, int]], starts: list[int], ends: list[int], of: _Patterns
 ) -> Iterator[tuple[int, int]]:
     """Give sentences as characters; no semicolon ends one here, nor the full stop of "img. 12"."""
     begin: int | None = None
@@ -189,7 +169,7 @@ def _sentences(
         end = ends[last - 1]
         rest = text[end : end + 3].lstrip()
         if text[end - 1] == ";" or (
-            text[end - 1] == "." and rest[:1].isdigit() and _ABBREVIATED.search(text, begin, end)
+            text[end - 1] == "." and rest[:1].isdigit() and of.abbreviated.search(text, begin, end)
         ):
             continue
         yield begin, end
@@ -198,12 +178,9 @@ def _sentences(
         yield begin, ends[-1]
 
 
-_ABBREVIATED = re.compile(r"\b(?:img|im|ser|se|no|sl)\.$", re.IGNORECASE)
-
-
-def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom]) -> Iterator[Mention]:
+def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom], of: _Patterns) -> Iterator[Mention]:
     """Give every image its series, and leave out what belongs to another examination."""
-    owners = _owners(text, atoms)
+    owners = _owners(text, atoms, of)
     used = {owner for owner in owners if owner is not None}
     groups = _groups(owners)
     for number, atom in enumerate(atoms):
@@ -211,9 +188,10 @@ def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom]) -> Iterator[M
             continue
         members = [other for other in range(len(atoms)) if groups[other] == groups[number]]
         first, last = members[0], members[-1]
-        if is_of_another_examination(
+        if _is_of_another_examination(
             text,
             sentence,
+            of,
             before=atoms[first - 1].end if first else sentence[0],
             start=atoms[first].start,
             end=atoms[last].end,
@@ -239,7 +217,7 @@ def _single_numbers(series: Atom) -> list[int]:
     return [one for first, last in series.numbers for one in range(first, min(last, first + 20) + 1)]
 
 
-def _owners(text: str, atoms: list[Atom]) -> list[int | None]:
+def _owners(text: str, atoms: list[Atom], of: _Patterns) -> list[int | None]:
     """Find the series of each image: "image 45 of series 3", "series 3, image 45", or elsewhere."""
     owners: list[int | None] = [None] * len(atoms)
 
@@ -247,65 +225,68 @@ def _owners(text: str, atoms: list[Atom]) -> list[int | None]:
         return text[atoms[number].end : atoms[number + 1].start]
 
     kinds = [atom.kind for atom in atoms]
-    if _is_image_first(text, atoms):
+    if _is_image_first(text, atoms, of):
         return [number + 1 if kind == "image" else None for number, kind in enumerate(kinds)]
     for number, kind in enumerate(kinds):
         if kind != "image":
             continue
         has_next = kinds[number + 1 : number + 2] == ["series"]
-        if has_next and _OF_SERIES.match(gap(number)):
+        if has_next and of.of_series.match(gap(number)):
             owners[number] = number + 1
         elif (
             number
             and kinds[number - 1] == "series"
             and (number - 1) not in owners[:number]
-            and _GAP_OF_A_PAIR.match(gap(number - 1))
+            and of.pair_gap.match(gap(number - 1))
         ):
             owners[number] = number - 1
-        elif has_next and _NEXT_TO.match(gap(number)) and not _begins_a_pair(text, atoms, number + 1):
+        elif has_next and _NEXT_TO.match(gap(number)) and not _begins_a_pair(text, atoms, number + 1, of):
             owners[number] = number + 1
     for number, kind in enumerate(kinds):
         if kind == "image" and owners[number] is None:
-            owners[number] = _far_owner(text, atoms, owners, number)
+            owners[number] = _far_owner(text, atoms, owners, number, of)
     return owners
 
 
-def _far_owner(text: str, atoms: list[Atom], owners: list[int | None], number: int) -> int | None:
+def _far_owner(
+    text: str, atoms: list[Atom], owners: list[int | None], number: int, of: _Patterns
+) -> int | None:
     """Find the series of an image that has none beside it."""
     # "image 45 and image 47 of series 3": what a neighbor's series is, is the image's too.
     following = owners[number + 1] if number + 1 < len(atoms) else None
     if following is not None and following > number:
         gap = text[atoms[number].end : atoms[number + 1].start]
-        if re.fullmatch(r"[\s,&]*(?:and|or|to|through|-)?\s*(?:from\s)?", gap):
+        if of.joint.fullmatch(gap):
             return following
     places = [other for other, atom in enumerate(atoms) if atom.kind == "series"]
     earlier = [other for other in places if other < number]
     if earlier:
         return earlier[-1]
-    return places[0] if places and not _begins_a_pair(text, atoms, places[0]) else None
+    return places[0] if places and not _begins_a_pair(text, atoms, places[0], of) else None
 
 
-def _begins_a_pair(text: str, atoms: list[Atom], number: int) -> bool:
+def _begins_a_pair(text: str, atoms: list[Atom], number: int, of: _Patterns) -> bool:
     """Whether an image of its own follows a series at once."""
     return (
         number + 1 < len(atoms)
         and atoms[number + 1].kind == "image"
-        and _GAP_OF_A_PAIR.match(text[atoms[number].end : atoms[number + 1].start]) is not None
+        and of.pair_gap.match(text[atoms[number].end : atoms[number + 1].start]) is not None
         and not (
             number + 2 < len(atoms)
             and atoms[number + 2].kind == "series"
-            and _OF_SERIES.match(text[atoms[number + 1].end : atoms[number + 2].start]) is not None
+            and of.of_series.match(text[atoms[number + 1].end : atoms[number + 2].start]) is not None
         )
     )
 
 
-def _is_image_first(text: str, atoms: list[Atom]) -> bool:
+def _is_image_first(text: str, atoms: list[Atom], of: _Patterns) -> bool:
     """Whether every image is followed by its series: "image 3, series 2 and image 7, series 4"."""
     return (
         len(atoms) % 2 == 0
         and all(atom.kind == ("series" if number % 2 else "image") for number, atom in enumerate(atoms))
         and all(
-            _NEXT_TO.match(text[image.end : series.start]) or _OF_SERIES.match(text[image.end : series.start])
+            _NEXT_TO.match(text[image.end : series.start])
+            or of.of_series.match(text[image.end : series.start])
             for image, series in zip(atoms[::2], atoms[1::2], strict=True)
         )
     )

@@ -18,12 +18,13 @@ from shardflow.errors import ConfigError
 from shardflow.reports.assertion import Assertion, Judgment, Strength
 from shardflow.reports.detection import Unread, detect_languages
 from shardflow.reports.findings import Entity, EntityFinder, Place, probability_of
-from shardflow.reports.language import ENGLISH, TABLES
+from shardflow.reports.language import ENGLISH, LANGUAGES, TABLES
 from shardflow.reports.lexicon import Lexicon, load_lexicon
-from shardflow.reports.mentions import Mention, find_mentions
+from shardflow.reports.mentions import Mention, find_mentions_in
 from shardflow.reports.sections import Section, SectionKind, split_sections
+from shardflow.reports.tokens import tokenize
 
-RULES_VERSION: Final = 4
+RULES_VERSION: Final = 5
 """Raised whenever a rule in code reads some text otherwise than before; the tables speak for themselves."""
 
 
@@ -35,8 +36,9 @@ def rules_digest() -> str:
     for name in (
         "codes.csv",
         "languages.csv",
+        "meanings.csv",
         "probability.csv",
-        *(f"{ENGLISH}/{table}" for table in TABLES),
+        *(f"{language}/{table}" for language in LANGUAGES for table in TABLES),
     ):
         data = root.joinpath(*name.split("/")).read_bytes()
         hasher.update(f"{name} {len(data)}\n".encode("ascii"))
@@ -45,8 +47,8 @@ def rules_digest() -> str:
 
 
 def reader_name() -> str:
-    """Return the name of the rules as ``report.json`` has it, such as ``english-4-0123456789abcdef``."""
-    return f"{ENGLISH}-{RULES_VERSION}-{rules_digest()[:16]}"
+    """Return the name of the rules as ``report.json`` has it, such as ``rules-5-0123456789abcdef``."""
+    return f"rules-{RULES_VERSION}-{rules_digest()[:16]}"
 
 
 ENTRY_POINTS = "shardflow.report_extractors"
@@ -87,16 +89,30 @@ class ReportReader:
     """Reads reports; made once, used for many.
 
     Args:
-        lexicon: Names of findings and anatomy; None: the shipped ones.
+        lexicon: Names of findings and anatomy by language, or those of one language; the shipped ones else.
         extractors: Further finders by name; see `load_extractors`.
     """
 
     def __init__(
-        self, lexicon: Lexicon | None = None, extractors: Sequence[tuple[str, Extractor]] = ()
+        self,
+        lexicon: Callable[[str], Lexicon] | Lexicon | None = None,
+        extractors: Sequence[tuple[str, Extractor]] = (),
     ) -> None:
-        self._lexicon = lexicon if lexicon is not None else load_lexicon()
-        self._finder = EntityFinder(self._lexicon)
+        self._lexicon = lexicon
+        self._finders: dict[str, EntityFinder] = {}
         self._extractors = tuple(extractors)
+        self._finder(ENGLISH)
+
+    def _finder(self, language: str) -> EntityFinder:
+        finder = self._finders.get(language)
+        if finder is None:
+            given = self._lexicon
+            if isinstance(given, Lexicon):
+                lexicon = given if given.language == language else load_lexicon(language=language)
+            else:
+                lexicon = load_lexicon(language=language) if given is None else given(language)
+            finder = self._finders[language] = EntityFinder(lexicon)
+        return finder
 
     def read(self, text: str) -> ReportContent:
         """Read one report, but for the parts of it in a language without rules.
@@ -104,24 +120,30 @@ class ReportReader:
         Raises:
             ConfigError: An extractor answered with a span outside the text.
         """
-        sections = split_sections(text, self._lexicon)
         detected = detect_languages(text)
-        english = detected.blank(text, ENGLISH)
+        languages = {language for _, _, language in detected.pieces if language in LANGUAGES}
+        lexicons = [self._finder(language).lexicon for language in (ENGLISH, *sorted(languages - {ENGLISH}))]
+        sections = split_sections(text, *lexicons)
         entities: list[Entity] = []
         mentions: list[Mention] = []
-        for section in sections:
-            first, last = section.body
-            if section.kind not in _UNREAD:
-                entities += [
-                    _in_section(one, section.kind, _place(one, section, text), first)
-                    for one in self._finder.find(english[first:last])
-                ]
-            if section.kind != "comparison":
-                # What is compared with is another examination, and so are its images.
-                mentions += [
-                    replace(one, span=(one.span[0] + first, one.span[1] + first))
-                    for one in find_mentions(english[first:last])
-                ]
+        for language in sorted(languages):
+            here = detected.blank(text, language)
+            for section in sections:
+                first, last = section.body
+                if not here[first:last].strip():
+                    continue
+                tokens = tokenize(here[first:last], language)
+                if section.kind not in _UNREAD:
+                    entities += [
+                        _in_section(one, section.kind, _place(one, section, text), first)
+                        for one in self._finder(language).find_in(tokens)
+                    ]
+                if section.kind != "comparison":
+                    # What is compared with is another examination, and so are its images.
+                    mentions += [
+                        replace(one, span=(one.span[0] + first, one.span[1] + first))
+                        for one in find_mentions_in(tokens, language)
+                    ]
         for name, extractor in self._extractors:
             for found in extractor(text):
                 one = _checked(replace(found, source=name), text)
@@ -129,6 +151,7 @@ class ReportReader:
                 kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
                 entities.append(_in_section(one, kind, one.anatomy))
         entities.sort(key=lambda one: one.span)
+        mentions.sort(key=lambda one: one.span)
         return ReportContent(
             sections=tuple(sections),
             entities=tuple(entities),

@@ -29,8 +29,9 @@ from shardflow.reports.entity_rows import (
 )
 from shardflow.reports.entity_views import chosen
 from shardflow.reports.language import load_language
-from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon, tokenize
+from shardflow.reports.lexicon import Lexicon, load_lexicon
 from shardflow.reports.sections import split_sections
+from shardflow.reports.tokens import fold_words, tokenize
 
 _FIELDS: Final = (ALIGNMENT_FIELD, CONTENT_FIELD, REPORT_FIELD, STUDY_FIELD)
 _SHOWN: Final = ("label", "assertion", "laterality", "section", "kind", "probability", "confidence")

@@ -1,7 +1,7 @@
 """Sections of a report. They cover the text in order; nothing is lost or altered.
 
 A header is a name at the beginning of a line, with a colon, or alone on its line. Known names
-(``headers.csv``) may hold a typing error, have any case and follow a sentence on its line. Unknown names in
+(``headers.csv`` of each language) may hold a typing error, have any case and follow a sentence on its line. Unknown names in
 capitals open a section, too; names of anatomy under the findings are its sub-sections. A second examination
 in one report begins where its header follows findings or an impression.
 """
@@ -9,15 +9,16 @@ in one report begins where its header follows findings or an impression.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
 
 from rapidfuzz.distance import DamerauLevenshtein
 
-from shardflow.reports.language import table_rows
-from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon
+from shardflow.reports.language import load_language, table_rows
+from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
+from shardflow.reports.tokens import fold_words
 
 SectionKind = Literal[
     "addendum",
@@ -65,35 +66,33 @@ class _Header:
     part: str = ""
 
 
-_NAME = r"[^\W\d_][^\n:.;?!]{0,59}?"
+_NAME = r"[^\W\d_][^\n:.;?!\u3002\uff0c\uff1a\uff1b\u3011]{0,59}?"
 # A name and its colon at the beginning of a line; bullets, numbers and stars may stand before it.
 _GAP = r"[^\S\n]{0,60}"
 _AT_LINE = re.compile(
-    rf"^{_GAP}(?:[*#=_>\u2022-]+|\d{{1,2}}[.)])?{_GAP}(?P<name>{_NAME}){_GAP}[*_]*"
-    r"(?P<mark>:|[^\S\n]-(?=[^\S\n]))[*_]*",
+    rf"^{_GAP}(?:[*#=_>\u2022\u3010-]+|\d{{1,2}}[.)])?{_GAP}(?P<name>{_NAME}){_GAP}[*_]*"
+    r"(?P<mark>[:\uff1a]|\u3011[:\uff1a]?|[^\S\n]-(?=[^\S\n]))[*_]*",
     re.MULTILINE,
 )
 _ALONE = re.compile(rf"^{_GAP}[*#=_-]*{_GAP}(?P<name>{_NAME}){_GAP}[*=_-]*{_GAP}$", re.MULTILINE)
 # A known name in capitals behind the end of a sentence.
-_INLINE = re.compile(r"(?<=[.;?!:\])])[^\S\n]{1,60}(?P<name>[A-Z][A-Z /&()-]{2,40}):")
-_MODALITY = re.compile(
-    r"\b(?:ct|cta|mri?|mra|mrcp|pet|xr|us|radiographs?|x-?ray|ultrasound|sonogram|mammogram|tomography|"
-    r"doppler|views?|fluoroscopy|angiogram|chest pa)\b",
-    re.IGNORECASE,
+_INLINE = re.compile(
+    r"(?<=[.;?!:\])])[^\S\n]{1,60}(?P<name>[A-Z\u00c0-\u00de][A-Z\u00c0-\u00de' /&()-]{2,40}):"
 )
 _LONGEST_NAME = 6
 """Words of a header."""
 _BODY_KINDS = frozenset(("findings", "findings_impression", "impression"))
 
 
-def split_sections(text: str, lexicon: Lexicon | None = None) -> list[Section]:
+def split_sections(text: str, *lexicons: Lexicon) -> list[Section]:
     """Cut a report into sections that cover it in order; an empty text has none.
 
     Args:
         text: Any text.
-        lexicon: Names of anatomy for sub-headers; None: the shipped one.
+        lexicons: Names of anatomy for sub-headers, in each language whose headers count; none: the shipped
+            ones of English.
     """
-    headers = _headers(text, lexicon if lexicon is not None else load_lexicon())
+    headers = _headers(text, lexicons or (load_lexicon(),))
     sections: list[Section] = []
     if not headers or headers[0].start > 0:
         end = headers[0].start if headers else len(text)
@@ -158,11 +157,11 @@ def _last_paragraph(text: str, section: Section) -> int | None:
     return None
 
 
-def _headers(text: str, lexicon: Lexicon) -> list[_Header]:
+def _headers(text: str, lexicons: Sequence[Lexicon]) -> list[_Header]:
     found: dict[int, _Header] = {}
     for pattern in (_AT_LINE, _INLINE, _ALONE):
         for match in pattern.finditer(text):
-            header = _read_header(match, lexicon, is_alone=pattern is _ALONE, is_inline=pattern is _INLINE)
+            header = _read_header(match, lexicons, is_alone=pattern is _ALONE, is_inline=pattern is _INLINE)
             if header is not None and not any(
                 header.start < other.end and other.start < header.end for other in found.values()
             ):
@@ -171,47 +170,69 @@ def _headers(text: str, lexicon: Lexicon) -> list[_Header]:
 
 
 def _read_header(
-    match: re.Match[str], lexicon: Lexicon, *, is_alone: bool, is_inline: bool
+    match: re.Match[str], lexicons: Sequence[Lexicon], *, is_alone: bool, is_inline: bool
 ) -> _Header | None:
     name = match["name"]
-    words = fold_words(name)
     start = match.start("name") if is_inline else match.start()
-    if not words or len(words) > _LONGEST_NAME + 6:
-        return None
-    is_dash = not is_alone and not is_inline and match["mark"] != ":"
-    kind = _known_kind(tuple(words), is_fuzzy=not is_inline and not is_alone)
-    if kind is not None:
-        # Alone on its line, or before a dash, a name must look like a header and not like a short sentence.
-        if (is_alone or is_dash) and not (name.isupper() or name.istitle()):
-            return None
-        return _Header(start, match.end(), kind)
+    is_dash = not is_alone and not is_inline and match["mark"].strip() == "-"
+    for lexicon in lexicons:
+        words = tuple(fold_words(name, lexicon.language))
+        if not words or len(words) > _LONGEST_NAME + 6:
+            continue
+        kind = _known_kind(words, lexicon.language, is_fuzzy=not is_inline and not is_alone)
+        if kind is not None:
+            # Alone on its line, or before a dash, a name must look like a header and not like a short sentence.
+            has_case = name.lower() != name.upper()
+            if (is_alone or is_dash) and has_case and not (name.isupper() or name.istitle()):
+                return None
+            return _Header(start, match.end(), kind)
     if is_alone or is_inline or is_dash:
         return None
-    concept = lexicon.phrases.get(" ".join(words))
-    parts = [word for word in re.split(r"\s*(?:/|,|&|\band\b)\s*", name) if word.strip()]
-    if concept is None or concept.kind != "anatomy":
-        found = [lexicon.phrases.get(" ".join(fold_words(part))) for part in parts]
-        concept = (
-            found[0] if found and all(one is not None and one.kind == "anatomy" for one in found) else None
-        )
-    if concept is not None:
-        return _Header(start, match.end(), "other", concept.name)
+    for lexicon in lexicons:
+        concept = _anatomy(name, lexicon)
+        if concept is not None:
+            return _Header(start, match.end(), "other", concept.name)
     if name.isupper():
-        return _Header(start, match.end(), "examination" if _MODALITY.search(name) else "other")
+        is_examination = any(_modality(lexicon.language).search(name) for lexicon in lexicons)
+        return _Header(start, match.end(), "examination" if is_examination else "other")
     return None
 
 
+def _anatomy(name: str, lexicon: Lexicon) -> Concept | None:
+    """Return the anatomy that a name or all of its parts are; the first one of several."""
+    language = lexicon.language
+    concept = lexicon.phrases.get(" ".join(fold_words(name, language)))
+    if concept is not None and concept.kind == "anatomy":
+        return concept
+    found = [
+        lexicon.phrases.get(" ".join(fold_words(part, language)))
+        for part in _joint(language).split(name)
+        if part.strip()
+    ]
+    return found[0] if found and all(one is not None and one.kind == "anatomy" for one in found) else None
+
+
 @cache
-def _known() -> dict[tuple[str, ...], SectionKind]:
+def _joint(language: str) -> re.Pattern[str]:
+    return load_language(language).compile(r"\s*(?:/|,|&|\b@and@\b)\s*")
+
+
+@cache
+def _modality(language: str) -> re.Pattern[str]:
+    return load_language(language).compile(r"\b@modality@\b")
+
+
+@cache
+def _known(language: str) -> dict[tuple[str, ...], SectionKind]:
     known: dict[tuple[str, ...], SectionKind] = {}
-    for row in table_rows("headers.csv"):
+    for row in table_rows("headers.csv", language):
         for header in row["headers"].split("|"):
-            known[tuple(fold_words(header))] = cast("SectionKind", row["kind"])
+            known[tuple(fold_words(header, language))] = cast("SectionKind", row["kind"])
     return known
 
 
-def _known_kind(words: tuple[str, ...], *, is_fuzzy: bool) -> SectionKind | None:
-    known = _known()
+def _known_kind(words: tuple[str, ...], language: str, *, is_fuzzy: bool) -> SectionKind | None:
+    known = _known(language)
     if words in known:
         return known[words]
     # Numbers and brackets of "ADDENDUM 1" are no part of the name.
@@ -219,21 +240,21 @@ def _known_kind(words: tuple[str, ...], *, is_fuzzy: bool) -> SectionKind | None
     if bare in known:
         return known[bare]
     if is_fuzzy and len(words) <= _LONGEST_NAME:
-        return _misspelt(" ".join(bare))
+        return _misspelt(" ".join(bare), language)
     return None
 
 
 @cache
-def _long_headers() -> dict[str, SectionKind]:
-    return {" ".join(words): kind for words, kind in _known().items() if len(" ".join(words)) >= 7}
+def _long_headers(language: str) -> dict[str, SectionKind]:
+    return {" ".join(words): kind for words, kind in _known(language).items() if len(" ".join(words)) >= 7}
 
 
-def _misspelt(name: str) -> SectionKind | None:
+def _misspelt(name: str, language: str) -> SectionKind | None:
     """Find a name that differs by one slip, in a longer one by two."""
     if len(name) < 6:
         return None
     best: tuple[int, SectionKind] | None = None
-    for known, kind in _long_headers().items():
+    for known, kind in _long_headers(language).items():
         allowed = 2 if len(known) >= 10 else 1
         if abs(len(known) - len(name)) > allowed:
             continue

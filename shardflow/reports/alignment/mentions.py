@@ -21,7 +21,7 @@ from typing import Any
 from shardflow.reports.alignment.evidence import AlignmentRules, Evidence, Rule
 from shardflow.reports.alignment.images import SeriesFacts
 from shardflow.reports.alignment.lesions import Finding, are_same_side
-from shardflow.reports.lexicon import tokenize
+from shardflow.reports.tokens import tokenize
 
 Span = tuple[int, int]
 

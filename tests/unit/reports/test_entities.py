@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardflow.errors import ConfigError
 from shardflow.reports import Entity, EntityFinder, load_lexicon
 from shardflow.reports.language import shared_rows, table_rows
-from shardflow.reports.lexicon import LEXICONS, Concept, Lexicon, fold_words, tokenize
+from shardflow.reports.lexicon import LEXICONS, Concept, Lexicon
+from shardflow.reports.tokens import fold_words, tokenize
 
 pytestmark = pytest.mark.fast
 

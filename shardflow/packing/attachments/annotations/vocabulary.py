@@ -13,7 +13,8 @@ from typing import Final, Literal
 
 from shardflow.packing.attachments.check_digits import is_verhoeff
 from shardflow.reports.language import Side
-from shardflow.reports.lexicon import Lexicon, fold_words, load_lexicon, word_set
+from shardflow.reports.lexicon import Lexicon, load_lexicon, word_set
+from shardflow.reports.tokens import fold_words
 
 _MAX_LABEL: Final = 128
 """Characters of a label that are looked at."""

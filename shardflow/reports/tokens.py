@@ -1,0 +1,150 @@
+"""Tokens of a text: its words and signs with their places, folded to one spelling, and its sentences.
+
+Where a language puts no blanks between words, each of its characters is a token, but for the words that have
+a role in ``words.csv``. The text is never altered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from shardflow.reports.language import ENGLISH, Language, load_language
+
+_HYPHENS = frozenset("-\u2010\u2011\u2012\u2013")
+_LONGEST_SENTENCE = 150
+"""Tokens; a longer one is cut, so that the time stays in proportion to the text."""
+_SHORT_LINE = 55
+"""A shorter line whose successor begins with a capital is no wrapped line; characters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """The words of a text. Hyphens inside a compound are no tokens; other signs are."""
+
+    text: str
+    words: list[str]
+    """Lower case, one spelling."""
+    starts: list[int]
+    ends: list[int]
+    sentences: list[tuple[int, int]]
+    """Ranges of token numbers, closed-open, in order; empty ones left out."""
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+def fold_words(text: str, language: str = ENGLISH) -> list[str]:
+    """Return a phrase's words as `tokenize` would."""
+    of = load_language(language)
+    return _fold([match.group() for match in _words(of.normalize(text), language)], language)
+
+
+def tokenize(text: str, language: str = ENGLISH) -> Tokens:
+    """Cut a text. Any Unicode is a text."""
+    of = load_language(language)
+    text = of.normalize(text)
+    matches = list(_words(text, language))
+    words = _fold([match.group() for match in matches], language)
+    starts = [match.start() for match in matches]
+    ends = [match.end() for match in matches]
+    return Tokens(
+        text=text,
+        words=words,
+        starts=starts,
+        ends=ends,
+        sentences=list(_sentences(text, words, starts, ends, of)),
+    )
+
+
+@cache
+def _token(language: str) -> re.Pattern[str]:
+    of = load_language(language)
+    number = r"\d+(?:" + of.pieces.get("decimal", r"\.") + r"\d+)?"
+    word = r"[^\W\d_][^\W_]*(?:['\u2019][^\W_]+)*"
+    if not of.is_spaced:
+        spoken = sorted((one for one in of.spoken if len(one) > 1 and not one.isascii()), key=len)
+        return re.compile("|".join([number, *reversed(spoken), word, r"\S"]), re.ASCII)
+    if not of.elided:
+        return re.compile(f"{number}|{word}|\\S")
+    elided = "|".join(sorted(of.elided, key=len, reverse=True))
+    # Accents may be letters of their own.
+    letter = r"[^\W_][\u0300-\u036f]*"
+    return re.compile(
+        rf"{number}|(?:{elided})['\u2019](?={letter})|(?!\d){letter}(?:{letter})*(?:['\u2019](?:{letter})+)*|\S",
+        re.IGNORECASE,
+    )
+
+
+def _words(text: str, language: str) -> Iterator[re.Match[str]]:
+    for match in _token(language).finditer(text):
+        if match.group() in _HYPHENS:
+            before, after = text[match.start() - 1 : match.start()], text[match.end() : match.end() + 1]
+            if before.isalnum() and after.isalnum() and not (before.isdigit() and after.isdigit()):
+                continue
+        yield match
+
+
+@cache
+def _folding(language: str) -> Callable[[str], str]:
+    spellings = load_language(language).spellings
+    if not spellings:
+        return str
+    if max(map(len, spellings)) == 1:
+        table = str.maketrans(dict(spellings))
+        return lambda text: text.translate(table)
+    pattern = re.compile("|".join(map(re.escape, spellings)))
+    return lambda text: pattern.sub(lambda match: spellings[match.group()], text)
+
+
+def _fold(words: list[str], language: str) -> list[str]:
+    # No word holds white space, so the words are folded in one go. Lower case may be two characters long
+    # (a dotted capital I); tokens keep their places because offsets are those of the text, not of this.
+    return _folding(language)("\n".join(words).lower()).split("\n") if words else []
+
+
+def _sentences(
+    text: str, words: list[str], starts: list[int], ends: list[int], of: Language
+) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for number in range(len(words)):
+        if number - begin >= _LONGEST_SENTENCE or _is_end(text, words, starts, ends, number, of):
+            yield begin, number + 1
+            begin = number + 1
+    if begin < len(words):
+        yield begin, len(words)
+
+
+def _is_end(
+    text: str, words: list[str], starts: list[int], ends: list[int], number: int, of: Language
+) -> bool:
+    word = words[number]
+    if number + 1 == len(words):
+        return True
+    gap = text[ends[number] : starts[number + 1]]
+    if word in ("?", "!", ";"):
+        # A question mark before a word asks for it: "?pneumonia", "Cough. ? pneumonia".
+        return (
+            word != "?"
+            or not of.is_spaced
+            or not (gap == "" or number == 0 or starts[number] > ends[number - 1])
+        )
+    if word == "." and (gap or not of.is_spaced):
+        before = words[number - 1] if number else ""
+        if before not in of.abbreviation:
+            return True
+        if before in of.abbreviation_of_number and not words[number + 1].isdigit():
+            return True
+    return "\n" in gap and _is_line_end(text, word, starts[number + 1], ends[number], gap, of)
+
+
+def _is_line_end(text: str, word: str, next_start: int, end: int, gap: str, of: Language) -> bool:
+    if gap.count("\n") > 1 or text[next_start] in "-*\u2022>#" or word == ":":
+        return True
+    if re.match(r"\d{1,2}[.)]\s", text[next_start : next_start + 5]):
+        return True
+    line_start = text.rfind("\n", 0, end) + 1
+    is_new = text[next_start].isupper() or not of.is_spaced
+    return end - line_start < _SHORT_LINE and is_new and word not in of.goes_on
