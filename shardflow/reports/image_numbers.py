@@ -76,13 +76,15 @@ _COMPACT = (
 def _patterns(language: str) -> _Patterns:
     of = load_language(language)
     compiled = of.compile
+    words = of.pieces["numbers"].split("|") if "numbers" in of.pieces else []
+    written = "|".join(sorted(words, reverse=True)) or "(?!)"
     plane = r"(?:(?:@plane@|arrow)\s)?"
     pair = rf"{plane}\d{{1,4}}/\d{{1,5}}"
     return _Patterns(
-        words={word: value for value, word in enumerate(of.pieces.get("numbers", "").split("|"), start=1)},
+        words={word: value for value, word in enumerate(words, start=1)},
         plurals=frozenset(of.pieces["plural"].split("|")),
         whole=frozenset(of.pieces["whole"].split("|")),
-        number=compiled(r"#?\s?(?:(?P<digits>\d{1,5})(?!\d|\.\d|[a-zA-Z])|(?P<word>@numbers@)\b)"),
+        number=compiled(rf"#?\s?(?:(?P<digits>\d{{1,5}})(?!\d|\.\d|[a-zA-Z])|(?P<word>{written})\b)"),
         range=compiled(
             r"\s*(?:-|\u2013|\u2014|@range_word@)\s*(?:(?P<image>@range_image@)\s*)?(?=#?\d|[^\W_])"
         ),

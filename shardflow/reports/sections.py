@@ -1,9 +1,9 @@
 """Sections of a report. They cover the text in order; nothing is lost or altered.
 
 A header is a name at the beginning of a line, with a colon, or alone on its line. Known names
-(``headers.csv`` of each language) may hold a typing error, have any case and follow a sentence on its line. Unknown names in
-capitals open a section, too; names of anatomy under the findings are its sub-sections. A second examination
-in one report begins where its header follows findings or an impression.
+(``headers.csv`` of each language) may hold a typing error, have any case and follow a sentence on its line.
+Unknown names in capitals open a section, too; names of anatomy under the findings are its sub-sections. A
+second examination in one report begins where its header follows findings or an impression.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _read_header(
             continue
         kind = _known_kind(words, lexicon.language, is_fuzzy=not is_inline and not is_alone)
         if kind is not None:
-            # Alone on its line, or before a dash, a name must look like a header and not like a short sentence.
+            # Alone on its line, or before a dash, a name must look like a header, not like a sentence.
             has_case = name.lower() != name.upper()
             if (is_alone or is_dash) and has_case and not (name.isupper() or name.istitle()):
                 return None
