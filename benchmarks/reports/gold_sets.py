@@ -28,6 +28,13 @@ LANGUAGE_STYLES: Mapping[str, Mapping[Part, tuple[str, ...]]] = {
     "chinese": {"development": ("sanjia", "erjia"), "test": ("daxue", "jizhen")},
 }
 """Files of ``gold/LANGUAGE`` in each part."""
+LANGUAGE_HEADERS = {
+    "german": "BEFUND",
+    "spanish": "HALLAZGOS",
+    "french": "R\u00c9SULTATS",
+    "chinese": "\u68c0\u67e5\u6240\u89c1",
+}
+"""Headers of the findings."""
 _CHANGES = {"new", "worse", "better", "stable", "resolved", ""}
 _HEDGES = {"likely", "possible", "doubtful"}
 _MAX_OF_A_TEMPLATE = 8
@@ -87,9 +94,7 @@ def styled_sentences(part: Part) -> list[GoldSentence]:
 
 def language_sentences(language: str, part: Part) -> list[GoldSentence]:
     """Return the sentences of a part in another language."""
-    return [
-        sentence for style in LANGUAGE_STYLES[language][part] for sentence in _style(language, style)
-    ]
+    return [sentence for style in LANGUAGE_STYLES[language][part] for sentence in _style(language, style)]
 
 
 def _style(folder: str, style: str) -> Iterator[GoldSentence]:

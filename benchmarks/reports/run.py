@@ -25,16 +25,22 @@ from typing import Any
 
 from benchmarks.about import processor
 from benchmarks.reports.gold_sets import (
+    LANGUAGE_HEADERS,
+    LANGUAGE_STYLES,
     STYLES,
+    GoldMentions,
     GoldSentence,
     Part,
     digest,
+    language_mentions,
+    language_sentences,
     mentions,
     sentences,
     styled_sentences,
 )
 from shardflow import __version__
-from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions
+from shardflow.reports import Entity, EntityFinder, ReportReader, find_mentions, load_lexicon
+from shardflow.reports.language import ENGLISH
 
 PARTS: tuple[Part, ...] = ("development", "test")
 
@@ -72,7 +78,7 @@ class EntityScores:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(
-            ("marked", "found", "matched", "strict", "assertion", "polar", "polar_right"), 0
+            ("marked", "found", "matched", "strict", "assertion", "polar", "polar_right", "named"), 0
         )
         self.stated = {name: [0, 0] for name in ("laterality", "size_mm", "anatomy", "severity", "change")}
         self.confusion: dict[str, int] = {}
@@ -95,6 +101,9 @@ class EntityScores:
             gold, got = case.entities[number], found[place]
             counts["strict"] += gold.span == got.span
             counts["assertion"] += gold.assertion == got.assertion
+            is_named = _is_named(gold.concept, got.concept)
+            counts["named"] += is_named
+            wrong = wrong or not (is_named or not gold.concept)
             wrong = wrong or gold.assertion != got.assertion
             key = f"{gold.assertion} -> {got.assertion}"
             self.confusion[key] = self.confusion.get(key, 0) + 1
@@ -120,7 +129,7 @@ class EntityScores:
                 f"{case.style} {case.group}: {case.text} | "
                 + "; ".join(f"{case.text[slice(*one.span)]}={one.assertion}" for one in case.entities)
                 + " | "
-                + "; ".join(f"{case.text[slice(*one.span)]}={one.assertion}" for one in found)
+                + "; ".join(f"{case.text[slice(*one.span)]}={one.assertion} {one.concept}" for one in found)
             )
 
     def summary(self) -> dict[str, Any]:
@@ -149,9 +158,9 @@ def score_entities(part: Part) -> dict[str, Any]:
     return {"sentences": len(sentences(part)), **score.summary()}
 
 
-def read_styled(reader: ReportReader, case: GoldSentence) -> list[Entity]:
+def read_styled(reader: ReportReader, case: GoldSentence, header: str = "FINDINGS") -> list[Entity]:
     """Read a sentence under its header, the findings' where it has none; spans are of its text."""
-    head = f"{case.section or 'FINDINGS'}:\n"
+    head = f"{case.section or header}:\n"
     return [_moved(one, len(head)) for one in reader.read(head + case.text).entities]
 
 
@@ -190,6 +199,28 @@ def score_styles(part: Part, errors: list[str] | None = None) -> dict[str, Any]:
             for name, of in parts.items()
         },
     }
+
+
+def score_language(language: str, part: Part, errors: list[str] | None = None) -> dict[str, Any]:
+    """Score the sentences and mentions of a part in another language; concepts count beside places."""
+    reader, cases, score = ReportReader(), language_sentences(language, part), EntityScores()
+    for case in cases:
+        score.add(case, read_styled(reader, case, LANGUAGE_HEADERS[language]))
+    if errors is not None:
+        errors += [f"{language} {one}" for one in score.errors]
+    counts = score.counts
+    return {
+        "sentences": len(cases),
+        **score.summary(),
+        "overlap_and_concept": scores(counts["named"], counts["found"], counts["marked"]),
+        "mentions": score_mentions(language_mentions(language, part), language),
+    }
+
+
+def _is_named(gold: str, got: str) -> bool:
+    """Whether a concept is the marked one, or a narrower one that its place makes of it."""
+    lexicon = load_lexicon()
+    return gold == got or (got in lexicon.concepts and gold in lexicon.ancestors(lexicon.concepts[got]))
 
 
 def _same_place(text: str, anatomy: str, got: Entity) -> bool:
@@ -268,11 +299,10 @@ def fit_probabilities() -> list[dict[str, Any]]:
     ]
 
 
-def score_mentions(part: Part) -> dict[str, Any]:
+def score_mentions(cases: Sequence[GoldMentions], language: str = ENGLISH) -> dict[str, Any]:
     marked = found = correct = whole = 0
-    cases = mentions(part)
     for case in cases:
-        got = [str(mention) for mention in find_mentions(case.text)]
+        got = [str(mention) for mention in find_mentions(case.text, language)]
         left = list(case.expected)
         for one in got:
             if one in left:
@@ -390,12 +420,21 @@ def main() -> None:
                 "mentions.txt",
                 "mentions_second.txt",
                 *(f"styles/{style}.txt" for part in PARTS for style in ("words", *STYLES[part])),
+                *(
+                    f"{language}/{name}.txt"
+                    for language, of in LANGUAGE_STYLES.items()
+                    for name in ("words", "mentions", *of["development"], *of["test"])
+                ),
             )
         },
         "entities": {part: score_entities(part) for part in parts},
         "styles": {part: score_styles(part, errors) for part in parts},
         "calibration": {part: calibration(part) for part in parts},
-        "mentions": {part: score_mentions(part) for part in parts},
+        "mentions": {part: score_mentions(mentions(part)) for part in parts},
+        "languages": {
+            language: {part: score_language(language, part, errors) for part in parts}
+            for language in LANGUAGE_STYLES
+        },
         "speed": speed(),
     }
     for name in ("negspacy", "medspacy"):

@@ -1,10 +1,12 @@
 """Language of a report, or languages of a mixed one, by script and by frequent words; no model is loaded.
 
 A report is cut at the ends of lines, sentences and headers. Each piece is of the language most of whose words
-(``languages.csv``) it holds, after the rank of Cavnar and Trenkle's short words ("N-Gram-Based Text
-Categorization", 1994); a word of several languages counts for each in part. A piece that says nothing is of
-the language of its report. Without any vote a short text counts as English, as a bare "Cardiomegaly." is;
-a longer one only if the tables of English know its words.
+(``languages.csv``, and what has a role or is a cue or header in a language with rules) it holds, after the
+rank of Cavnar and Trenkle's short words ("N-Gram-Based Text Categorization", 1994); a word of several
+languages counts for each in part. A piece that says nothing is of the language of its report, if the tables
+of that language know its words, or most of the report speaks that language beyond doubt: "Pneumothorax
+nincs." under an English header is left unread, "Bibasilar crackles." in an English report is not. A report
+without any vote is English if all its words are in the tables, as a bare "Cardiomegaly." is.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from shardflow.format.keys import LANGUAGE_WITHOUT_RULES
-from shardflow.reports.language import ENGLISH, LANGUAGES, TABLES, shared_rows, table_rows
+from shardflow.reports.language import ENGLISH, LANGUAGES, TABLES, load_language, shared_rows, table_rows
+from shardflow.reports.lexicon import load_lexicon
+from shardflow.reports.tokens import fold_words
 
 UNKNOWN: Final = "unknown"
 
@@ -41,8 +45,11 @@ _LEAST_SHARE: Final = 0.1
 """Letters in a language that has rules, in parts of all; with fewer it is not named."""
 _OF_NAMES: Final = frozenset(("de", "des", "el", "la"))
 """Words of names such as "de Quervain", which make them no English words."""
-_SHORT: Final = 8
-"""Words; a shorter text without a vote counts as English."""
+_SHORT: Final = 2
+"""Letters; a shorter word is of any language."""
+_FEW: Final = 3
+_FEW_SHARE: Final = 0.25
+"""Words of English, and their share of all, for a report without accents to be English as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +107,25 @@ def detect_languages(text: str) -> Detected:
     """
     if text.isascii():
         all_words = _WORD.findall(text.lower())
-        if _foreign().isdisjoint(all_words) and not _words().keys().isdisjoint(all_words):
-            return Detected(languages=(ENGLISH,), pieces=((0, len(text), ENGLISH),))
+        if _foreign().isdisjoint(all_words):
+            num_known = sum(word in _words() for word in all_words)
+            if num_known >= max(_FEW, _FEW_SHARE * len(all_words)):
+                return Detected(languages=(ENGLISH,), pieces=((0, len(text), ENGLISH),))
     pieces = [(one.start(), one.end(), _WORD.findall(one.group().lower())) for one in _PIECE.finditer(text)]
     pieces = [(start, stop, words) for start, stop, words in pieces if words]
     votes = [_votes(words) for _, _, words in pieces]
     total: Counter[str] = Counter()
     for one in votes:
         total.update(one)
-    words = [word for _, _, some in pieces for word in some]
-    main = _best(total) or (ENGLISH if _may_be_english(words) else UNKNOWN)
+    main = _best(total)
+    if not main:
+        words = [word for _, _, some in pieces for word in some]
+        main = ENGLISH if all(one.isascii() for one in words) and _are_known(words, ENGLISH) else UNKNOWN
+    own = [_of_piece(vote, some) for (_, _, some), vote in zip(pieces, votes, strict=True)]
+    doubtful = _doubtful(text, pieces, own, main)
     found = tuple(
-        (start, stop, _of_piece(vote, len(some), main))
-        for (start, stop, some), vote in zip(pieces, votes, strict=True)
+        (start, stop, UNKNOWN if number in doubtful else own[number] or main)
+        for number, (start, stop, _) in enumerate(pieces)
     )
     lengths: Counter[str] = Counter()
     for start, stop, language in found:
@@ -123,10 +136,51 @@ def detect_languages(text: str) -> Detected:
     return Detected(languages=languages or (main,), pieces=found)
 
 
-def _of_piece(votes: Mapping[str, float], num_words: int, main: str) -> str:
-    """Return the language of a piece; a few foreign words, such as a name's, leave it that of its report."""
+def _of_piece(votes: Mapping[str, float], words: Sequence[str]) -> str:
+    """Return the language of a piece; nothing for a few foreign words, such as a name's, or letters alone."""
     best = _best(votes)
-    return best if votes.get(best, 0.0) >= _LEAST_VOTES * num_words else main
+    if not best or all(len(word) <= _SHORT and word.isascii() for word in words):
+        return ""
+    return best if votes[best] >= _LEAST_VOTES * len(words) else ""
+
+
+def _doubtful(
+    text: str, pieces: Sequence[tuple[int, int, list[str]]], own: Sequence[str], main: str
+) -> frozenset[int]:
+    """Return the numbers of pieces that may be of another language than the report, which says little."""
+    silent = {
+        number: len(words)
+        for number, (_, _, words) in enumerate(pieces)
+        if not own[number] and not _are_known(words, main)
+    }
+    spoken = sum(
+        len(words)
+        for (_, stop, words), language in zip(pieces, own, strict=True)
+        if language == main and text[stop : stop + 1] not in (":", "\uff1a")
+    )
+    return frozenset(silent) if sum(silent.values()) > spoken else frozenset()
+
+
+def _are_known(words: Sequence[str], language: str) -> bool:
+    """Return whether a language with rules knows all words of a piece, short ones aside."""
+    if language not in LANGUAGES:
+        return False
+    known = _known(language)
+    return all(word in known or len(word) <= _SHORT for word in fold_words(" ".join(words), language))
+
+
+@cache
+def _known(language: str) -> frozenset[str]:
+    """Return the words of a language's tables, and the inflected ones that they generate."""
+    lexicon = load_lexicon(language=language)
+    rows = [row for table in TABLES for row in table_rows(table, language) if table != "patterns.csv"]
+    cells = (cell for row in rows for cell in row.values() if cell)
+    return frozenset(
+        word
+        for some in (lexicon.phrases, (" ".join(fold_words(cell, language)) for cell in cells))
+        for phrase in some
+        for word in phrase.split()
+    )
 
 
 def _votes(words: list[str]) -> dict[str, float]:
@@ -153,6 +207,11 @@ def _words() -> dict[str, tuple[str, ...]]:
             names = languages.setdefault(word, [])
             if row["language"] not in names:
                 names.append(row["language"])
+    for language in LANGUAGES:
+        for word in _functional(language) - (_english() if language != ENGLISH else _OF_NAMES):
+            names = languages.setdefault(word, [])
+            if language not in names:
+                names.append(language)
     for word in _english() & languages.keys():
         if ENGLISH not in languages[word]:
             languages[word].append(ENGLISH)
@@ -175,15 +234,18 @@ def _by_script(word: str) -> tuple[str, ...]:
     return (scripts[0],) if scripts else ()
 
 
-def _may_be_english(words: list[str]) -> bool:
-    """Return whether a text without a vote is short and without accents, or English tables know it."""
-    known = sum(word in _english() for word in words)
-    return 3 * known >= len(words) if len(words) >= _SHORT else all(word.isascii() for word in words)
+def _functional(language: str) -> set[str]:
+    """Return the words of a language's cues, roles and headers, as they are written and folded."""
+    of = load_language(language)
+    tables = ("cues.csv", "headers.csv", "words.csv")
+    cells = (cell for table in tables for row in table_rows(table, language) for cell in [*row.values()][1:])
+    written = {word for cell in cells for word in _WORD.findall(cell or "") if len(word) > _SHORT}
+    return written | {of.fold(word) for word in written}
 
 
 @cache
 def _english() -> frozenset[str]:
-    rows = [row for table in TABLES for row in table_rows(table)]
+    rows = [row for table in TABLES if table != "patterns.csv" for row in table_rows(table)]
     return (
         frozenset(word for row in rows for cell in row.values() for word in _WORD.findall(cell or ""))
         - _OF_NAMES

@@ -267,6 +267,12 @@ class EntityFinder:
                 return [Match(place, node.last, _ENLARGED_NODE)]
             if word in of.not_attributive and word not in of.adding and word != ",":
                 break
+        if of.node_behind:
+            for place in range(node.last, min(node.last + 4, len(tokens))):
+                if tokens.words[place] in of.node_behind:
+                    return [Match(node.first, node.last, _ENLARGED_NODE)]
+                if tokens.words[place] in (",", ".", ";"):
+                    break
         return []
 
     def _state(

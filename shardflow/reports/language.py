@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -27,7 +27,7 @@ from typing import Final, Literal, TypeAlias, cast, get_args
 from shardflow.errors import ConfigError
 
 ENGLISH: Final = "english"
-LANGUAGES: Final = (ENGLISH,)
+LANGUAGES: Final = (ENGLISH, "german")
 """Languages with rules; all others are not read (`shardflow.reports.detection`)."""
 TABLES: Final = (
     "anatomy.csv",
@@ -57,6 +57,8 @@ class Language:
     """The same, only before a number."""
     goes_on: Words
     """Words that do not end a line that is a sentence."""
+    after_ordinal: Words
+    """Words before which a number and a full stop are an ordinal."""
     elided: Words
     """Words that lose their end before an apostrophe and stand alone: *d'* in French."""
     link: Words
@@ -95,6 +97,8 @@ class Language:
     place_verb: Words
     not_attributive: Words
     node_qualifier: Words
+    node_behind: Words
+    """Qualifiers that stand behind the name."""
     node: Words
     """Names of anatomy that are findings if they are qualified."""
     projection: Words
@@ -114,7 +118,8 @@ class Language:
     """By phrase."""
     pieces: Mapping[str, str]
     """Pieces of patterns by name."""
-    spellings: Mapping[str, str]
+    fold: Callable[[str], str]
+    """Gives words in lower case their one spelling; in a language without blanks, of the same length."""
 
     @property
     def spoken(self) -> Words:
@@ -142,7 +147,7 @@ class Language:
 
     def normalize(self, text: str) -> str:
         """Return a text of the same length whose signs are those that the rules know."""
-        return text if self.is_spaced else text.translate(_NARROW)
+        return text if self.is_spaced else self.fold(text.translate(_NARROW))
 
 
 _ROLES: Final = tuple(one.name for one in fields(Language) if one.type == "Words")
@@ -167,6 +172,16 @@ def shared_rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _folding(spellings: Mapping[str, str]) -> Callable[[str], str]:
+    if not spellings:
+        return str
+    if max(map(len, spellings)) == 1:
+        table = str.maketrans(dict(spellings))
+        return lambda text: text.translate(table)
+    pattern = re.compile("|".join(map(re.escape, spellings)))
+    return lambda text: pattern.sub(lambda match: spellings[match.group()], text)
+
+
 @cache
 def load_language(name: str = ENGLISH) -> Language:
     """Load the words of a language.
@@ -174,8 +189,9 @@ def load_language(name: str = ENGLISH) -> Language:
     Raises:
         ConfigError: A role is missing from its table, or unknown.
     """
+    fold = _folding({row["written"]: row["folded"] for row in table_rows("spellings.csv", name)})
     roles = {
-        row["role"]: frozenset(word for word in row["words"].split("|") if word)
+        row["role"]: frozenset(fold(word) for word in row["words"].split("|") if word)
         for row in table_rows("words.csv", name)
     }
     sides: dict[str, Side] = {}
@@ -194,6 +210,6 @@ def load_language(name: str = ENGLISH) -> Language:
         sides=sides,
         changes=changes,
         pieces={row["name"]: row["pattern"] for row in table_rows("patterns.csv", name)},
-        spellings={row["written"]: row["folded"] for row in table_rows("spellings.csv", name)},
+        fold=fold,
         **roles,
     )

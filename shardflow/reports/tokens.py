@@ -7,7 +7,7 @@ a role in ``words.csv``. The text is never altered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -87,22 +87,10 @@ def _words(text: str, language: str) -> Iterator[re.Match[str]]:
         yield match
 
 
-@cache
-def _folding(language: str) -> Callable[[str], str]:
-    spellings = load_language(language).spellings
-    if not spellings:
-        return str
-    if max(map(len, spellings)) == 1:
-        table = str.maketrans(dict(spellings))
-        return lambda text: text.translate(table)
-    pattern = re.compile("|".join(map(re.escape, spellings)))
-    return lambda text: pattern.sub(lambda match: spellings[match.group()], text)
-
-
 def _fold(words: list[str], language: str) -> list[str]:
     # No word holds white space, so the words are folded in one go. Lower case may be two characters long
     # (a dotted capital I); tokens keep their places because offsets are those of the text, not of this.
-    return _folding(language)("\n".join(words).lower()).split("\n") if words else []
+    return load_language(language).fold("\n".join(words).lower()).split("\n") if words else []
 
 
 def _sentences(
@@ -133,6 +121,8 @@ def _is_end(
         )
     if word == "." and (gap or not of.is_spaced):
         before = words[number - 1] if number else ""
+        if words[number + 1] in of.after_ordinal and before.isdigit():
+            return False
         if before not in of.abbreviation:
             return True
         if before in of.abbreviation_of_number and not words[number + 1].isdigit():
