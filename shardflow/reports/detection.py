@@ -121,7 +121,7 @@ def detect_languages(text: str) -> Detected:
     if not main:
         words = [word for _, _, some in pieces for word in some]
         main = ENGLISH if all(one.isascii() for one in words) and _are_known(words, ENGLISH) else UNKNOWN
-    own = [_of_piece(vote, some) for (_, _, some), vote in zip(pieces, votes, strict=True)]
+    own = [_of_piece(vote, some, main) for (_, _, some), vote in zip(pieces, votes, strict=True)]
     doubtful = _doubtful(text, pieces, own, main)
     found = tuple(
         (start, stop, UNKNOWN if number in doubtful else own[number] or main)
@@ -136,9 +136,11 @@ def detect_languages(text: str) -> Detected:
     return Detected(languages=languages or (main,), pieces=found)
 
 
-def _of_piece(votes: Mapping[str, float], words: Sequence[str]) -> str:
+def _of_piece(votes: Mapping[str, float], words: Sequence[str], main: str) -> str:
     """Return the language of a piece; nothing for a few foreign words, such as a name's, or letters alone."""
     best = _best(votes)
+    if best and votes[best] <= votes.get(main, 0.0):
+        best = main
     if not best or all(len(word) <= _SHORT and word.isascii() for word in words):
         return ""
     return best if votes[best] >= _LEAST_VOTES * len(words) else ""
