@@ -119,13 +119,12 @@ def detect_languages(text: str) -> Detected:
         total.update(one)
     main = _best(total)
     if not main:
-        words = [word for _, _, some in pieces for word in some]
-        main = ENGLISH if all(one.isascii() for one in words) and _are_known(words, ENGLISH) else UNKNOWN
+        main = _knowing([word for _, _, some in pieces for word in some]) or UNKNOWN
     own = [_of_piece(vote, some, main) for (_, _, some), vote in zip(pieces, votes, strict=True)]
     doubtful = _doubtful(text, pieces, own, main)
     found = tuple(
-        (start, stop, UNKNOWN if number in doubtful else own[number] or main)
-        for number, (start, stop, _) in enumerate(pieces)
+        (start, stop, own[number] or ((_knowing(words) or UNKNOWN) if number in doubtful else main))
+        for number, (start, stop, words) in enumerate(pieces)
     )
     lengths: Counter[str] = Counter()
     for start, stop, language in found:
@@ -163,9 +162,16 @@ def _doubtful(
     return frozenset(silent) if sum(silent.values()) > spoken else frozenset()
 
 
+def _knowing(words: Sequence[str]) -> str:
+    """Return the first language with rules that knows all words; nothing for none."""
+    return next((language for language in LANGUAGES if _are_known(words, language)), "")
+
+
 def _are_known(words: Sequence[str], language: str) -> bool:
     """Return whether a language with rules knows all words of a piece, short ones aside."""
     if language not in LANGUAGES:
+        return False
+    if language == ENGLISH and not all(map(str.isascii, words)):
         return False
     known = _known(language)
     return all(word in known or len(word) <= _SHORT for word in fold_words(" ".join(words), language))
@@ -210,7 +216,7 @@ def _words() -> dict[str, tuple[str, ...]]:
             if row["language"] not in names:
                 names.append(row["language"])
     for language in LANGUAGES:
-        for word in _functional(language) - (_english() if language != ENGLISH else _OF_NAMES):
+        for word in _functional(language) - _OF_NAMES:
             names = languages.setdefault(word, [])
             if language not in names:
                 names.append(language)
@@ -229,7 +235,7 @@ def _by_script(word: str) -> tuple[str, ...]:
     """Return the language of a word by its letters, each of which counts; nothing for Latin ones."""
     if len(word) == 1 and word < "\u0400":
         return ()  # a Greek letter alone stands in reports of any language
-    names = [unicodedata.name(letter, "LATIN").partition(" ")[0] for letter in word]
+    names = [unicodedata.name(letter, "LATIN").partition(" ")[0] for letter in word if letter.isalpha()]
     scripts = [_SCRIPTS.get(name, name.lower()) for name in names if name not in _LATIN]
     if "japanese" in scripts:
         return ("japanese",)

@@ -114,7 +114,7 @@ def _patterns(language: str) -> _Patterns:
         ),
         compact=tuple(map(compiled, _COMPACT)),
         bare_pair=compiled(r"(?<=[^\W\d_],\s)(?P<series>\d{1,3})/(?P<image>\d{2,4})(?=\s*(?:[.;)\]]|$|,\s))"),
-        initial=compiled(r"(?<!\w)@initials@"),
+        initial=compiled("@initials@"),
         hint=compiled(r"\d\s?[:/-]\s?\d|[(\[]|@hint@"),
     )
 

@@ -27,7 +27,7 @@ from typing import Final, Literal, TypeAlias, cast, get_args
 from shardflow.errors import ConfigError
 
 ENGLISH: Final = "english"
-LANGUAGES: Final = (ENGLISH, "german", "spanish", "french")
+LANGUAGES: Final = (ENGLISH, "german", "spanish", "french", "chinese")
 """Languages with rules; all others are not read (`shardflow.reports.detection`)."""
 TABLES: Final = (
     "anatomy.csv",

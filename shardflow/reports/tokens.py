@@ -73,7 +73,7 @@ def _token(language: str) -> re.Pattern[str]:
     # Accents may be letters of their own.
     letter = r"[^\W_][\u0300-\u036f]*"
     return re.compile(
-        rf"{number}|(?:{elided})['\u2019](?={letter})|(?!\d){letter}(?:{letter})*(?:['\u2019](?:{letter})+)*|\S",
+        rf"{number}|(?:{elided})['\u2019](?={letter}|$)|(?!\d){letter}(?:{letter})*(?:['\u2019](?:{letter})+)*|\S",
         re.IGNORECASE,
     )
 
