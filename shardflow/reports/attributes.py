@@ -90,8 +90,7 @@ class Clause:
         while last < len(self.joined) and self.joined[last]:
             # What stands behind an item of a list is its own: "nodule on the right and cyst on the left".
             if number == last and any(
-                word in of.placing
-                for word in words[self.entities[last].last : self.entities[last + 1].first]
+                word in of.placing for word in words[self.entities[last].last : self.entities[last + 1].first]
             ):
                 break
             last += 1

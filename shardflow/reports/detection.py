@@ -3,10 +3,11 @@
 A report is cut at the ends of lines, sentences and headers. Each piece is of the language most of whose words
 (``languages.csv``, and what has a role or is a cue or header in a language with rules) it holds, after the
 rank of Cavnar and Trenkle's short words ("N-Gram-Based Text Categorization", 1994); a word of several
-languages counts for each in part. A piece that says nothing is of the language of its report, if the tables
-of that language know its words, or most of the report speaks that language beyond doubt: "Pneumothorax
-nincs." under an English header is left unread, "Bibasilar crackles." in an English report is not. A report
-without any vote is English if all its words are in the tables, as a bare "Cardiomegaly." is.
+languages counts for each in part. A piece that says nothing, but for names of findings, is of the language of
+its report if the tables of that language know its words, or if most of the report speaks that language beyond
+doubt: "Pneumothorax nincs." under an English header is left unread, "Bibasilar crackles." in an English
+report is not. A report without any vote is English if all its words are in the tables, as a bare
+"Cardiomegaly." is.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ _LEAST_SHARE: Final = 0.1
 """Letters in a language that has rules, in parts of all; with fewer it is not named."""
 _OF_NAMES: Final = frozenset(("de", "des", "el", "la"))
 """Words of names such as "de Quervain", which make them no English words."""
+_NO_SPEECH: Final = frozenset(("abbreviation", "abbreviation_of_number", "level_link", "weighting"))
+"""Roles whose words are written alike in many languages."""
 _SHORT: Final = 2
 """Letters; a shorter word is of any language."""
+_LONG: Final = 8
+"""Words; a shorter text in ASCII that says nothing at all counts as English."""
 _FEW: Final = 3
 _FEW_SHARE: Final = 0.25
 """Words of English, and their share of all, for a report without accents to be English as a whole."""
@@ -108,8 +113,8 @@ def detect_languages(text: str) -> Detected:
     if text.isascii():
         all_words = _WORD.findall(text.lower())
         if _foreign().isdisjoint(all_words):
-            num_known = sum(word in _words() for word in all_words)
-            if num_known >= max(_FEW, _FEW_SHARE * len(all_words)):
+            num_spoken = sum(word in _english_speech() for word in all_words)
+            if num_spoken >= max(_FEW, _FEW_SHARE * len(all_words)):
                 return Detected(languages=(ENGLISH,), pieces=((0, len(text), ENGLISH),))
     pieces = [(one.start(), one.end(), _WORD.findall(one.group().lower())) for one in _PIECE.finditer(text)]
     pieces = [(start, stop, words) for start, stop, words in pieces if words]
@@ -119,7 +124,9 @@ def detect_languages(text: str) -> Detected:
         total.update(one)
     main = _best(total)
     if not main:
-        main = _knowing([word for _, _, some in pieces for word in some]) or UNKNOWN
+        words = [word for _, _, some in pieces for word in some]
+        is_short = len(words) < _LONG and all(map(str.isascii, words)) and not _has_finding(words, ENGLISH)
+        main = _knowing(words) or (ENGLISH if is_short else UNKNOWN)
     own = [_of_piece(vote, some, main) for (_, _, some), vote in zip(pieces, votes, strict=True)]
     doubtful = _doubtful(text, pieces, own, main)
     found = tuple(
@@ -142,7 +149,32 @@ def _of_piece(votes: Mapping[str, float], words: Sequence[str], main: str) -> st
         best = main
     if not best or all(len(word) <= _SHORT and word.isascii() for word in words):
         return ""
-    return best if votes[best] >= _LEAST_VOTES * len(words) else ""
+    if votes[best] < _LEAST_VOTES * len(words):
+        return ""
+    if best in LANGUAGES and not _is_spoken(words, best) and not _are_known(words, best):
+        # Names of findings are much alike in many languages.
+        return ""
+    return best
+
+
+def _is_spoken(words: Sequence[str], language: str) -> bool:
+    """Return whether a piece holds a word of a language that is no name."""
+    known, names = _words(), _names(language)
+    return any(
+        (language in known[word] if word in known else not word.isascii() and _by_script(word) == (language,))
+        and word not in names
+        for word in words
+    )
+
+
+@cache
+def _names(language: str) -> frozenset[str]:
+    return frozenset(phrase for phrase in load_lexicon(language=language).phrases if " " not in phrase)
+
+
+@cache
+def _english_speech() -> frozenset[str]:
+    return frozenset(word for word, names in _words().items() if ENGLISH in names) - _names(ENGLISH)
 
 
 def _doubtful(
@@ -152,7 +184,7 @@ def _doubtful(
     silent = {
         number: len(words)
         for number, (_, _, words) in enumerate(pieces)
-        if not own[number] and not _are_known(words, main)
+        if not own[number] and _has_finding(words, main) and not _are_known(words, main)
     }
     spoken = sum(
         len(words)
@@ -160,6 +192,21 @@ def _doubtful(
         if language == main and text[stop : stop + 1] not in (":", "\uff1a")
     )
     return frozenset(silent) if sum(silent.values()) > spoken else frozenset()
+
+
+def _has_finding(words: Sequence[str], language: str) -> bool:
+    """Return whether words of a finding's name stand in a piece."""
+    return language in LANGUAGES and not _of_findings(language).isdisjoint(
+        fold_words(" ".join(words), language)
+    )
+
+
+@cache
+def _of_findings(language: str) -> frozenset[str]:
+    phrases = load_lexicon(language=language).phrases.items()
+    return frozenset(
+        phrase.split()[-1] for phrase, concept in phrases if concept.kind not in ("anatomy", "normal")
+    )
 
 
 def _knowing(words: Sequence[str]) -> str:
@@ -181,7 +228,7 @@ def _are_known(words: Sequence[str], language: str) -> bool:
 def _known(language: str) -> frozenset[str]:
     """Return the words of a language's tables, and the inflected ones that they generate."""
     lexicon = load_lexicon(language=language)
-    rows = [row for table in TABLES for row in table_rows(table, language) if table != "patterns.csv"]
+    rows = [row for table in TABLES for row in table_rows(table, language)]
     cells = (cell for row in rows for cell in row.values() if cell)
     return frozenset(
         word
@@ -246,7 +293,8 @@ def _functional(language: str) -> set[str]:
     """Return the words of a language's cues, roles and headers, as they are written and folded."""
     of = load_language(language)
     tables = ("cues.csv", "headers.csv", "words.csv")
-    cells = (cell for table in tables for row in table_rows(table, language) for cell in [*row.values()][1:])
+    rows = (row for table in tables for row in table_rows(table, language))
+    cells = (cell for row in rows if row.get("role") not in _NO_SPEECH for cell in [*row.values()][1:])
     written = {word for cell in cells for word in _WORD.findall(cell or "") if len(word) > _SHORT}
     return written | {of.fold(word) for word in written}
 

@@ -13,8 +13,8 @@ from shardflow.packing.versions.removal import Withdrawn, remove
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 
-FRENCH = "RÉSULTATS : Pas de pneumothorax. Pas d'épanchement pleural."
-MIXED = "FINDINGS: No effusion.\nCONCLUSION: Pas de pneumothorax."
+ITALIAN = "REPERTI: Non pneumotorace. Assenza di versamento pleurico."
+MIXED = "FINDINGS: No effusion.\nCONCLUSION: Non si osserva pneumotorace."
 ENGLISH = "FINDINGS: A nodule. No effusion."
 
 
@@ -30,9 +30,9 @@ def _prepare(folder: Path, texts: list[str]) -> tuple[PackCase, list[str]]:
 
 
 def test_languages_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case, keys = _prepare(tmp_path, [ENGLISH, ENGLISH, MIXED, FRENCH])
+    case, keys = _prepare(tmp_path, [ENGLISH, ENGLISH, MIXED, ITALIAN])
     counts = {
-        "languages": {"english": 2, "french": 1, "english+french": 1},
+        "languages": {"english": 2, "italian": 1, "english+italian": 1},
         "unread": {"LANGUAGE_WITHOUT_RULES": 2},
     }
     assert case.pack().reports == counts
@@ -44,22 +44,22 @@ def test_languages_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["info", str(case.output)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "2 english, 1 english+french, 1 french; 2 not read whole (LANGUAGE_WITHOUT_RULES)" in shown
+    assert "2 english, 1 english+italian, 1 italian; 2 not read whole (LANGUAGE_WITHOUT_RULES)" in shown
     assert dataset.manifest.page is not None
     page = (case.output / dataset.manifest.page.path).read_text(encoding="utf-8")
     assert "Reports by language" in page
     assert "2 not read whole" in page
     remove(case.output, case.private, Withdrawn(sample_keys=[keys[3]]))
     assert case.open().manifest.extra["reports"] == {
-        "languages": {"english": 2, "english+french": 1},
+        "languages": {"english": 2, "english+italian": 1},
         "unread": {"LANGUAGE_WITHOUT_RULES": 1},
     }
 
 
 def test_alignment_of_a_corpus_that_no_rule_reads_is_refused_before_work(tmp_path: Path) -> None:
-    case, _ = _prepare(tmp_path, [FRENCH, FRENCH, ENGLISH])
+    case, _ = _prepare(tmp_path, [ITALIAN, ITALIAN, ENGLISH])
     with pytest.raises(
-        ConfigError, match=r"got 2 of 3 in languages without rules \(most of them: french\); set"
+        ConfigError, match=r"got 2 of 3 in languages without rules \(most of them: italian\); set"
     ):
         case.pack()
     assert not list(case.output.rglob("*.tar"))
