@@ -13,6 +13,7 @@ from shardflow.format.entities import ASSERTIONS, LATERALITIES, EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
 from shardflow.reports.assertion import Assertion
 from shardflow.reports.findings import EntityKind, kind_of
+from shardflow.reports.language import language_of
 from shardflow.reports.lexicon import load_lexicon
 from shardflow.reports.tokens import tokenize
 
@@ -114,7 +115,7 @@ def study_rows(fields: Mapping[str, bytes], rules: EntityRules) -> Iterator[Enti
     study = json.loads(fields[STUDY_FIELD])
     try:
         text = fields[REPORT_FIELD].decode("utf-8")
-        places = _TextPlaces(text, [_body(section) for section in content["sections"]], rules)
+        places = _TextPlaces(text, content, rules)
         sections = [(_span(section["span"]), str(section["kind"])) for section in content["sections"]]
         for entry in _ordered(alignment["entities"]):
             entity = _item(content["entities"], entry["entity"])
@@ -189,8 +190,9 @@ def _row(
 class _TextPlaces:
     """From characters of a report to the bytes that go with an entity."""
 
-    def __init__(self, text: str, bodies: Sequence[Span], rules: EntityRules) -> None:
-        self._text, self._bodies, self._kind = text, bodies, rules.text
+    def __init__(self, text: str, content: Mapping[str, Any], rules: EntityRules) -> None:
+        self._text, self._kind, self._language = text, rules.text, language_of(content)
+        self._bodies = [_body(section) for section in content["sections"]]
         self._sentences: list[Span] | None = None
 
     def entity(self, span: Sequence[int]) -> Span:
@@ -217,7 +219,7 @@ class _TextPlaces:
         if self._sentences is None:
             self._sentences = []
             for start, stop in self._bodies:
-                tokens = tokenize(self._text[start:stop])
+                tokens = tokenize(self._text[start:stop], self._language)
                 self._sentences += [
                     (start + tokens.starts[first], start + tokens.ends[last - 1])
                     for first, last in tokens.sentences

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
-from typing import Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 from shardflow.errors import ConfigError
 
@@ -153,7 +153,7 @@ class Language:
 _ROLES: Final = tuple(one.name for one in fields(Language) if one.type == "Words")
 _PIECE: Final = re.compile("@([a-z_]+)@")
 _NEVER: Final = "(?!)"
-_NARROW: Final = {
+_NARROW: Final[dict[int, int | str]] = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if code != ord("\uff5e")},
     **dict(zip(map(ord, "\u3002\uff5e~\u3000\u3010\u3011\u2236"), ".-- []:", strict=True)),
 }
@@ -180,6 +180,11 @@ def _folding(spellings: Mapping[str, str]) -> Callable[[str], str]:
         return lambda text: text.translate(table)
     pattern = re.compile("|".join(map(re.escape, spellings)))
     return lambda text: pattern.sub(lambda match: spellings[match.group()], text)
+
+
+def language_of(report: Mapping[str, Any]) -> str:
+    """Return the first language of a ``report.json`` that has rules; English for none."""
+    return next((str(name) for name in report.get("languages", ()) if name in LANGUAGES), ENGLISH)
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import Any
 from shardflow.reports.alignment.evidence import AlignmentRules, Evidence, Rule
 from shardflow.reports.alignment.images import SeriesFacts
 from shardflow.reports.alignment.lesions import Finding, are_same_side
+from shardflow.reports.language import language_of
 from shardflow.reports.tokens import tokenize
 
 Span = tuple[int, int]
@@ -57,7 +58,7 @@ class Clauses:
         self.text = text
         self._entities: Sequence[Mapping[str, Any]] = report["entities"]
         self._sections: Sequence[Mapping[str, Any]] = report["sections"]
-        tokens = tokenize(text)
+        tokens = tokenize(text, language_of(report))
         self._sentences = [(tokens.starts[first], tokens.ends[last - 1]) for first, last in tokens.sentences]
         self._starts = [start for start, _ in self._sentences]
 
