@@ -151,7 +151,8 @@ class ExecutionConfig:
     memory_bytes: Annotated[ByteSize, Bounds(512 * _MIB)] = 4 * _GIB
     """Address space of one packing process; about 0.3 GiB of it are libraries."""
     task_timeout_s: Annotated[float, Bounds(0.1)] = 900.0
-    """Time for one study (or shard, or batch of headers); after it the process is killed and replaced."""
+    """Time without progress after which a process is killed and replaced: for one file of a study or header,
+    for a shard, for what a study needs beside its files."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.errors import ShardflowError, SourceError, StorageError
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.identity import StatedPerson, evidence_of
-from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
+from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode, step
 from shardflow.packing.header_rows import (
     AttachmentRow,
     HeaderRow,
@@ -56,6 +56,8 @@ NUM_BUCKETS: Final = 10_000
 BATCH_FILES: Final = 128
 """Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
+_NUM_SEARCHES: Final = 3
+"""How often the files of a batch that fails are read one by one."""
 _ROWS_VERSION: Final = 8
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
@@ -197,7 +199,7 @@ class Scanner:
         path = self.folder / task.name
         stored = load_rows(path, digest)
         if stored is None:
-            rows = [self._read(file) for file in task.files]
+            rows = [self._read_next(file) for file in task.files]
             stored = rows, store_rows(path, digest, rows)
         return ScanDone(
             files=tuple(
@@ -210,6 +212,10 @@ class Scanner:
         """Read one file only to find out whether the process survives."""
         self._read(task.file)
         return ProbeDone()
+
+    def _read_next(self, file: InputFile) -> HeaderRow:
+        step()
+        return self._read(file)
 
     def _is_for_attachments(self, root_index: int) -> bool:
         return self.num_image_roots is not None and root_index >= self.num_image_roots
@@ -420,11 +426,15 @@ class HeaderPass:
             self.engine.restart(1)
             # Alone, most of them succeed: their process was killed because of others.
             for start in self._scan(table, troubled):
-                self._find_bad_files(start)
-                if self._scan(table, [start]):
+                for _ in range(_NUM_SEARCHES):
+                    self._find_bad_files(start)
+                    if not self._scan(table, [start]):
+                        break
+                else:
                     raise ShardflowError(
-                        "a batch of headers failed again without its bad files; run the job again, with more "
-                        "execution.memory_bytes if it is small."
+                        "a batch of headers failed again and again, although each of its files was read by "
+                        "itself; run the job again, with more execution.memory_bytes or "
+                        "execution.task_timeout_s if one of them is small."
                     )
             self.engine.restart()
         return table
@@ -505,7 +515,10 @@ class HeaderPass:
         return self.key.surrogate("input", f"{file.root_index}/{file.relative_path}")
 
     def _task(self, kind: str, payload: ScanTask | ProbeTask, start: int) -> Task:
-        return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=start)
+        num_steps = len(payload.files) if isinstance(payload, ScanTask) else 1
+        return Task(
+            kind=kind, payload=payload, timeout_s=self.task_timeout_s, num_steps=num_steps, handle=start
+        )
 
 
 def _kind(placement: Placement | None) -> int:

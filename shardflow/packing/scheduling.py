@@ -520,7 +520,11 @@ class StudyPass:
         return self.crash_log.find(self._key(study), self._study_bytes(study))
 
     def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
-        return Task(kind=kind, payload=payload, timeout_s=self.task_timeout_s, handle=handle)
+        # A file may be decoded twice: once more to find all bad ones.
+        num_steps = 2 * len(payload.files) + 1 if isinstance(payload, StudyTask) else 1
+        return Task(
+            kind=kind, payload=payload, timeout_s=self.task_timeout_s, num_steps=num_steps, handle=handle
+        )
 
     def _key(self, study: int) -> str:
         return self.files.studies.keys[study]

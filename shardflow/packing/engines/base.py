@@ -192,6 +192,24 @@ class WorkerLimits:
         )
 
 
+_on_step: Callable[[], None] | None = None
+
+
+def step() -> None:
+    """Note that a part of a task begins, such as the next file: it has the deadline of a task to itself.
+
+    Without effect outside of a packing process.
+    """
+    if _on_step is not None:
+        _on_step()
+
+
+def on_step(call: Callable[[], None]) -> None:
+    """Call a function at each `step` of this process."""
+    global _on_step  # noqa: PLW0603 - one task runs in a packing process at a time
+    _on_step = call
+
+
 def _bound(which: int, value: int) -> None:
     _, hard = resource.getrlimit(which)
     bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -238,7 +256,9 @@ class Task:
     payload: Any
     """Record that the handler receives."""
     timeout_s: float
-    """Wall time after which the process is killed."""
+    """Wall time after which the process is killed, counted anew from each `step` of the task."""
+    num_steps: int = 1
+    """Most steps of the task."""
     handle: Any = None
     """The caller's own label; not sent."""
 
@@ -265,6 +285,8 @@ class Answer:
     detail: str = ""
     peak_memory_bytes: int = 0
     """Peak resident memory of the process."""
+    is_step: bool = False
+    """Whether this is no answer: a part of the task begins, with a deadline of its own."""
     cannot_start: str | None = None
     """Reason why the process cannot run any task."""
     pid: int | None = None

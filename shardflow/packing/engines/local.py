@@ -185,6 +185,9 @@ class LocalEngine(Engine):
 
     def _take(self, child: _Child, message: dict[str, Any]) -> None:
         answer = decode(Answer, message)
+        if answer.is_step and child.task is not None:
+            child.deadline = time.monotonic() + child.task.timeout_s
+            return
         if answer.cannot_start is not None:
             raise _cannot_start(answer.cannot_start)
         if answer.pid is not None:
@@ -208,7 +211,7 @@ class LocalEngine(Engine):
         if not child.is_ready or task is None:
             self._start_failed(child, f"no message for {_START_TIMEOUT_S:g} s")
             return
-        detail = f"no answer within {task.timeout_s:g} s"
+        detail = f"no progress within {task.timeout_s:g} s"
         self._finished.append(TaskDone(task=task, failure="timeout", detail=detail))
         self._replace(child)
 

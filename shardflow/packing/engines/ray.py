@@ -220,7 +220,7 @@ class RayEngine(Engine):
                 return
             if worker.answer is None:
                 worker.given = given = self._queue.popleft()
-                worker.deadline = time.monotonic() + given.task.timeout_s + _GRACE_S
+                worker.deadline = time.monotonic() + given.task.timeout_s * given.task.num_steps + _GRACE_S
                 worker.answer = worker.actor.run.remote(json.dumps(encode(given.task)))
         num_starting = sum(worker.pid is None for worker in self._workers)
         missing = min(len(self._queue) - num_starting, self._num_processes - len(self._workers))

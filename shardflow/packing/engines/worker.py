@@ -19,6 +19,7 @@ import resource
 import socket
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +29,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardflow.errors import StorageError
 from shardflow.logs import describe_exception
-from shardflow.packing.engines.base import Answer, Task, WorkerSetup, decode, encode, end_with
+from shardflow.packing.engines.base import (
+    Answer,
+    Task,
+    WorkerLimits,
+    WorkerSetup,
+    decode,
+    encode,
+    end_with,
+    on_step,
+)
 from shardflow.packing.registry import TASK_HANDLERS, resolve
 
 if TYPE_CHECKING:
@@ -155,7 +165,24 @@ def main(channel_fileno: int, parent_pid: int) -> None:
         while True:
             task = decode(Task, channel.receive())
             start.limits.start_task()
+            on_step(_Steps(channel, start.limits, task.timeout_s))
             channel.send(encode(replace(_answer(handler, task), peak_memory_bytes=peak_memory_bytes())))
+
+
+class _Steps:
+    """Tells the job that a task goes on, not more often than its deadline needs."""
+
+    def __init__(self, channel: Channel, limits: WorkerLimits, timeout_s: float) -> None:
+        self._channel, self._limits = channel, limits
+        self._pause_s = min(1.0, timeout_s / 8)
+        self._told = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= self._pause_s:
+            self._told = now
+            self._limits.start_task()
+            self._channel.send(encode(Answer(is_step=True)))
 
 
 def answering(kinds: Mapping[str, tuple[type[Any], Callable[[Any], Any]]]) -> Handler:

@@ -36,6 +36,7 @@ from shardflow.packing.deid.allowlist import (
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.packing.deid.pages import is_page
+from shardflow.packing.engines.base import step
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
 from shardflow.packing.sources.dicom.attributes import AttributeValue
@@ -503,6 +504,7 @@ class StudyMembers:
     def _iter_slices(
         self, header: InstanceHeader, frames: Sequence[int] | None = None, form: SliceForm | None = None
     ) -> Iterator[DecodedSlice]:
+        step()
         return iter_slices(
             self._locate(header),
             header,

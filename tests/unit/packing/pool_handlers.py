@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.errors import ConfigError, StorageError
+from shardflow.packing.engines.base import step
 from shardflow.packing.engines.worker import Handler
 
 
@@ -40,6 +41,15 @@ def _answer(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
             return {"modules": sorted(sys.modules)}
         case "hang":
             time.sleep(3600)
+        case "steps":
+            for _ in range(payload["number"]):
+                step()
+                until = time.process_time() + payload["seconds"]
+                while time.process_time() < until:
+                    pass
+            if payload["hangs"]:
+                time.sleep(3600)
+            return {}
         case "burn":
             while True:
                 pass

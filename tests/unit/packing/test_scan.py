@@ -1,13 +1,23 @@
-"""Header pass: files of no known kind keep the reason for which they are no images."""
+"""Header pass: reasons of files that are no images; batches that fail although no file does."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardflow.packing.scan import AttachmentFinder
+from shardflow.errors import ShardflowError
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.engines.base import Engine, Task, TaskDone, encode
+from shardflow.packing.inventory import ScannedFile
+from shardflow.packing.progress import SilentProgress
+from shardflow.packing.scan import AttachmentFinder, HeaderPass
+from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.placement import Placement
+from shardflow.packing.studies.tasks import ScanDone
+from shardflow.packing.workspace import CrashLog
 
 pytestmark = pytest.mark.fast
 
@@ -23,3 +33,81 @@ def test_a_recognizer_that_fails_does_not_know_the_file(tmp_path: Path, head: by
     (tmp_path / "certificate.p12").write_bytes(head)
     finder = AttachmentFinder(limits=HeaderLimits(), max_bytes=1 << 20)
     assert finder.find(tmp_path / "certificate.p12") is None
+
+
+class _Busy(Engine):
+    """Answers like a machine that is busy: so many batches exceed their deadline, and no file by itself."""
+
+    def __init__(self, num_slow: int) -> None:
+        self.num_slow, self.tasks = num_slow, list[Task]()
+
+    @property
+    def has_idle(self) -> bool:
+        return not self.tasks
+
+    @property
+    def num_running(self) -> int:
+        return len(self.tasks)
+
+    def restart(self, num_processes: int | None = None) -> None:
+        pass
+
+    def submit(self, task: Task) -> None:
+        self.tasks.append(task)
+
+    def wait(self) -> TaskDone:
+        task = self.tasks.pop()
+        if task.kind == "probe":
+            return TaskDone(task=task, result={})
+        self.num_slow -= 1
+        if self.num_slow >= 0:
+            return TaskDone(task=task, failure="timeout", detail="no progress within 1 s")
+        assert task.num_steps == len(task.payload.files)
+        return TaskDone(task=task, result=encode(ScanDone(files=(_NO_IMAGE,) * len(task.payload.files))))
+
+    def close(self) -> None:
+        pass
+
+
+_NO_IMAGE = ScannedFile(
+    surrogate="a" * 26,
+    reason="NOT_DICOM",
+    study="",
+    patient="",
+    bucket=0,
+    decoded_bytes=0,
+    num_slices=0,
+    instance=0,
+    series=0,
+    digest=0,
+    modified_ns=0,
+    row_offset=0,
+    row_num_bytes=0,
+)
+
+
+class _Images:
+    def place(self, file: DiscoveredFile) -> Placement:
+        return Placement(attributes={})
+
+
+def test_a_batch_that_is_slow_by_chance_does_not_end_the_job(tmp_path: Path) -> None:
+    def run(num_slow: int) -> Any:
+        return HeaderPass(
+            engine=_Busy(num_slow),
+            files=[
+                DiscoveredFile(root_index=0, relative_path=f"{number}.dcm", num_bytes=100)
+                for number in range(29)
+            ],
+            layout=_Images(),  # type: ignore[arg-type]
+            key=SecretKey(b"k" * 32),
+            crash_log=CrashLog(tmp_path / "outcomes.jsonl"),
+            task_timeout_s=1.0,
+            progress=SilentProgress(),
+            num_image_roots=1,
+        ).run()
+
+    assert set(run(4).surrogate.tolist()) == {b"a" * 26}
+    assert not (tmp_path / "outcomes.jsonl").exists()
+    with pytest.raises(ShardflowError, match=r"execution\.task_timeout_s"):
+        run(5)
