@@ -322,5 +322,6 @@ def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
         [
             f"{done.num_annotated:,} of {counted(done.num_samples, 'sample')} with voxels of a class{kept}",
             f"series of each class: {classes or 'none'}",
+            f"{done.num_bodies:,} series with a body",
         ]
     )

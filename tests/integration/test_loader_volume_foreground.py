@@ -14,7 +14,8 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.facts.voxels import MAX_VOXELS, VoxelsManifest, attach_voxels
+from shardflow.format.facts.sampling import BODY, max_voxels
+from shardflow.format.facts.voxels import VoxelsManifest, attach_voxels
 from shardflow.loading import World
 from shardflow.sampling import BatchSpec, Sampling
 from tests.integration.loader_support import Batches, batches_of, open_loader, slots_of
@@ -59,13 +60,17 @@ def test_a_table_has_voxels_of_each_class(dataset: Dataset) -> None:
     for sample in range(NUM_SAMPLES):
         wanted = {label: voxels_of(sample, label) for label in ("liver", "nodule", "other")}
         wanted = {label: voxels for label, voxels in wanted.items() if voxels}
-        found = table.of_sample(sample)
+        found = [one for one in table.of_sample(sample) if one.name != BODY]
         assert [one.name for one in found] == sorted(wanted)
         for one in found:
             voxels = {tuple(voxel) for voxel in one.voxels.tolist()}
+            every = np.array([*wanted[one.name]])
+            assert one.box == (*every.min(axis=0), *(every.max(axis=0) + 1))
             assert one.num_voxels == len(wanted[one.name])
             assert voxels <= wanted[one.name]
-            assert len(voxels) == len(one.voxels) == min(len(wanted[one.name]), MAX_VOXELS)
+            assert (
+                len(voxels) == len(one.voxels) == min(len(wanted[one.name]), max_voxels(SHAPE, len(wanted)))
+            )
 
 
 def middle_of(affine: Any, number: int) -> list[int]:

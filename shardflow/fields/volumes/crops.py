@@ -19,6 +19,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.field import DrawKey, FieldContext
 from shardflow.fields.volumes.geometry import Grid, Shape, Vector
+from shardflow.format.facts.sampling import BODY
 from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
 from shardflow.sampling import Permutation
 from shardflow.seeds import derive
@@ -92,7 +93,8 @@ class Foreground:
         self.digests = [digest for _, digest in found]
         self._check_labels(name, labels)
         self._is_wanted = [
-            np.array([labels is None or one in labels for one in table.names], bool) for table in self._tables
+            np.array([one != BODY and (labels is None or one in labels) for one in table.names], bool)
+            for table in self._tables
         ]
         self._rows: list[NDArray[np.int64]] = []
         self._shares: list[Fraction] = []
@@ -122,7 +124,7 @@ class Foreground:
         self._orders: dict[tuple[int, int, int], Permutation] = {}
 
     def _check_labels(self, name: str, labels: Sequence[str] | None) -> None:
-        known = sorted({one for table in self._tables for one in table.names if one})
+        known = sorted({one for table in self._tables for one in table.names} - {"", BODY})
         for label in labels or ():
             if label not in known:
                 near = difflib.get_close_matches(label, known, n=1)

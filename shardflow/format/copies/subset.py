@@ -27,6 +27,7 @@ from shardflow.format.entities import EntityManifest
 from shardflow.format.facts.columns import carry_tables
 from shardflow.format.facts.series import FactsManifest, SeriesManifest, merge_series, open_series
 from shardflow.format.facts.studies import StudiesManifest, merge_study_facts, open_studies
+from shardflow.format.facts.voxels import attach_voxels, copy_voxels
 from shardflow.format.manifest import Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.shard_files import SplitFiles, write_samples
@@ -137,6 +138,8 @@ def copy_subset(
     store = LocalStore(target)
     new = Dataset(store, manifest)
     has_facts = _copy_facts(source, rows, new, members.changed)
+    if not copy_voxels(source, rows, new, target) and has_facts and volumes is not None:
+        attach_voxels(new)
     carry_tables(store, source, new)
     if not versions(store):  # else it was killed after this
         commit(store, manifest)

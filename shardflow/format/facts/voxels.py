@@ -1,139 +1,38 @@
-"""Voxel table: a keyed sample of the voxels of each class of regions, by series, for crops around them.
+"""Voxel tables: for each series a few voxels of each class of regions and of its body, and their boxes.
 
-A sidecar that ``shardflow attach DATASET --voxels`` writes from the annotations and masks of the shards; no
-shard is touched. Of each series and class (a label of regions, or the value of a code) it has at most 256
-voxels, those whose keyed hashes are the least, so they are spread over all voxels of the class and are the
-same for any order of reading. ``facts/voxels/<dataset_id>/voxels.tbl`` has the order of the samples table.
+Packing makes one, and ``shardflow attach DATASET --voxels`` does for any dataset; no shard is touched.
+`shardflow.format.facts.sampling` chooses the voxels. ``facts/voxels/<dataset_id>/voxels.tbl`` has the order
+of the samples table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
-from shardflow.format.codecs import codec_rank, decode_array
+from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.sampling import BODY, BodyFinder, ClassVoxels, voxels_of_study
 from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series
 from shardflow.format.keys import ANNOTATIONS_FIELD, Json, parse_mask_field
 from shardflow.format.manifest import load, versions
-from shardflow.format.regions import Region, read_regions
 from shardflow.format.table import Table, encode_table
-from shardflow.seeds import derive
-from shardflow.storage import LocalStore, write_atomic
+from shardflow.format.volumes.encoder import suits_bricks
+from shardflow.storage import ByteStore, LocalStore, write_atomic
 
 VOXELS_NAME: Final = "voxels.tbl"
-MAX_VOXELS: Final = 256
-"""Voxels of a class in a series."""
 _KIND: Final = "voxels"
 _FORMAT_VERSION: Final = 1
-_THRESHOLD: Final = 0.5
-"""Part of a voxel that a fractional mask covers at least."""
 _SAMPLES_AT_ONCE: Final = 32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassVoxels:
-    """Voxels of one class in one series."""
-
-    series: int
-    """Number of the series in its sample."""
-    name: str
-    """Label or value of a code; empty for regions that have neither."""
-    num_voxels: int
-    """Voxels of the class in all."""
-    voxels: NDArray[np.uint16]
-    """``(n, 3)``: slice, row and column of its sampled voxels, ascending."""
-
-
-class _Chosen:
-    """The voxels of a class whose hashes are the least; slices may come in any order."""
-
-    def __init__(self, key: int) -> None:
-        self._key = np.uint64(key)
-        self._places, self._hashes = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-        self._slices: dict[int, NDArray[np.bool_]] = {}
-
-    def add(self, index: int, mask: NDArray[np.bool_]) -> None:
-        """Add the pixels of a slice."""
-        known = self._slices.get(index)
-        self._slices[index] = mask if known is None else known | mask
-
-    def entry(self, series: int, name: str) -> ClassVoxels | None:
-        """Return the sampled voxels; None if there are none."""
-        num_voxels = 0
-        for index, mask in self._slices.items():
-            rows, columns = np.nonzero(mask)
-            num_voxels += len(rows)
-            places = (
-                np.uint64(index) << np.uint64(32)
-                | rows.astype(np.uint64) << np.uint64(16)
-                | columns.astype(np.uint64)
-            )
-            places = np.concatenate([self._places, places])
-            hashes = np.concatenate([self._hashes, _hash(places[len(self._places) :] ^ self._key)])
-            if len(places) > MAX_VOXELS:
-                least = np.argpartition(hashes, MAX_VOXELS)[:MAX_VOXELS]
-                places, hashes = places[least], hashes[least]
-            self._places, self._hashes = places, hashes
-        if not num_voxels:
-            return None
-        places = np.sort(self._places)
-        parts = [places >> np.uint64(32), places >> np.uint64(16), places]
-        voxels = np.stack(parts, axis=1).astype(np.uint16)
-        return ClassVoxels(series, name, num_voxels, voxels)
-
-
-def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix 64-bit integers (splitmix64, Steele et al. 2014)."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def sample_voxels(
-    regions: Iterable[Region],
-    masks: Callable[[Region, int], NDArray[np.bool_] | None],
-    shapes: Mapping[int, tuple[int, int]],
-    *,
-    key: str,
-) -> list[ClassVoxels]:
-    """Sample the voxels of each class in each series of a study.
-
-    Args:
-        regions: Of its annotations.
-        masks: Returns the stored mask ``(rows, columns)`` of a region in a slice; None if there is none.
-        shapes: Rows and columns of each series, by its number.
-        key: Key of the sample, which decides the choice.
-
-    Raises:
-        FormatError: An outline is malformed.
-    """
-    classes: dict[tuple[int, str], list[Region]] = {}
-    for region in regions:
-        for name in region.names or [""]:
-            classes.setdefault((region.series, name), []).append(region)
-    found = []
-    for (series, name), members in sorted(classes.items()):  # one at a time: its masks are in memory
-        chosen = _Chosen(derive(0, f"voxels {key} {name}", series))
-        for region in members:
-            for index in region.places:
-                pixels = masks(region, index)
-                if pixels is None and region.volume is None:
-                    filled = region.fill(index, shapes[series])
-                    pixels = None if filled is None else filled > 0
-                if pixels is not None:
-                    chosen.add(index, pixels)
-        entry = chosen.entry(series, name)
-        if entry is not None:
-            found.append(entry)
-    return found
 
 
 def encode_voxels(samples: Sequence[Sequence[ClassVoxels]]) -> bytes:
@@ -143,21 +42,69 @@ def encode_voxels(samples: Sequence[Sequence[ClassVoxels]]) -> bytes:
         samples: The classes of each sample, in the order of the samples table.
     """
     entries = [one for each in samples for one in each]
-    names, vocabulary = encode_names("name", [one.name for one in entries])
     voxels = [np.zeros((0, 3), "<u2"), *(one.voxels for one in entries)]
-    columns: dict[str, NDArray[Any]] = {
-        "first_entry": _starts([len(each) for each in samples]),
-        "series": np.array([one.series for one in entries], "<u4"),
-        "name": names,
-        "num_voxels": np.array([one.num_voxels for one in entries], "<u8"),
-        "first_voxel": _starts([len(one.voxels) for one in entries]),
-        "voxel": np.concatenate(voxels).astype("<u2"),
+    return _encode(
+        [one.name for one in entries],
+        {
+            "first_entry": _starts([len(each) for each in samples]),
+            "series": np.array([one.series for one in entries], "<u4"),
+            "num_voxels": np.array([one.num_voxels for one in entries], "<u8"),
+            "box": np.array([one.box for one in entries], "<u2").reshape(-1, 6),
+            "first_voxel": _starts([len(one.voxels) for one in entries]),
+            "voxel": np.concatenate(voxels).astype("<u2"),
+        },
+    )
+
+
+def merge_voxels(parts: Iterable[tuple[VoxelTable, NDArray[np.int64]]]) -> bytes:
+    """Encode the entries of chosen samples of tables: the bytes that `encode_voxels` makes of these samples.
+
+    Args:
+        parts: Tables, and the chosen samples of each, in order.
+    """
+    names: list[str] = []
+    counts: list[NDArray[np.int64]] = []
+    lengths: list[NDArray[np.int64]] = []
+    found: dict[str, list[NDArray[Any]]] = {name: [] for name in ("series", "num_voxels", "box", "voxel")}
+    for table, samples in parts:
+        first, stop = table.first_entry[samples], table.first_entry[samples + 1]
+        entries = _spans(first, stop)
+        counts.append(stop - first)
+        names += [table.names[name] for name in table.name[entries].tolist()]
+        first, stop = table.first_voxel[entries], table.first_voxel[entries + 1]
+        lengths.append(stop - first)
+        for name in ("series", "num_voxels", "box"):
+            found[name].append(table.column(name)[entries])
+        found["voxel"].append(table.column("voxel")[_spans(first, stop)])
+    shapes = {"series": ("<u4", ()), "num_voxels": ("<u8", ()), "box": ("<u2", (6,)), "voxel": ("<u2", (3,))}
+    columns = {
+        name: np.concatenate([np.zeros((0, *shape), dtype), *found[name]])
+        for name, (dtype, shape) in shapes.items()
     }
+    nothing = [np.zeros(0, np.int64)]
+    columns["first_entry"] = _starts(np.concatenate([*nothing, *counts]))
+    columns["first_voxel"] = _starts(np.concatenate([*nothing, *lengths]))
+    return _encode(names, columns)
+
+
+def _encode(names: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> bytes:
+    codes, vocabulary = encode_names("name", names)
+    every = {**columns, "name": codes}
+    order = ("first_entry", "series", "name", "num_voxels", "box", "first_voxel", "voxel")
     meta: dict[str, Json] = {"kind": _KIND, "format_version": _FORMAT_VERSION, "names": vocabulary}
-    return encode_table(columns, meta)
+    return encode_table({name: every[name] for name in order}, meta)
 
 
-def _starts(lengths: Sequence[int]) -> NDArray[np.uint64]:
+def _spans(first: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of several ranges, one after another."""
+    lengths = stop - first
+    found: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(
+        first - (np.cumsum(lengths) - lengths), lengths
+    )
+    return found
+
+
+def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
     starts = np.zeros(len(lengths) + 1, "<u8")
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -172,6 +119,8 @@ class VoxelTable:
         first_entry: ``(num_samples + 1,)``: entries of each sample.
         series: ``(num_entries,)``: number of the series in its sample.
         name: ``(num_entries,)``: class.
+        first_voxel: ``(num_entries + 1,)``: sampled voxels of each entry.
+        has_boxes: Whether it has boxes and bodies; tables of former versions have none.
 
     Raises:
         FormatError: The table is no voxel table of format 1.
@@ -186,18 +135,27 @@ class VoxelTable:
         self.num_samples = table.num_rows("first_entry") - 1
         self.first_entry = table.column("first_entry").astype(np.int64)
         self.series, self.name = table.column("series"), table.column("name")
-        self._first_voxel = table.column("first_voxel")
+        self.first_voxel = table.column("first_voxel").astype(np.int64)
+        self.has_boxes = "box" in table.column_names
         is_whole = (
-            len(self.series) == len(self.name) == len(self._first_voxel) - 1 == int(self.first_entry[-1])
+            len(self.series) == len(self.name) == len(self.first_voxel) - 1 == int(self.first_entry[-1])
         )
         if not is_whole or int(self.name.max(initial=0)) >= max(len(self.names), 1):
             raise FormatError(f"{table.name} is no whole voxel table; {VoxelsManifest.remedy}")
 
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column, see docs/format.md, section 21."""
+        return self._table.column(name)
+
     def voxels(self, entry: int) -> NDArray[np.uint16]:
         """Return the sampled voxels of an entry, ``(n, 3)``: slice, row and column."""
-        first, stop = self._first_voxel[entry : entry + 2].tolist()
+        first, stop = self.first_voxel[entry : entry + 2].tolist()
         found: NDArray[np.uint16] = self._table.column("voxel")[first:stop]
         return found
+
+    def box(self, entry: int) -> tuple[int, ...]:
+        """Return the box of an entry, see `ClassVoxels.box`."""
+        return tuple(self._table.column("box")[entry].tolist())
 
     def of_sample(self, sample: int) -> list[ClassVoxels]:
         """Return the classes of a sample."""
@@ -209,6 +167,7 @@ class VoxelTable:
                 self.names[int(self.name[entry])],
                 int(counts[entry]),
                 self.voxels(entry),
+                self.box(entry) if self.has_boxes else (),
             )
             for entry in range(first, stop)
         ]
@@ -249,12 +208,14 @@ class AttachedVoxels:
     """Samples that an earlier version had in its table already."""
     classes: Mapping[str, int]
     """Number of series of each class."""
+    num_bodies: int
+    """Series of which a body is known."""
 
 
 def attach_voxels(
     dataset: Dataset, *, num_threads: int = 2, on_samples: Callable[[int, int], None] | None = None
 ) -> AttachedVoxels:
-    """Write the voxel table of a dataset from its annotations and masks; no shard is touched.
+    """Write the voxel table of a dataset from its annotations, masks and images; no shard is touched.
 
     Samples of shards that an earlier version shares are taken from its table.
 
@@ -270,97 +231,189 @@ def attach_voxels(
     if not isinstance(dataset.store, LocalStore):
         raise ConfigError(
             "Voxels are attached to a dataset in a local folder, this one is remote; run the command where "
-            "it "
-            "was packed, or copy it first."
+            "it was packed, or copy it first."
         )
     series, _ = open_series(dataset)
-    known, num_samples = _known(dataset), dataset.studies.num_samples
-    shards, rows = (dataset.studies.column(name) for name in ("shard", "row_in_shard"))
-    digests = [shard.sha256 for shard in dataset.manifest.shards]
-    found: list[list[ClassVoxels]] = []
-    num_kept = 0
-
-    def voxels_of(sample: int) -> tuple[list[ClassVoxels], bool]:
-        former = known.get((digests[int(shards[sample])], int(rows[sample])))
-        if former is not None:
-            return former[0].of_sample(former[1]), True
-        return _read(dataset, series, sample), False
-
+    known, num_samples = _known(dataset, dataset.store), dataset.studies.num_samples
+    found: list[tuple[VoxelTable, int] | None] = [known.get(place) for place in _places(dataset)]
+    missing = [sample for sample, former in enumerate(found) if former is None]
+    num_kept = num_samples - len(missing)
     with ThreadPoolExecutor(num_threads) as pool:
-        for first in range(0, num_samples, _SAMPLES_AT_ONCE):
-            part = range(first, min(first + _SAMPLES_AT_ONCE, num_samples))
-            for entries, is_kept in pool.map(voxels_of, part):
-                found.append(entries)
-                num_kept += is_kept
+        for first in range(0, len(missing), _SAMPLES_AT_ONCE):
+            part = missing[first : first + _SAMPLES_AT_ONCE]
+            table = _wrap(encode_voxels([*pool.map(lambda sample: _read(dataset, series, sample), part)]))
+            for place, sample in enumerate(part):
+                found[sample] = table, place
             if on_samples is not None:
-                on_samples(len(found), num_samples)
-    data, root = encode_voxels(found), dataset.store.root
+                on_samples(num_kept + first + len(part), num_samples)
+    table = _write(dataset, dataset.store.root, [one for one in found if one is not None])
+    owners = np.repeat(np.arange(num_samples), np.diff(table.first_entry))
+    is_body = table.name == (table.names.index(BODY) if BODY in table.names else len(table.names))
+    counts = np.bincount(table.name, minlength=len(table.names)).tolist()
+    classes = {name: count for name, count in zip(table.names, counts, strict=True) if count and name != BODY}
+    return AttachedVoxels(
+        num_samples=num_samples,
+        num_annotated=len(np.unique(owners[~is_body])),
+        num_samples_kept=num_kept,
+        classes=classes,
+        num_bodies=int(is_body.sum()),
+    )
+
+
+def write_voxels(dataset: Dataset, root: Path, *, parts: Path | None = None) -> bool:
+    """Write the voxel table of a version, which need not be published yet, if all of it is known.
+
+    Args:
+        dataset: The version.
+        root: Folder of the dataset.
+        parts: Folder of tables of single shards, see `write_shard_voxels`.
+
+    Returns:
+        Whether there is one now: not where a sample is in no part and in no table of a stored version, nor
+        where no sample has an entry. ``shardflow attach DATASET --voxels`` makes it then.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    known = _known(dataset, LocalStore(root))
+    tables: dict[str, VoxelTable | None] = {}
+    found = []
+    for sha256, row in _places(dataset):
+        former = known.get((sha256, row))
+        if former is None and parts is not None:
+            if sha256 not in tables:
+                tables[sha256] = _read_part(part_path(parts, sha256))
+            part = tables[sha256]
+            former = None if part is None or row >= part.num_samples else (part, row)
+        if former is None:
+            return False
+        found.append(former)
+    if all(int(table.first_entry[row]) == int(table.first_entry[row + 1]) for table, row in found):
+        return False
+    _write(dataset, root, found)
+    return True
+
+
+def copy_voxels(source: Dataset, rows: NDArray[np.int64], new: Dataset, root: Path) -> bool:
+    """Write the voxel table of a copy of some samples; return whether the source has one.
+
+    Args:
+        source: The former dataset.
+        rows: Of the samples there.
+        new: The new dataset.
+        root: Its folder.
+
+    Raises:
+        FormatError: The table cannot be trusted.
+        StorageError: Reading or writing failed.
+    """
+    try:
+        table, _ = VoxelsManifest.open(source)
+    except ConfigError:
+        return False
+    if not table.has_boxes:
+        return False
+    _write(new, root, [(table, row) for row in rows.tolist()])
+    return True
+
+
+def part_path(parts: Path, sha256: str) -> Path:
+    """Return the path of the voxels of a whole shard in a folder of parts."""
+    return parts / f"{sha256}.voxels.tbl"
+
+
+def write_shard_voxels(parts: Path, sha256: str, samples: Sequence[Sequence[ClassVoxels]]) -> None:
+    """Write the voxels of a shard as a part of a table.
+
+    Args:
+        parts: Folder of parts.
+        sha256: Digest of the shard.
+        samples: The classes of each sample, in the order of the shard.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    write_atomic(part_path(parts, sha256), [encode_voxels(samples)], replace=True)
+
+
+def _read_part(path: Path) -> VoxelTable | None:
+    try:
+        table = _wrap(path.read_bytes())
+        table.verify()
+    except (OSError, FormatError):
+        return None
+    return table
+
+
+def _wrap(data: bytes) -> VoxelTable:
+    return VoxelTable(Table(memoryview(data), name=VOXELS_NAME))
+
+
+def _write(dataset: Dataset, root: Path, samples: Iterable[tuple[VoxelTable, int]]) -> VoxelTable:
+    """Write the table of a version from entries of other tables."""
+    groups = ([*each] for _, each in itertools.groupby(samples, key=lambda one: id(one[0])))
+    data = merge_voxels((group[0][0], np.array([row for _, row in group], np.int64)) for group in groups)
     manifest = VoxelsManifest.of(dataset.manifest.dataset_id, data)
     folder = root / VoxelsManifest.folder(dataset.manifest.dataset_id)
     write_atomic(folder / VOXELS_NAME, [data], replace=True)
     write_atomic(folder / manifest.file_name, [manifest.encode()], replace=True)
-    counts: dict[str, int] = {}
-    for one in (one for each in found for one in each):
-        counts[one.name] = counts.get(one.name, 0) + 1
-    return AttachedVoxels(
-        num_samples=num_samples,
-        num_annotated=sum(bool(each) for each in found),
-        num_samples_kept=num_kept,
-        classes=dict(sorted(counts.items())),
-    )
+    return _wrap(data)
+
+
+def _places(dataset: Dataset) -> Iterator[tuple[str, int]]:
+    """Yield shard and row in it of each sample, in the order of the samples table."""
+    digests = [shard.sha256 for shard in dataset.manifest.shards]
+    shards, rows = (dataset.studies.column(name).tolist() for name in ("shard", "row_in_shard"))
+    return ((digests[shard], row) for shard, row in zip(shards, rows, strict=True))
 
 
 def _read(dataset: Dataset, series: SeriesTable, sample: int) -> list[ClassVoxels]:
     """Sample the voxels of one study from its shard."""
-    _, fields = dataset.sample_fields(sample)
-    if not any(one.name == ANNOTATIONS_FIELD for one in fields):
-        return []
-    masks = {one.name: parsed for one in fields if (parsed := parse_mask_field(one.name)) is not None}
-    names = [name for name, parsed in masks.items() if codec_rank(parsed.codec) is not None]
-    payloads = dataset.read_fields(sample, [ANNOTATIONS_FIELD, *names])
-    stored = {(masks[name].series, masks[name].roi, masks[name].index): name for name in names}
-    held: dict[tuple[int, int], NDArray[Any]] = {}
-
-    def mask(region: Region, index: int) -> NDArray[np.bool_] | None:
-        if region.volume is not None:
-            place = region.series, region.volume
-            if place not in held:
-                held.clear()  # one volume of small numbers is in memory
-                held[place] = dataset.read_masks(sample, *place)
-            is_inside = region.table(held[place].dtype, _THRESHOLD)
-            found: NDArray[np.bool_] = is_inside[held[place][index]]
-            return found
-        name = stored.get((region.series, region.number, index))
-        if name is None:
-            return None
-        return decode_array(masks[name].codec, payloads[name]) >= region.mask_level(_THRESHOLD)
-
     first, stop = series.array("first_series")[sample : sample + 2].tolist()
-    sides = zip(
-        series.array("rows")[first:stop].tolist(), series.array("columns")[first:stop].tolist(), strict=True
-    )
-    regions = read_regions(payloads[ANNOTATIONS_FIELD])
-    return sample_voxels(regions, mask, dict(enumerate(sides)), key=dataset.studies.sample_key(sample))
+    sides = (series.array(name)[first:stop].tolist() for name in ("num_slices", "rows", "columns"))
+    shapes = dict(enumerate(zip(*sides, strict=True)))
+    key, names = dataset.studies.sample_key(sample), [one.name for one in dataset.sample_fields(sample)[1]]
+    found: list[ClassVoxels] = []
+    if ANNOTATIONS_FIELD in names:
+        masks = [name for name in names if parse_mask_field(name) is not None]
+        payloads = dataset.read_fields(sample, [ANNOTATIONS_FIELD, *masks])
+        annotations = payloads.pop(ANNOTATIONS_FIELD)
+        read_masks = partial(dataset.read_masks, sample)
+        found = voxels_of_study(annotations, payloads, shapes, key=key, read_masks=read_masks)
+    kinds, units = (series.vocabulary(name) for name in ("kind", "unit"))
+    for number, shape in shapes.items():
+        kind, unit, channels = (
+            int(series.array(name)[first + number]) for name in ("kind", "unit", "channels")
+        )
+        if not suits_bricks(kind=kinds[kind] or "volume", num_slices=shape[0], num_samples=channels):
+            continue
+        finder, slices = BodyFinder(shape, units[unit]), dataset.slice_names(sample, number)
+        wanted = {index: slices[index] for index in finder.indices if len(slices) == shape[0]}
+        read = dataset.read_fields(sample, [*wanted.values()])
+        for index, name in wanted.items():
+            finder.add(index, decode_array(name.rpartition(".")[2], read[name]))
+        body = finder.entry(number, key) if wanted else None
+        found += [] if body is None else [body]
+    return sorted(found, key=lambda one: (one.series, one.name))
 
 
-def _known(dataset: Dataset) -> dict[tuple[str, int], tuple[VoxelTable, int]]:
+def _known(dataset: Dataset, store: ByteStore) -> dict[tuple[str, int], tuple[VoxelTable, int]]:
     """Return the samples that tables of stored versions have, by shard and row in it; newer ones first."""
     known: dict[tuple[str, int], tuple[VoxelTable, int]] = {}
-    for number in reversed(versions(dataset.store)):
+    for number in reversed(versions(store)):
         try:
-            manifest = load(dataset.store, number)
-            table = VoxelsManifest.read(dataset.store, manifest.dataset_id)
+            manifest = load(store, number)
+            table = VoxelsManifest.read(store, manifest.dataset_id)
             table.verify()
         except (NotFoundError, FormatError):
             continue  # a version without the table, or with a damaged one
-        former = Dataset(dataset.store, manifest)
+        former = Dataset(store, manifest)
         if (
             table.num_samples != former.studies.num_samples
             or manifest.dataset_id == dataset.manifest.dataset_id
+            or not table.has_boxes
         ):
             continue
-        shards = [manifest.shards[shard].sha256 for shard in former.studies.column("shard").tolist()]
-        rows = former.studies.column("row_in_shard").tolist()
-        for sample, place in enumerate(zip(shards, rows, strict=True)):
+        for sample, place in enumerate(_places(former)):
             known.setdefault(place, (table, sample))
     return known

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardflow.errors import naming_os_errors
 from shardflow.format.facts.making import write_shard_facts
+from shardflow.format.facts.voxels import write_shard_voxels
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.shard_files import write_file
@@ -83,6 +84,8 @@ class Assembler:
             # The tables of facts are made of these parts, wherever the shards are by then.
             studies = _studies(output / f"shards/{name}.tar", [part for _, part in packed])
             write_shard_facts(self.workspace.records, record["tar"]["sha256"], studies)
+            voxels = [part.voxels for _, part in packed]
+            write_shard_voxels(self.workspace.records, record["tar"]["sha256"], voxels)
         record["outcomes"] = {part.sample_key: asdict(part.outcome) for part in parts}
         text = json.dumps(record, separators=(",", ":")).encode("ascii")
         write_plainly(self.workspace.records / f"{name}.json", text, mode=0o644)

@@ -23,6 +23,7 @@ import google_crc32c
 import numpy as np
 
 from shardflow.errors import naming_os_errors
+from shardflow.format.facts.sampling import ClassVoxels
 from shardflow.format.index import FieldLocation
 from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_header, padding
@@ -31,13 +32,13 @@ from shardflow.packing.engines.base import decode
 from shardflow.packing.workspace import write_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
 
 _FOOTER: Final = struct.Struct("<II8s")
-_MAGIC: Final = b"SFFRAG03"
+_MAGIC: Final = b"SFFRAG04"
 # Small enough to stay in the second-level cache between read, checksum, digest and write.
 _COPY_BYTES: Final = 1 << 18
 
@@ -82,6 +83,8 @@ class Fragment:
     """Of all members."""
     volumes: tuple[tuple[str, StoredVolume], ...] = ()
     """Fields that are volumes in bricks."""
+    voxels: tuple[ClassVoxels, ...] = ()
+    """Sampled voxels of its classes."""
 
 
 class DamagedFragmentError(Exception):
@@ -193,7 +196,9 @@ class FragmentWriter:
         self._crc32c = google_crc32c.Checksum()
         self._num_bytes = 0
 
-    def commit(self, outcome: StudyOutcome, facts: SampleFacts | None) -> Fragment:
+    def commit(
+        self, outcome: StudyOutcome, facts: SampleFacts | None, voxels: Sequence[ClassVoxels] = ()
+    ) -> Fragment:
         """Finish the fragment and rename it into place; without facts it has no members."""
         if facts is None:
             self.restart()
@@ -208,12 +213,13 @@ class FragmentWriter:
             num_bytes=self._num_bytes,
             crc32c=int.from_bytes(self._crc32c.digest(), "big"),
             volumes=tuple(self._volumes),
+            voxels=tuple(voxels),
         )
         # Thousands of fields: lists are cheaper than `asdict`, which deep-copies every value.
         fields = [[field.name, field.offset, field.num_bytes, field.crc32c] for field in self._fields]
-        rest = asdict(replace(fragment, fields=(), volumes=()))
+        rest = asdict(replace(fragment, fields=(), volumes=(), voxels=()))
         volumes = [_volume_to_json(name, volume) for name, volume in self._volumes]
-        whole = {**rest, "fields": fields, "volumes": volumes}
+        whole = {**rest, "fields": fields, "volumes": volumes, "voxels": [*map(_voxels_to_json, voxels)]}
         trailer = json.dumps(whole, separators=(",", ":")).encode("ascii")
         self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
         with naming_os_errors("writing a fragment"):
@@ -271,6 +277,7 @@ def read_fragment(path: Path, task_digest: str) -> Fragment | None:
         num_bytes=fields["num_bytes"],
         crc32c=fields["crc32c"],
         volumes=tuple(_volume_from_json(*volume) for volume in fields["volumes"]),
+        voxels=tuple(_voxels_from_json(*one) for one in fields["voxels"]),
     )
 
 
@@ -284,6 +291,16 @@ def _volume_from_json(
 ) -> tuple[str, StoredVolume]:
     found = {key: np.frombuffer(b64decode(columns[key]), kind) for key, kind in BRICK_COLUMNS.items()}
     return name, StoredVolume(shape, brick_shape, np.dtype(dtype), first_chunk, found)
+
+
+def _voxels_to_json(one: ClassVoxels) -> list[Any]:
+    return [one.series, one.name, one.num_voxels, one.voxels.tolist(), list(one.box)]
+
+
+def _voxels_from_json(
+    series: int, name: str, num_voxels: int, voxels: list[list[int]], box: list[int]
+) -> ClassVoxels:
+    return ClassVoxels(series, name, num_voxels, np.array(voxels, np.uint16).reshape(-1, 3), tuple(box))
 
 
 def copy_members(path: Path, fragment: Fragment) -> Iterator[bytes]:

@@ -20,11 +20,12 @@ import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.codecs import FAST, codec_for, encode_array, stored_codec
+from shardflow.format.facts.sampling import BodyFinder, ClassVoxels, voxels_of_study
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
 from shardflow.format.volumes.bricks import BRICKS_CODEC
-from shardflow.format.volumes.encoder import VolumeWriter
+from shardflow.format.volumes.encoder import VolumeWriter, suits_bricks
 from shardflow.format.volumes.masks import join_masks
 from shardflow.packing.deid.allowlist import (
     ANGLE_KEYWORDS,
@@ -157,6 +158,7 @@ class StudyMembers:
 
     def __post_init__(self) -> None:
         self._attached = AttachedFields()
+        self._voxels: list[ClassVoxels] = []
         self._languages: tuple[str, ...] = ()
         self._is_unread = False
         # Whether report or attachments name a side of the body.
@@ -191,6 +193,7 @@ class StudyMembers:
                         "a study failed without naming a bad file; this is an internal error."
                     ) from None
                 self._left_out.clear()
+                self._voxels.clear()
                 self._privacy.restart()
                 self.writer.restart()
             else:
@@ -203,7 +206,8 @@ class StudyMembers:
                     rules=self._privacy.rules,
                     blanked=self._privacy.blanked(),
                 )
-                return self.writer.commit(packed, facts)
+                voxels = sorted(self._voxels, key=lambda one: (one.series, one.name))
+                return self.writer.commit(packed, facts, voxels)
 
     def _held_back_pages(self) -> dict[int, str]:
         """Look for pages of text in short series; return the reasons of images that are held back."""
@@ -413,18 +417,22 @@ class StudyMembers:
     ) -> Mapping[str, bytes | EncodedVolume]:
         """Return the fields of attachments with the masks of series in bricks as these are stored."""
         fields = self._attached.fields
+        if "annotations" not in contents:
+            return fields
+        annotations = encode_json(contents["annotations"])
         shapes = {
             number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
             for number, facts in enumerate(described)
-            if facts["codec"] == BRICKS_CODEC
         }
-        if not shapes or "annotations" not in contents:
-            return fields
+        self._voxels += voxels_of_study(annotations, fields, shapes, key=self.sample_key)
+        in_bricks = {
+            number: shape for number, shape in shapes.items() if described[number]["codec"] == BRICKS_CODEC
+        }
         masks = join_masks(
-            encode_json(contents["annotations"]),
+            annotations,
             fields,
             lambda names: {name: fields[name] for name in names},
-            shapes,
+            in_bricks,
             brick_shape=self.rules.volumes.brick_shape,
         )
         if masks is None:
@@ -457,6 +465,7 @@ class StudyMembers:
             )
         finder = None if self._privacy.looks_for_heads else self._head_finder(stack)
         wanted = frozenset(finder.indices if finder is not None else ())
+        body = self._body_finder(stack, facts)
         with (
             SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants,
             bricks or nullcontext(),
@@ -465,6 +474,8 @@ class StudyMembers:
                 display.add(decoded)
                 if finder is not None and index in wanted:
                     finder.add(index, decoded.pixels)
+                if body is not None:
+                    body.add(index, decoded.pixels)
                 payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
                 variants.add(index, decoded, payload)
                 num_clipped += decoded.num_clipped
@@ -480,6 +491,8 @@ class StudyMembers:
                 self.writer.add_volume(volume_field(number), bricks.finish())
         if finder is not None and finder.find() is not None:
             self._privacy.flag_head(facts["deidentification"])
+        found = None if body is None else body.entry(number, self.sample_key)
+        self._voxels += [] if found is None else [found]
         return {
             "decoders": sorted(decoders),
             "display_range": list(display_range),
@@ -487,6 +500,12 @@ class StudyMembers:
             "num_padding": num_padding,
             **({"variants": made} if made else {}),
         }
+
+    def _body_finder(self, stack: Stack, facts: Mapping[str, Any]) -> BodyFinder | None:
+        num_slices, num_samples = len(stack.slices), stack.samples_per_pixel
+        if not suits_bricks(kind=stack.kind, num_slices=num_slices, num_samples=num_samples):
+            return None
+        return BodyFinder((num_slices, stack.rows, stack.columns), facts["unit"])
 
     def _decode(self, stack: Stack, form: SliceForm) -> Iterator[DecodedSlice]:
         """Decode in geometric order, file by file, so that a bad file can be named."""

@@ -26,7 +26,7 @@ from shardflow.format.facts.columns import carry_tables
 from shardflow.format.facts.making import write_facts
 from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
-from shardflow.format.facts.voxels import VoxelsManifest
+from shardflow.format.facts.voxels import VoxelsManifest, write_voxels
 from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
@@ -419,6 +419,7 @@ def write_version(
         num_threads=min(new.num_threads, _MAX_THREADS),
         on_shard=lambda _done, _all: progress.advance(),
     )
+    write_voxels(Dataset(store, manifest), output, parts=workspace.records)
     former = versions(store)
     if former:
         carry_tables(store, Dataset(store, load(store, former[-1])), Dataset(store, manifest))
