@@ -45,7 +45,8 @@ study.json of an earlier version lacks is read again from the headers of the DIC
 with --source DIR and --private-dir.
 
 With --voxels, writes at most 256 voxels of each class of annotations in each series, around which
-sf.Volume(center="foreground") cuts regions. Samples that an earlier version had are taken from its table.
+sf.Volume(center="foreground") cuts regions, and the box around them, and the same of the body of each volume.
+Packing writes it too. Samples that an earlier version had are taken from its table.
 """
 EXAMPLES = """\
 examples:
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--facts", action="store_true", help="write the tables of facts from study.json")
     parser.add_argument(
-        "--voxels", action="store_true", help="write the table of voxels of the classes of annotations"
+        "--voxels", action="store_true", help="write the table of voxels of classes and bodies"
     )
     parser.add_argument("--remove", action="store_true", help="remove the table of --name")
     parser.add_argument(

@@ -75,7 +75,9 @@ class Column(Field):
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
-        return BoundColumns(name, self, lambda known: _named(self.column, known), context, is_single=True)
+        return BoundColumns(
+            name, self, lambda known: find_column(self.column, known), context, is_single=True
+        )
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class Columns(Field):
             for pattern in self.columns:
                 matches = [one for one in known if fnmatchcase(one, pattern)] if "*" in pattern else []
                 found |= {one: found.get(one, False) for one in matches}
-                found |= dict.fromkeys(() if matches else _named(pattern, known), True)
+                found |= dict.fromkeys(() if matches else find_column(pattern, known), True)
             return _side_by_side(name, found, known)
 
         return BoundColumns(name, self, chosen, context, is_single=False)
@@ -168,7 +170,7 @@ def _check_text(name: str, value: object, example: str) -> None:
         raise ConfigError(f"{name} is the name of a column, such as {example!r}, got {value!r}.")
 
 
-def _named(name: str, known: Mapping[str, ColumnInfo]) -> list[str]:
+def find_column(name: str, known: Mapping[str, ColumnInfo]) -> list[str]:
     """Return the column of a name.
 
     Raises:
@@ -200,7 +202,7 @@ class _Values:
     def __init__(self, name: str, columns: Sequence[DatasetColumns]) -> None:
         self.name, self._columns = name, columns
         for one in columns:
-            _named(name, one)
+            find_column(name, one)
         kinds = {one[name].kind for one in columns}
         if kinds == {"string"}:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,14 @@ from shardflow.fields.reader import Shard
 from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.types.regions import Boxes
-from shardflow.fields.volumes.crops import Foreground, random_start, start_around
+from shardflow.fields.volumes.crops import (
+    Body,
+    ColumnPlaces,
+    Foreground,
+    random_start,
+    start_around,
+    start_at_box,
+)
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
@@ -45,6 +52,7 @@ from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
 from shardflow.fields.volumes.settings import (
     check_foreground,
+    checked_center,
     checked_labels,
     checked_margin,
     checked_shape,
@@ -64,7 +72,9 @@ from shardflow.fields.volumes.windows import (
 from shardflow.format.facts.units import WindowTable
 from shardflow.format.volumes.bricks import RegionPlan
 
-Center: TypeAlias = Literal["random", "foreground", "finding", "middle", "whole", "grid"]
+Center: TypeAlias = Literal["random", "foreground", "body", "finding", "middle", "whole", "grid"]
+_DRAWN: Final = ("random", "foreground", "body")
+_WITHIN: Final = ("random", "middle", "whole")
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
 _MAX_CROPS: Final = 2**10
@@ -106,14 +116,19 @@ class Volume(Field):
     selects all volumes (`DEFAULT_VOLUMES`)."""
     roi_size: tuple[int, int, int]
     """Voxels (D, H, W) of the region, as delivered."""
-    center: Center = "random"
+    center: Center | str = "random"
     """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
     that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
-    voxel of `labels`, the others anywhere. ``finding``: with ``unit="entity"``, along the slices around the
-    one that shows the finding best, otherwise around the middle. ``middle``: around the middle. ``whole``:
-    the region is the whole volume, brought to ``roi_size`` along each axis, as for a classifier. ``grid``:
-    with ``unit="window"`` a sample is one of the windows that cover the volume, see `overlap` and
-    `Stitcher`."""
+    voxel of `labels`, the others anywhere. ``body``: around a voxel of the body, so not in air. ``finding``:
+    with ``unit="entity"``, along the slices around the one that shows the finding best, otherwise around the
+    middle. ``middle``: around the middle. ``whole``: the region is the whole volume, brought to ``roi_size``
+    along each axis, as for a classifier. ``grid``: with ``unit="window"`` a sample is one of the windows that
+    cover the volume, see `overlap` and `Stitcher`. ``TABLE.COLUMN``: at a place of an attached table, in LPS
+    millimeters: lists of 3 numbers (around the point) or of 6 (two corners of a box, which the region holds,
+    or in which it lies where the box is longer); without a value the region is anywhere."""
+    within: Literal["body", "foreground"] | None = None
+    """With ``center`` ``random``, ``middle`` or ``whole``: the volume is first cut to the box around its
+    body, or around the regions of `labels`, as by MONAI's ``CropForeground``; one without it stays whole."""
     overlap: float | tuple[float, float, float] = 0.25
     """With ``center="grid"``: part of a window, from 0 and below 1, that the next one along D, H and W covers
     again. Windows begin where those of MONAI's ``sliding_window_inference`` do, whose default this is;
@@ -125,8 +140,8 @@ class Volume(Field):
     labels: Sequence[str] | None = None
     """With ``center="foreground"``: labels of regions, or values of codes; None for all. Each of them that a
     series has is as likely as the others, whatever its size, and so is each of at most 256 sampled voxels of
-    it, which the table has that ``shardflow attach DATASET --voxels`` writes. Regions are moved to be inside
-    of the volume."""
+    it. Packing makes the table that has them, ``shardflow attach DATASET --voxels`` for older datasets.
+    Regions are moved to be inside of the volume. With ``within="foreground"``: labels of the box."""
     pos: float = 1.0
     """With ``center="foreground"``: weight of regions around a voxel of `labels`. Its share of the regions
     of an epoch is exact: samples that have one take turns. As of MONAI's ``RandCropByPosNegLabel``."""
@@ -170,7 +185,7 @@ class Volume(Field):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
-        check_choice("center", self.center, ("random", "foreground", "finding", "middle", "whole", "grid"))
+        checked_center(self.center, get_args(Center))
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         check_choice("interpolation", self.interpolation, ("linear", "nearest", "cubic"))
@@ -182,13 +197,15 @@ class Volume(Field):
             )
         object.__setattr__(self, "labels", checked_labels(self.labels))
         check_count("num_samples", self.num_samples, _MAX_CROPS)
-        if self.num_samples > 1 and self.center not in ("random", "foreground"):
+        if self.num_samples > 1 and not (self.center in _DRAWN or self.has_column):
             raise ConfigError(
                 f"num_samples={self.num_samples} regions of a sample are drawn, and center={self.center!r} "
                 f"draws "
                 "none; write center='random', or leave num_samples out."
             )
-        check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground")
+        is_labeled = self.within == "foreground" and (self.pos, self.neg) == (1, 1)
+        check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground" or is_labeled)
+        self._check_within()
         self._check_grid()
         self._check_windows()
         object.__setattr__(self, "windows", checked_windows(self.windows))
@@ -206,6 +223,16 @@ class Volume(Field):
         for name in ("valid_mask", "antialias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
+
+    def _check_within(self) -> None:
+        check_choice("within", self.within, (None, "body", "foreground"))
+        if self.within is not None and self.center not in _WITHIN:
+            raise ConfigError(
+                f"within={self.within!r} cuts a volume before its region is random, in the middle or all of "
+                f"it, got center={self.center!r}; leave one of them out."
+            )
+        if self.within == "foreground" and self.labels is None:
+            raise ConfigError("within='foreground' is the box around labels; write labels=['NAME', ...].")
 
     def _check_grid(self) -> None:
         if self.orientation is not None:
@@ -247,11 +274,17 @@ class Volume(Field):
         """The regions of each sample."""
         return self.num_samples
 
+    @property
+    def has_column(self) -> bool:
+        """Whether regions are at places of an attached table."""
+        return "." in self.center
+
     def for_evaluation(self) -> Volume:
         """Return the field with a region around the middle in place of one that is drawn."""
-        if self.center not in ("random", "foreground"):
+        if self.center not in _DRAWN and not self.has_column:
             return self
-        return replace(self, center="middle", labels=None, pos=1.0, neg=1.0, num_samples=1)
+        labels = self.labels if self.within == "foreground" else None
+        return replace(self, center="middle", labels=labels, pos=1.0, neg=1.0, num_samples=1)
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -332,6 +365,10 @@ class BoundVolume(BoundField):
                 selected=self.selected,
                 context=context,
             )
+        self._body: Body | None = None
+        if spec.center == "body" or spec.within is not None:
+            self._body = Body(name, spec.labels, context)
+        self._places = ColumnPlaces(name, spec.center, context) if spec.has_column else None
 
     def _check_units(self, context: FieldContext) -> None:
         units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
@@ -409,7 +446,7 @@ class BoundVolume(BoundField):
             table,
             studies,
             rows[studies] - first[studies],
-            lambda stored: self._grid(stored, None).shape,
+            lambda stored: self._grid(stored).shape,
             self.spec.roi_size,
             overlap,
         )
@@ -425,8 +462,14 @@ class BoundVolume(BoundField):
 
     @property
     def digests(self) -> Sequence[str]:
-        """Digests of the voxel tables."""
-        return () if self._foreground is None else self._foreground.digests
+        """Digests of the tables of places."""
+        found = (self._foreground, self._body, self._places)
+        return [digest for one in found if one is not None for digest in one.digests]
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """The attached table of places."""
+        return () if self._places is None else (self._places.table,)
 
     # ---- arrays ----------------------------------------------------------------------------------
 
@@ -502,23 +545,31 @@ class BoundVolume(BoundField):
             return None
         stored = self._tables[request.component].volume(request.study_row, found[0].series)
         knots = slice_knots(shard, request.row_in_shard, stored) if stored.is_irregular else None
-        grid = self._grid(stored, knots)
+        box = None
+        if self._body is not None and self.spec.within is not None:
+            box = self._body.box(request.component, request.study_row, stored.series)
+        grid = self._grid(stored, knots, box)
         start = self._start(grid, stored, request, found[0].center)
         depth, rows, columns = (at - more for at, more in zip(start, self.margin, strict=True))
         grid = grid.cropped((depth, rows, columns), self.shape)
         mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
         return Crop(stored, grid, source_region(grid, stored.shape, mode, self.delivery.sigmas(grid)))
 
-    def _grid(self, stored: StoredVolume, knots: tuple[float, ...] | None) -> Grid:
-        """Return the grid of the whole volume, as regions are cut from it."""
+    def _grid(
+        self,
+        stored: StoredVolume,
+        knots: tuple[float, ...] | None = None,
+        box: Sequence[int] | None = None,
+    ) -> Grid:
+        """Return the grid of the whole volume, or of the box in it, as regions are cut from it."""
         spec, grid = self.spec, Grid(stored.shape)
         if knots is not None:
             grid = Grid((round(knots[-1]) + 1, *stored.shape[1:]), knots=knots)
-        if stored.affine is not None:
-            if spec.orientation is not None:
-                grid = oriented(grid, stored.affine, spec.orientation)
-            if spec.spacing_mm is not None:
-                grid = spaced(grid, stored.affine, spec.spacing_mm)
+        if stored.affine is not None and spec.orientation is not None:
+            grid = oriented(grid, stored.affine, spec.orientation)
+        grid = grid if box is None else grid.boxed(box)
+        if stored.affine is not None and spec.spacing_mm is not None:
+            grid = spaced(grid, stored.affine, spec.spacing_mm)
         return stretched(grid, spec.roi_size) if spec.center == "whole" else grid
 
     def _start(self, grid: Grid, stored: StoredVolume, request: SlotRequest, finding: int | None) -> Shape:
@@ -529,11 +580,17 @@ class BoundVolume(BoundField):
             return window_start(grid.shape, size, overlap, self._window(request))
         if self._foreground is not None:
             place = self._foreground.place(request.draw, request.component, request.study_row, stored.series)
+        elif self._places is not None:
+            corners = self._places.corners(request.component, request.table_row, grid, stored.affine)
+            if corners is not None:
+                return start_at_box(grid.shape, size, *corners, request.draw)
+        elif self._body is not None and self.spec.center == "body":
+            place = self._body.place(request.draw, request.component, request.study_row, stored)
         elif self.spec.center == "finding" and finding is not None:
             place = float(finding), (stored.shape[1] - 1) / 2, (stored.shape[2] - 1) / 2
         if place is not None:
-            return start_around(grid, size, place)
-        if self.spec.center in ("random", "foreground"):
+            return start_around(grid.shape, size, grid.point(place))
+        if self.spec.center in _DRAWN or self.spec.has_column:
             return random_start(grid.shape, size, request.draw)
         depth, rows, columns = ((length - side) // 2 for length, side in zip(grid.shape, size, strict=True))
         return depth, rows, columns
@@ -548,7 +605,7 @@ class BoundVolume(BoundField):
         """Note which window of which volume a slot is."""
         name, slot, size = self.name, request.slot, self.spec.roi_size
         overlap, number = checked_overlap(self.spec.overlap), self._window(request)
-        shape = self._grid(stored, None).shape
+        shape = self._grid(stored).shape
         arrays[f"{name}_index"][slot] = number, num_windows(shape, size, overlap)
         arrays[f"{name}_start"][slot] = window_start(shape, size, overlap, number)
         arrays[f"{name}_shape"][slot] = shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -106,6 +107,22 @@ class Grid:
     def cropped(self, start: Shape, shape: Shape) -> Grid:
         """Return the part that begins at a point, which may be outside."""
         return replace(self, shape=shape, origin=self.stored(start))
+
+    def boxed(self, box: Sequence[int]) -> Grid:
+        """Return the smallest part whose points cover a box of stored voxels; at least one point.
+
+        Args:
+            box: First slice, row and column, and those after the last.
+        """
+        ends = ((low, high - 1) for low, high in zip(box[:3], box[3:], strict=True))
+        corners = [self.point(_vector(corner)) for corner in itertools.product(*ends)]
+        start, stop = [0] * 3, [0] * 3
+        for k in _AXES:
+            places = [corner[k] for corner in corners]
+            start[k] = min(max(math.floor(min(places)), 0), self.shape[k] - 1)
+            stop[k] = max(min(math.ceil(max(places)), self.shape[k] - 1), start[k]) + 1
+        lengths = (stop[0] - start[0], stop[1] - start[1], stop[2] - start[2])
+        return self.cropped((start[0], start[1], start[2]), lengths)
 
     def stored(self, point: Vector) -> Vector:
         """Return the stored coordinates of a point."""

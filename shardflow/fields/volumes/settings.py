@@ -118,6 +118,22 @@ def checked_labels(value: Any) -> tuple[str, ...] | None:
     return labels
 
 
+def checked_center(center: Any, choices: tuple[str, ...]) -> bool:
+    """Return whether a region is at a place of an attached table, named ``TABLE.COLUMN``.
+
+    Raises:
+        ConfigError: It is neither such a name nor a choice.
+    """
+    if isinstance(center, str) and center.count(".") == 1 and all(center.split(".")):
+        return True
+    if center not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(
+            f"center is one of {listed}, or a column of places such as 'lesions.center', got {center!r}."
+        )
+    return False
+
+
 def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_used: bool) -> None:
     """Refuse weights that are none, and settings without ``center="foreground"``.
 

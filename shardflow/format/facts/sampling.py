@@ -120,6 +120,11 @@ def max_voxels(shape: Extents, num_classes: int) -> int:
     return min(max(most, _MIN_VOXELS), MAX_VOXELS)
 
 
+def cell_shape(shape: Extents) -> Extents:
+    """Return the slices, rows and columns of a cell of a body, by those of the volume."""
+    return -(-shape[0] // _MAX_LAYERS), _CELL_PIXELS, _CELL_PIXELS
+
+
 class BodyFinder:
     """Finder of the body in a volume, by the means of cells of at most 64 layers and 8 x 8 pixels.
 
@@ -136,9 +141,9 @@ class BodyFinder:
 
     def __init__(self, shape: Extents, unit: str | None) -> None:
         self._shape, self._unit = shape, unit
-        self._step = -(-shape[0] // _MAX_LAYERS)
-        firsts = range(0, shape[0], self._step)
-        self.indices: Sequence[int] = [min(first + self._step // 2, shape[0] - 1) for first in firsts]
+        step = cell_shape(shape)[0]
+        firsts = range(0, shape[0], step)
+        self.indices: Sequence[int] = [min(first + step // 2, shape[0] - 1) for first in firsts]
         self._means: dict[int, NDArray[np.float64]] = {}
 
     def add(self, index: int, pixels: NDArray[Any]) -> None:
@@ -162,7 +167,7 @@ class BodyFinder:
         cells = np.argwhere(means > self._threshold(means))
         if not len(cells):
             return None
-        side = np.array([self._step, _CELL_PIXELS, _CELL_PIXELS])
+        side = np.array(cell_shape(self._shape))
         low, high = cells * side, np.minimum((cells + 1) * side, self._shape)
         chosen = _Chosen(derive(0, f"voxels {key} {BODY}", series), _MAX_BODY_CELLS)
         chosen.choose((low + high) // 2)

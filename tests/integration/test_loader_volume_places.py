@@ -1,0 +1,300 @@
+"""Regions in the body, within a box, and at places of tables: where they are, and equal everywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import shardflow as sf
+from shardflow.errors import ConfigError
+from shardflow.format import Dataset, verify
+from shardflow.format.copies.subset import copy_subset
+from shardflow.format.facts.sampling import BODY, BodyFinder
+from shardflow.format.facts.voxels import VOXELS_NAME, VoxelsManifest, attach_voxels
+from shardflow.format.tables import StoredColumn, write_table
+from shardflow.sampling import BatchSpec
+from tests.dicom_factory import make_study
+from tests.integration.loader_support import check_everywhere, open_loader, slots_of
+from tests.layout_trees import make_nnunet
+from tests.pack_case import PackCase
+from tests.volume_cases import VolumeSeries, affine_of, make_volumes
+
+pytestmark = pytest.mark.fast
+
+NUM_SAMPLES = 8
+SHAPE = (20, 40, 48)
+SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
+AIR_ONLY = 6
+AFFINE = affine_of((2.0, 0.8, 0.7), flip=True)
+
+
+def body_of(number: int) -> tuple[slice, slice, slice]:
+    """Return the body of a study, in whole cells of 1 x 8 x 8 voxels."""
+    return slice(4 + number % 3, 13), slice(8, 24 + 8 * (number % 2)), slice(16, 40)
+
+
+def roi_box(number: int) -> tuple[int, ...]:
+    return 7, 10 + number, 20, 10, 15 + number, 30
+
+
+def series_of(number: int) -> list[VolumeSeries]:
+    voxels = np.full(SHAPE, -1000, np.int16)
+    if number != AIR_ONLY:
+        voxels[body_of(number)] = 40
+    return [VolumeSeries(voxels=voxels, affine=AFFINE)]
+
+
+def extra_of(number: int) -> dict[str, bytes]:
+    z0, y0, x0, z1, y1, x1 = roi_box(number)
+    roi = {
+        "roi": 0,
+        "series": 0,
+        "label": "liver",
+        "code": None,
+        "kind": "box",
+        "source": "csv",
+        "slices": [{"slice": z, "box_px": [x0, y0, x1, y1], "fraction": 0.1} for z in range(z0, z1)],
+        "mask": None,
+        "polygons": None,
+        "flags": [],
+    }
+    found = {"format_version": 1, "rois": [roi] if number != 2 else [], "dangling": []}
+    return {"annotations.json": json.dumps(found).encode()}
+
+
+def to_mm(places: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(places, float) @ AFFINE[:3, :3].T + AFFINE[:3, 3]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("places") / "data"
+    made = make_volumes(folder, series_of, num_samples=NUM_SAMPLES, extra_of=extra_of)
+    attach_voxels(made)
+    is_missing = np.arange(NUM_SAMPLES) == 3
+    boxes = np.array([roi_box(number) for number in range(NUM_SAMPLES)], float)
+    boxes[:, 3:] -= 1
+    columns = [
+        StoredColumn(name=name, kind="floats", values=values.astype(np.float32), is_missing=is_missing)
+        for name, values in {
+            "point": to_mm(boxes[:, :3]),
+            "box": np.concatenate([to_mm(boxes[:, :3]), to_mm(boxes[:, 3:])], axis=1),
+            "pair": boxes[:, :2],
+        }.items()
+    ]
+    number = StoredColumn(name="number", kind="int", values=np.arange(NUM_SAMPLES), is_missing=is_missing)
+    write_table(made.store, made.dataset_id, "lesions", "study", [*columns, number])
+    return Dataset.open(made.store.url)
+
+
+def stored_box(affine: NDArray[Any], shape: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first stored voxel of a delivered array, and the one after its last."""
+    ends = np.array([[0, 0, 0, 1], [*(np.array(shape) - 1), 1]])
+    found = np.rint((ends @ (np.linalg.inv(AFFINE) @ affine).T)[:, :3]).astype(int)
+    return found.min(axis=0), found.max(axis=0) + 1
+
+
+def regions(dataset: Dataset, epochs: int = 3, **settings: Any) -> list[tuple[int, Any, Any]]:
+    found = []
+    with open_loader(dataset, SPEC, {"ct": sf.Volume(**settings)}) as loader:
+        for epoch in range(epochs):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                for slot, number in slots_of(batch):
+                    found.append((number, *stored_box(batch["ct_affine"][slot], settings["roi_size"])))
+    return found
+
+
+def test_tables_have_bodies_and_boxes(dataset: Dataset) -> None:
+    table, _ = VoxelsManifest.open(dataset)
+    table.verify()
+    for number in range(NUM_SAMPLES):
+        entries = {one.name: one for one in table.of_sample(number)}
+        assert entries.keys() == ({BODY} if number != AIR_ONLY else set()) | (
+            {"liver"} if number != 2 else set()
+        )
+        if number != 2:
+            assert entries["liver"].box == roi_box(number)
+        if number != AIR_ONLY:
+            body = body_of(number)
+            assert entries[BODY].box == (*(one.start for one in body), *(one.stop for one in body))
+            voxels = entries[BODY].voxels
+            assert 0 < len(voxels) <= 64
+            for voxel in voxels.tolist():
+                assert series_of(number)[0].voxels[tuple(voxel)] == 40
+
+
+def test_regions_around_the_body_have_their_middle_in_it(dataset: Dataset) -> None:
+    middles = set()
+    for number, start, stop in regions(dataset, center="body", roi_size=(3, 3, 3)):
+        if number != AIR_ONLY:
+            middle = tuple(((start + stop) // 2).tolist())
+            assert series_of(number)[0].voxels[middle] == 40
+            middles.add(middle)
+    assert len(middles) > 15
+
+
+@pytest.mark.parametrize("grid", [{}, {"orientation": "RAS"}])
+def test_a_volume_is_cut_to_its_body_first(dataset: Dataset, grid: dict[str, Any]) -> None:
+    for number, start, stop in regions(dataset, within="body", roi_size=(4, 4, 5), **grid):
+        if number != AIR_ONLY:
+            low, high = (
+                np.array([getattr(one, end) for one in body_of(number)]) for end in ("start", "stop")
+            )
+            assert (start >= low).all()
+            assert (stop <= high).all()
+    starts = {tuple(start) for number, start, _ in regions(dataset, within="body", roi_size=(4, 4, 5))}
+    assert len(starts) > 10
+
+
+def test_a_whole_organ_is_brought_to_a_size(dataset: Dataset) -> None:
+    volume = sf.Volume(center="whole", within="foreground", labels=["liver"], roi_size=(6, 10, 20))
+    with open_loader(dataset, SPEC, {"ct": volume, "liver": sf.Mask(like="ct")}) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                assert batch["liver"][slot].all() == (number != 2)  # nothing of it is elsewhere
+    spaced = sf.Volume(
+        center="middle", within="foreground", labels=["liver"], roi_size=(3, 5, 4), spacing_mm=(2, 0.8, 1.4)
+    )
+    with open_loader(dataset, SPEC, {"ct": spaced}) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                if number != 2:
+                    box = np.array(roi_box(number), float)
+                    middle = to_mm((box[:3] + box[3:] - 1) / 2)
+                    found = batch["ct_affine"][slot] @ [1, 2, 1.5, 1]
+                    assert np.linalg.norm(found[:3] - middle) < 2.5
+
+
+def test_regions_are_at_the_places_of_a_table(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    half = np.array((3, 3, 5)) // 2
+    for number, start, _ in regions(dataset, center="lesions.point", roi_size=(3, 3, 5)):
+        if number != 3:
+            assert np.array_equal(start, np.array(roi_box(number)[:3]) - half)
+    assert "7 of 8 samples have a place in lesions.point" in caplog.text
+    starts = set()
+    for number, start, stop in regions(dataset, center="lesions.box", roi_size=(5, 3, 12)):
+        if number != 3:
+            low, high = np.array(roi_box(number)[:3]), np.array(roi_box(number)[3:])
+            assert (start[[0, 2]] <= low[[0, 2]]).all()  # the region holds the box, 3 x 5 x 10,
+            assert (stop[[0, 2]] >= high[[0, 2]]).all()
+            assert low[1] <= start[1] < stop[1] <= high[1]  # and lies in it where that is longer
+            starts.add(tuple(start.tolist()))
+    assert len(starts) > 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"center": "body"}, {"center": "lesions.box"}, {"within": "body", "spacing_mm": (1.5, 1, 1)}],
+    ids=str,
+)
+def test_places_are_equal_everywhere(dataset: Dataset, settings: dict[str, Any]) -> None:
+    fields = {
+        "ct": sf.Volume(**{"roi_size": (4, 6, 7), "num_samples": 2, **settings}),
+        "m": sf.Mask(like="ct"),
+    }
+    check_everywhere(lambda **more: open_loader(dataset, SPEC, fields, **more))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"center": "bodies"}, "or a column of places such as"),
+        ({"center": "lesions.pint"}, r"no column 'lesions.pint'; did you mean lesions\.point"),
+        ({"center": "lesions.pair"}, "got lists of 2"),
+        ({"center": "lesions.number"}, "got int"),
+        ({"within": "head"}, "within is one of"),
+        ({"within": "foreground"}, "write labels="),
+        ({"within": "foreground", "labels": ["livr"]}, "did you mean 'liver'"),
+        ({"within": "body", "center": "foreground"}, "leave one of them out"),
+    ],
+    ids=str,
+)
+def test_slips_are_one_sentence(dataset: Dataset, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_loader(dataset, SPEC, {"ct": sf.Volume(roi_size=(3, 3, 3), **settings)})
+
+
+def test_a_table_of_before_is_made_again(tmp_path: Path) -> None:
+    made = make_volumes(tmp_path / "data", series_of, num_samples=3, extra_of=extra_of)
+    with pytest.raises(ConfigError, match="attach DATASET --voxels"):
+        open_loader(made, SPEC, {"ct": sf.Volume(roi_size=(3, 3, 3), center="body")})
+
+
+def test_a_body_of_other_units_is_above_the_dark(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    voxels = random.normal(12, 3, (130, 40, 48))
+    voxels[20:110, 8:32, 16:40] += 300
+    finder = BodyFinder((130, 40, 48), None)
+    for index, plane in enumerate(voxels):
+        finder.add(index, plane.astype(np.float32))
+    body = finder.entry(0, "key")
+    assert body is not None
+    assert len(finder.indices) <= 64
+    assert np.abs(np.array(body.box) - (20, 8, 16, 110, 32, 40)).max() <= 3
+    empty = BodyFinder((3, 8, 8), "HU")
+    for index in range(3):
+        empty.add(index, np.full((8, 8), -1000))
+    assert empty.entry(0, "key") is None
+
+
+@pytest.mark.parametrize("storage", ["slices", "bricks"])
+def test_packing_makes_the_table_that_attaching_makes(tmp_path: Path, storage: str) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    tree = make_nnunet(case.folder)
+    settings = (*tree.settings, f"volumes.storage={storage}", "splits={train = 1, test = 0}")
+    assert case.pack(*settings).status == "packed"
+    made = case.open()
+    path = case.output / VoxelsManifest.folder(made.dataset_id) / VOXELS_NAME
+    packed = path.read_bytes()
+    table, _ = VoxelsManifest.open(made)
+    assert {*tree.classes} < {*table.names}
+    assert BODY in table.names
+    path.unlink()
+    attached = attach_voxels(made)
+    assert path.read_bytes() == packed
+    assert attached.num_bodies == (table.name == table.names.index(BODY)).sum() > 0
+    report = verify(case.output)
+    assert report.is_whole, report.damages
+    other = "slices" if storage == "bricks" else "bricks"
+    copy_subset(made, np.arange(made.samples.num_samples), tmp_path / "copy", volumes=other)
+    copied = VoxelsManifest.open(Dataset.open(tmp_path / "copy"))[0]
+    for sample in range(table.num_samples):
+        assert [one.box for one in copied.of_sample(sample)] == [one.box for one in table.of_sample(sample)]
+    shutil.rmtree(path.parent)
+    copy_subset(made, np.arange(1, made.samples.num_samples), tmp_path / "other", volumes=other)
+    copied = VoxelsManifest.open(Dataset.open(tmp_path / "other"))[0]
+    for sample in range(copied.num_samples):
+        for one, before in zip(copied.of_sample(sample), table.of_sample(sample + 1), strict=True):
+            assert (one.series, one.name, one.box) == (before.series, before.name, before.box)
+            assert np.array_equal(one.voxels, before.voxels)
+
+
+def test_an_append_carries_the_table_and_one_without_it_makes_none(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    make_study(case.dicom / "a", patient="A", num_slices=5, seed=1)
+    case.write_faults()
+    case.pack()
+    first = VoxelsManifest.open(case.open())[0]
+    make_study(case.dicom / "b", patient="B", num_slices=6, seed=2)
+    case.pack(mode="append")
+    made = case.open()
+    table = VoxelsManifest.open(made)[0]
+    assert made.manifest_version == 2
+    assert table.num_samples == made.samples.num_samples == first.num_samples + 1
+    assert attach_voxels(made).num_samples_kept == first.num_samples
+    assert verify(case.output).is_whole
+    for folder in (case.output / "facts" / "voxels").iterdir():
+        shutil.rmtree(folder)
+    make_study(case.dicom / "c", patient="C", num_slices=6, seed=3)
+    case.pack(mode="append")
+    with pytest.raises(ConfigError, match="--voxels"):
+        VoxelsManifest.open(case.open())
