@@ -23,6 +23,7 @@ __all__ = [
     "MadeCase",
     "MadeTree",
     "VolumeTree",
+    "make_bids",
     "make_chexpert",
     "make_ct_rate",
     "make_lidc",
@@ -574,6 +575,55 @@ def make_pairs(folder: Path) -> VolumeTree:
             "inputs.layout.is_patient_study=true",
         ),
         secrets=("pair0", "pair1"),
+    )
+
+
+def make_bids(folder: Path) -> VolumeTree:
+    """BIDS: sessions, sidecars at three levels, a time series, derivatives with masks, tables of people."""
+    root = folder / "made-bids"
+    cases: dict[str, MadeCase] = {}
+    for number, (subject, session) in enumerate((("sub-k1", "ses-a"), ("sub-k1", "ses-b"), ("sub-k2", ""))):
+        channels, labels, affine = _make_case(40 + number)
+        stem = f"{subject}_{session}" if session else subject
+        place = Path(subject, session) if session else Path(subject)
+        anat = root / place / "anat"
+        images: dict[str | None, tuple[Path, int | None]] = {}
+        for at, name in enumerate(("T1w", "FLAIR")):
+            path = anat / f"{stem}_acq-secretname_{name}.nii.gz"
+            write_nifti(path, channels[..., at], affine)
+            images[name] = (path, None)
+        (anat / f"{stem}_acq-secretname_T1w.json").write_text(
+            json.dumps({"EchoTime": 0.003 + number / 1000, "Manufacturer": "Siemens"}), encoding="utf-8"
+        )
+        bold = root / place / "func" / f"{stem}_task-rest_bold.nii.gz"
+        write_nifti(bold, np.stack([channels[..., 0], channels[..., 1] // 2], axis=-1), affine)
+        derived = root / "derivatives" / "lesions" / place / "anat"
+        label = derived / f"{stem}_space-T1w_dseg.nii.gz"
+        write_nifti(label, labels.astype(LABEL_TYPES[number]), affine)
+        write_nifti(derived / f"{stem}_label-brain_mask.nii.gz", (labels > 0).astype(np.uint8), affine)
+        write_nifti(derived / f"{stem}_space-MNI152_dseg.nii.gz", labels, affine)
+        write_nifti(derived / f"{stem}_desc-preproc_T1w.nii.gz", channels[..., 0], affine)
+        cases["/".join(filter(None, (subject, session)))] = MadeCase(images=images, label=label)
+    files = {
+        "dataset_description.json": '{"Name": "made", "BIDSVersion": "1.10.0"}',
+        "README": "made",
+        "T1w.json": '{"MagneticFieldStrength": 3, "EchoTime": 0.9, "RepetitionTime": 2.3}',
+        "task-rest_bold.json": '{"RepetitionTime": 2.0, "TaskName": "rest"}',
+        "participants.tsv": "participant_id\tage\tsex\tgroup\tname\n"
+        "sub-k1\t34\tF\tpatient\tMiller\nsub-k2\tn/a\tM\tcontrol\tMayer\n",
+        "sub-k1/sub-k1_sessions.tsv": "session_id\tscore\nses-a\t1.5\nses-b\t2.5\n",
+        "derivatives/lesions/dataset_description.json": "{}",
+        "derivatives/lesions/dseg.tsv": "index\tname\tabbreviation\n"
+        "0\tbackground\tBG\n1\tedema\t\n2\tx\tGM\n3\tcore\t\n",
+    }
+    for name, text in files.items():
+        (root / name).write_text(text, encoding="utf-8")
+    return VolumeTree(
+        images=root,
+        cases=cases,
+        classes={"edema": (1,), "gray matter": (2,), "core": (3,)},
+        settings=("inputs.layout.kind=bids", f"inputs.dicom={root}", "splits={train = 1, test = 0}"),
+        secrets=("secretname", "sub-k1", "ses-a", "Miller", "Mayer"),
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset, verify
+from shardflow.format.copies.conversion import VolumeStorage
 from shardflow.format.copies.subset import copy_subset
 from shardflow.format.facts.sampling import BODY, BodyFinder
 from shardflow.format.facts.voxels import VOXELS_NAME, VoxelsManifest, attach_voxels
@@ -263,7 +264,7 @@ def test_packing_makes_the_table_that_attaching_makes(tmp_path: Path, storage: s
     assert attached.num_bodies == (table.name == table.names.index(BODY)).sum() > 0
     report = verify(case.output)
     assert report.is_whole, report.damages
-    other = "slices" if storage == "bricks" else "bricks"
+    other: VolumeStorage = "slices" if storage == "bricks" else "bricks"
     copy_subset(made, np.arange(made.samples.num_samples), tmp_path / "copy", volumes=other)
     copied = VoxelsManifest.open(Dataset.open(tmp_path / "copy"))[0]
     for sample in range(table.num_samples):

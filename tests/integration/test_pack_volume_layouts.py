@@ -19,8 +19,9 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.keys import mask_field
-from tests.layout_trees import VolumeTree, make_msd, make_nnunet, make_pairs, make_totalsegmentator
+from tests.layout_trees import VolumeTree, make_bids, make_msd, make_nnunet, make_pairs, make_totalsegmentator
 from tests.pack_case import PackCase, read_ledger
 
 EVERYTHING = "policy.max_quarantined_share=1"
@@ -367,4 +368,72 @@ def test_a_table_of_subjects_of_another_form_is_named(case: PackCase) -> None:
     tree = make_totalsegmentator(case.folder)
     (tree.images / "meta.csv").write_text("image_id,split\ns0000,train\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="separated by semicolons"):
+        case.pack(*tree.settings)
+
+
+# ---- BIDS ------------------------------------------------------------------------------------------
+
+
+def test_subjects_and_sessions_are_patients_and_studies(case: PackCase) -> None:
+    tree = make_bids(case.folder)
+    summary = case.pack(*tree.settings)
+    # Six of them are labels of a template and images of a derivative.
+    assert summary.reasons == {"LAYOUT_FILE": 17}
+    dataset = case.open()
+    people = []
+    for number, (study, made) in enumerate(tree.cases.items()):
+        row = dataset.samples.find(case.sample_key(study))
+        packed = Packed(dataset, case.sample_key(study))
+        people.append(json.loads(packed.fields["study.json"])["patient"]["patient_key"])
+        assert len(packed.series) == 4  # two images and a time series of two
+        for channel, (path, _) in made.images.items():
+            series = packed.number_of(channel)
+            image, facts = _load(path), packed.series[series]
+            stored = in_file(packed.voxels(series), facts["affine_lps"], image.shape, image.affine)
+            assert np.array_equal(stored, np.asanyarray(image.dataobj))
+            assert facts["modality"] == "MR"
+            assert facts["unit"] == "raw"
+        technical = packed.series[packed.number_of("T1w")]["technical"]
+        assert technical["magnetic_field_strength"] == 3  # of the dataset
+        assert technical["repetition_time"] == 2300
+        assert technical["echo_time"] == pytest.approx(3 + number)  # its own
+        assert technical["manufacturer"] == "SIEMENS"
+        assert "echo_time" not in packed.series[packed.number_of("FLAIR")]["technical"]
+        times = [one for one in packed.series if one.get("channel") is None]
+        assert [one["technical"]["repetition_time"] for one in times] == [2000, 2000]
+        assert made.label is not None
+        label = _load(made.label)
+        for name, numbers in {**tree.classes, "brain": (1, 2, 3)}.items():
+            facts = packed.series[packed.number_of("T1w")]
+            mask = packed.mask(packed.number_of("T1w"), name)
+            found = in_file(mask, facts["affine_lps"], label.shape, label.affine)
+            assert np.array_equal(found, np.isin(np.asanyarray(label.dataobj), numbers)), name
+        columns = open_columns(dataset)
+        assert not [name for name in columns if "name" in name]
+        score = columns.gather("participants.score", np.array([row]))
+        wanted = (1.5, 2.5, None)[number]
+        assert bool(score.is_missing is not None and score.is_missing[0]) == (wanted is None)
+        assert wanted is None or score.values[0] == wanted
+        group = columns.gather("participants.group", np.array([row]))
+        assert columns["participants.group"].names[int(group.values[0])] == (
+            "control" if number == 2 else "patient"
+        )
+        age = columns.gather("facts.age_years", np.array([row]))
+        assert number == 2 or age.values[0] == 34
+    assert people[0] == people[1] != people[2]
+    written = b"".join(path.read_bytes() for path in case.output.rglob("*") if path.is_file())
+    assert not [secret for secret in tree.secrets if secret.encode() in written]
+
+
+def test_mistakes_in_a_bids_dataset_are_named_or_are_one_images(case: PackCase) -> None:
+    tree = make_bids(case.folder)
+    (tree.images / "participants.tsv").write_text("subject,age\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="a column participant_id, with tabs"):
+        case.pack(*tree.settings)
+    (tree.images / "participants.tsv").unlink()
+    (tree.images / "sub-k2" / "anat" / "sub-k2_acq-secretname_T1w.json").write_text("{", encoding="utf-8")
+    summary = case.pack(*tree.settings, EVERYTHING)
+    assert summary.reasons["INVALID_IMAGE_DESCRIPTION"] == 1
+    (tree.images / "dataset_description.json").unlink()
+    with pytest.raises(ConfigError, match=r"needs a dataset_description\.json in every input folder"):
         case.pack(*tree.settings)

@@ -153,6 +153,7 @@ LAYOUT_KINDS: Final = (
     "msd",
     "pairs",
     "totalsegmentator",
+    "bids",
 )
 """``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
 ``manifest``: a table does. The others are public collections in the form in which their owners distribute

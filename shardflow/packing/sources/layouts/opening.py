@@ -11,12 +11,14 @@ from typing import Final, TypeAlias
 from shardflow.errors import ConfigError
 from shardflow.packing.sources.layouts.archives import Chexpert, CtRate, MimicCxr, OpenI, PadChest
 from shardflow.packing.sources.layouts.base import LAYOUTS_GROUP, Layout, LayoutInputs, offered_layouts
+from shardflow.packing.sources.layouts.bids import Bids
 from shardflow.packing.sources.layouts.table_layout import Folder, Headers, Lidc, Manifest, Rsna
 from shardflow.packing.sources.layouts.volumes import Decathlon, NnUnet, Pairs, TotalSegmentator
 
 LayoutFactory: TypeAlias = Callable[[LayoutInputs, Sequence[str]], Layout]
 
 _LAYOUTS: Final[dict[str, LayoutFactory]] = {
+    "bids": Bids,
     "chexpert": Chexpert,
     "ct-rate": CtRate,
     "folder": Folder,

@@ -35,7 +35,7 @@ from shardflow.packing.sources.reports import BrokenReport, ReportRecord
 from shardflow.reports.lexicon import word_set
 
 _DATASET: Final = "dataset.json"
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _+().,:/-]{0,63}")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _+().,:/-]{0,63}")
 """Names of classes and channels: published as they are, so nothing longer than a name passes."""
 _MAX_LABEL: Final = 0xFFFF
 _MODALITIES: Final = {
@@ -337,7 +337,7 @@ class TotalSegmentator(PlacedLayout):
             split=split,
             modality={"ct": "CT", "mri": "MR"}.get(what, ""),
             attributes=patient_attributes(sex=said.get("gender", ""), age=said.get("age", "")),
-            classes=None if is_image else {_class_of(what): (1,)},
+            classes=None if is_image else {class_of(what): (1,)},
         )
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
@@ -367,7 +367,7 @@ def _read_subjects(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from None
 
 
-def _class_of(name: str) -> str:
+def class_of(name: str) -> str:
     """Return the name of a mask, empty where it is not made of the words of classes."""
     is_known = all(word in _PARTS or _LEVEL.fullmatch(word) for word in name.split("_"))
     return name if is_known and not _LEVEL.fullmatch(name) else ""
@@ -446,7 +446,7 @@ def read_classes(labels: object) -> ClassNames:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ConfigError(
             f"{_DATASET} must have names of 1 to 64 letters, digits, blanks and _+().,:/- for channels and "
             "classes, because they are published; rename one."
