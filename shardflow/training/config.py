@@ -27,8 +27,10 @@ from shardflow.storage import CacheConfig
 from shardflow.training.model_fields import (
     IMAGE_FIELD,
     REPORT_FIELD,
+    TaskConfig,
     check_classify_fields,
     check_report_fields,
+    check_segment_fields,
 )
 
 _FIRST_SERIES: Final = "series == 0"
@@ -155,43 +157,6 @@ class TextConfig:
         return self.tokenizer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskConfig:
-    """What is learned, see docs/howto/classify.md."""
-
-    type: Literal["report", "classify"] = "report"
-    """``report``: write the report of images. ``classify``: tell the classes of an image; takes the fields
-    ``image`` and ``label``, of type ``column`` or ``columns``."""
-    target: str = ""
-    """A task of your own in place of both, ``"package.module:Class"`` of an `ArrayTask`."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """What it is made with."""
-    labels: Literal["auto", "binary", "multi_label", "multi_class"] = "auto"
-    """Of ``classify``. ``auto``: a column of categories is ``multi_class``, one of numbers ``binary``,
-    several columns are ``multi_label``."""
-    ignore: tuple[float, ...] = ()
-    """Of ``classify``: labels that count as missing, such as ``[-1]`` for uncertain ones."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.target and (self.type, self.labels, self.ignore) != ("report", "auto", ()):
-            raise ConfigError(
-                "task.target is set, and so is task.type, labels or ignore, which it does not take; leave "
-                "out one."
-            )
-        if self.arguments and not self.target:
-            raise ConfigError("task.arguments needs task.target, which is not set; remove it.")
-        if self.type != "classify" and (self.labels, self.ignore) != ("auto", ()):
-            raise ConfigError(
-                "task.labels and task.ignore need task.type = 'classify'; set it, or remove them."
-            )
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether reports are learned."""
-        return self.type == "report" and not self.target
-
-
 _OF_BUDGET = {
     "text_tokens",
     "max_samples",
@@ -257,8 +222,9 @@ class ModelConfig:
     """A small model of these numbers, one of transformers from a folder, or what a function returns."""
 
     target: str = ""
-    """Of a classifier: function or class ``"package.module:function"`` that returns it, such as
-    ``"timm:create_model"``. It takes ``(B, C, rows, columns)`` float32 and returns logits."""
+    """Of a classifier or of a model of volumes: function or class ``"package.module:function"`` that returns
+    it, such as ``"timm:create_model"`` or ``"monai.networks.nets:UNet"``. It takes ``(B, C, rows, columns)``
+    or ``(B, C, D, H, W)`` float32 and returns logits."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """What it is called with."""
     path: Path | None = None
@@ -635,8 +601,7 @@ class TrainConfig:
             )
         if self.model.target:
             raise ConfigError(
-                "model.target makes no model of reports; set task.type = 'classify', or name a folder as "
-                "model.path."
+                "model.target makes no model of reports; set task.type, or name a folder as model.path."
             )
         check_report_fields(self.fields, needs_text=self.augment.mirror > 0)
         images = self.image_field
@@ -661,13 +626,14 @@ class TrainConfig:
     def _check_without_reports(self) -> None:
         """Refuse settings that only a task of reports takes: they would have no effect."""
         is_own = bool(self.task.target)
+        has_images = self.task.type == "classify" and not is_own
         refused = {
             "text": self.text != TextConfig(),
             "lora": self.lora != LoraConfig(),
             "batch.max_tokens": self.batch.max_tokens is not None,
             "batch.packed": self.batch.packed,
-            "image": is_own and self.image != ImageConfig(),
-            "augment": is_own and self.augment.is_active,
+            "image": not has_images and self.image != ImageConfig(),
+            "augment": not has_images and self.augment.is_active,
             "model.target": is_own and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
@@ -678,10 +644,26 @@ class TrainConfig:
         }
         for name, is_given in refused.items():
             if is_given:
-                what = "task.target" if is_own else "task.type 'classify'"
+                what = "task.target" if is_own else f"task.type {self.task.type!r}"
                 raise ConfigError(f"{name} has no effect with {what}; remove it.")
-        if not is_own:
+        if has_images:
             check_classify_fields(self.fields)
+        elif not is_own:
+            self._check_segment()
+
+    def _check_segment(self) -> None:
+        """Refuse what a model of volumes cannot take."""
+        if self.data.unit != "study" or self.data.view != FULL_STUDY:
+            raise ConfigError(
+                "task.type 'segment' takes volumes of studies; leave out data.unit and data.view, and select "
+                "the series in fields.image."
+            )
+        if self.data.is_blend and self.data.eval_split:
+            raise ConfigError(
+                "task.type 'segment' evaluates the volumes of one dataset, and data.dataset is a blend file; "
+                "leave out data.eval_split, and evaluate each dataset by a run of its own."
+            )
+        check_segment_fields(self.fields)
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

@@ -228,19 +228,42 @@ class Ranks:
         return torch.stack(self._gather(torch.as_tensor(values, dtype=torch.float64), timeout_s))
 
     def _gather(self, own: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Exchange tensors of one shape on the control group; every exchange on it comes through here."""
+        """Exchange tensors of one shape on the control group."""
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        with self._exchange(timeout_s):
+            work = dist.all_gather(gathered, own, group=self.control, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=timeout_s))
+        return gathered
+
+    def reduce_integers(self, values: torch.Tensor, rank: int, *, is_largest: bool = False) -> None:
+        """Add up integers of all ranks on one of them, in place; elsewhere they are undefined afterwards.
+
+        Args:
+            values: Integers on the CPU, of one shape on all ranks.
+            rank: Gets the result.
+            is_largest: Whether to find the largest of each in place of the sum.
+
+        Raises:
+            WaitTimeoutError: a rank did not give its numbers within ``timeouts.control_s``, or is gone.
+        """
+        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        with self._exchange(self.timeouts.control_s):
+            work = dist.reduce(values, rank, op=operation, group=self.control, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self.timeouts.control_s))
+
+    @contextlib.contextmanager
+    def _exchange(self, timeout_s: float) -> Iterator[None]:
+        """Run an exchange on the control group; every one comes through here."""
         try:
             with self.health.together("exchanging facts with all ranks"):
-                work = dist.all_gather(gathered, own, group=self.control, async_op=True)
-                if work is not None:
-                    work.wait(timedelta(seconds=timeout_s))
+                yield
         except RuntimeError as error:
             raise WaitTimeoutError(
                 f"an exchange of all ranks did not finish within {timeout_s:g} s ({type(error).__name__} on "
                 f"rank {self.rank}); look for a rank that ended or hangs."
             ) from None
-        return gathered
 
     def enter_steady_state(self) -> None:
         """Shorten the gradient group's timeout; the first exchange, which builds the connections, is done."""

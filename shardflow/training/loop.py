@@ -167,7 +167,7 @@ def evaluate(
         loss=sums[0] / sums[1] if sums[1] else None,
         num_tokens=sums[1],
         num_samples=sums[2],
-        scores={} if meter is None else meter.finish(ranks),
+        scores={} if meter is None else meter.finish(),
         evaluation_s=time.perf_counter() - started,
     )
 
@@ -591,7 +591,7 @@ class _Evaluation(LoopHook):
                 # At an epoch's end the position is the next one's start.
                 epoch=position.epoch - (position.step == 0),
                 is_stopping=lambda: parts.stop.is_set,
-                meter=parts.task.meter(),
+                meter=parts.task.meter(parts.ranks),
             )
         if found is None:
             _LOGGER.info(

@@ -1,23 +1,86 @@
-"""Fields of a batch that the tasks take, and whether they fit; without torch, for the settings."""
+"""Table ``[task]``, and the fields of a batch that each task takes; without torch, for the settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
 
+from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field
 from shardflow.fields.registry import type_name
 from shardflow.fields.types.columns import Column, Columns
+from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
+from shardflow.fields.volumes.field import Volume
 
 IMAGE_FIELD: Final = "image"
 REPORT_FIELD: Final = "report"
 LABEL_FIELD: Final = "label"
+MASK_FIELD: Final = "mask"
 """Names of the fields that tasks take."""
+
+_TAKEN: Final = {
+    "labels": ("classify", "segment"),
+    "ignore": ("classify",),
+    "overlap": ("segment",),
+    "mode": ("segment",),
+}
+"""Types that take a setting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What is learned, see docs/howto/classify.md and docs/howto/segment-volumes.md."""
+
+    type: Literal["report", "classify", "segment"] = "report"
+    """``report``: write the report of images. ``classify``: tell the classes of an image; takes the fields
+    ``image`` and ``label``, of type ``column`` or ``columns``. ``segment``: tell the class of each voxel;
+    takes the fields ``image``, of type ``volume``, and ``mask``, of type ``mask``."""
+    target: str = ""
+    """A task of your own in place of these, ``"package.module:Class"`` of an `ArrayTask`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What it is made with."""
+    labels: Literal["auto", "binary", "multi_label", "multi_class"] = "auto"
+    """Of ``classify``. ``auto``: a column of categories is ``multi_class``, one of numbers ``binary``,
+    several columns are ``multi_label``. Of ``segment``: with ``multi_class`` (``auto``) a voxel has one label
+    at most, that of the last one of ``fields.mask.labels`` where several are marked; with ``multi_label``
+    labels overlap."""
+    ignore: tuple[float, ...] = ()
+    """Of ``classify``: labels that count as missing, such as ``[-1]`` for uncertain ones."""
+    overlap: Annotated[float, Bounds(0.0, 0.9)] = 0.5
+    """Of ``segment``: part of a window that the next one covers again, in evaluations."""
+    mode: Literal["gaussian", "constant"] = "gaussian"
+    """Of ``segment``: weights of the voxels of a window, in evaluations, as in MONAI."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        defaults = {"type": "report", "labels": "auto", "ignore": (), "overlap": 0.5, "mode": "gaussian"}
+        given = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.target and given:
+            raise ConfigError(
+                f"task.target is set, and so is task.{given[0]}, which it does not take; leave out one."
+            )
+        if self.arguments and not self.target:
+            raise ConfigError("task.arguments needs task.target, which is not set; remove it.")
+        for name in given:
+            if self.type not in (types := _TAKEN.get(name, (self.type,))):
+                wanted = " or ".join(map(repr, types))
+                raise ConfigError(f"task.{name} needs task.type = {wanted}; set it, or remove task.{name}.")
+        if self.type == "segment" and self.labels == "binary":
+            raise ConfigError(
+                "task.labels of 'segment' is 'multi_class' or 'multi_label'; with one label in "
+                "fields.mask.labels both tell it from the background."
+            )
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether reports are learned."""
+        return self.type == "report" and not self.target
 
 
 def _check_type(
@@ -57,6 +120,37 @@ def check_classify_fields(fields: Mapping[str, Field]) -> None:
         raise ConfigError(
             "fields.image must have a size, and neither sizes nor tiles, as a classifier takes images of one "
             "shape; set size to [image.rows, image.columns]."
+        )
+
+
+def check_segment_fields(fields: Mapping[str, Field]) -> None:
+    """Refuse fields from which the classes of voxels cannot be learned.
+
+    Args:
+        fields: The tables ``[fields.NAME]``.
+
+    Raises:
+        ConfigError: ``image`` or ``mask`` is missing or of a wrong type, or labels have no plane each.
+    """
+    for name, kind, written in ((IMAGE_FIELD, Volume, "volume"), (MASK_FIELD, Mask, "mask")):
+        if not isinstance(fields.get(name), kind):
+            raise ConfigError(
+                f'task.type "segment" takes a field {name!r} of type "{written}"; add [fields.{name}] with '
+                f'type = "{written}".'
+            )
+    volume, mask = fields[IMAGE_FIELD], fields[MASK_FIELD]
+    assert isinstance(volume, Volume)  # noqa: S101 - checked above
+    assert isinstance(mask, Mask)  # noqa: S101
+    if volume.center == "grid" or volume.margin not in (0, (0, 0, 0)):
+        raise ConfigError(
+            'fields.image trains on regions without a margin, such as center = "foreground"; evaluations cut '
+            "windows of the same roi_size by themselves."
+        )
+    if mask.like != IMAGE_FIELD:
+        raise ConfigError('fields.mask must follow the volume; write like = "image".')
+    if mask.labels is None or (len(mask.labels) > 1 and mask.merge != "stack"):
+        raise ConfigError(
+            'fields.mask needs a plane for each class; write labels = ["NAME", ...] and merge = "stack".'
         )
 
 

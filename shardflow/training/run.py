@@ -26,6 +26,8 @@ import torch
 
 from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
+from shardflow.fields.types.masks import Mask
+from shardflow.fields.volumes.field import Volume
 from shardflow.loading import Loader, LoaderConfig, Selection, World
 from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
@@ -52,9 +54,11 @@ from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
+from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
 from shardflow.training.tasks.report import ReportTask
+from shardflow.training.tasks.segment import SegmentTask
 from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tuning import Tuning, given_settings
@@ -140,7 +144,8 @@ def open_task(config: TrainConfig) -> Task:
         task = make_own_task(settings)
         name = f"{settings.target} {json.dumps(settings.arguments, sort_keys=True, default=str)}"
     else:
-        task, name = _classify_task(config), settings.type
+        make = {"classify": _classify_task, "segment": _segment_task}[settings.type]
+        task, name = make(config), settings.type
     return task.open(RunSettings(name=name, batch=config.batch, fields=config.fields, seed=config.run.seed))
 
 
@@ -154,6 +159,13 @@ def _classify_task(config: TrainConfig) -> ArrayTask:
         has_transform=bool(config.data.transform),
         seed=config.run.seed,
     )
+
+
+def _segment_task(config: TrainConfig) -> ArrayTask:
+    volume, mask = config.fields[IMAGE_FIELD], config.fields[MASK_FIELD]
+    assert isinstance(volume, Volume)  # noqa: S101 - checked when the settings were read
+    assert isinstance(mask, Mask)  # noqa: S101
+    return SegmentTask(config.task, config.model, volume, mask)
 
 
 def check_bindings(
@@ -260,6 +272,7 @@ def prepare_run(
     saved, saved_lock = (checkpoint.state["loader"], checkpoint.lock) if checkpoint else (None, None)
     data = open_data(config.data, saved, lock=saved_lock, cache=config.cache)
     data.check_modalities("image.standardize", config.image.standardize)
+    evaluation = None if data.evaluation is None else task.evaluation_samples(data.evaluation)
     loader = stack.enter_context(_open_loader(config, task, ranks, data.training))
     model = task.make_model(loader, data.evaluation)
     compute = COMPUTE_TYPES[config.run.precision]
@@ -337,9 +350,9 @@ def prepare_run(
         updates=updates,
         loader=loader,
         open_evaluation=(
-            partial(_open_loader, config, task, ranks, data.evaluation, tail="mask")
-            if data.evaluation
-            else None
+            None
+            if evaluation is None
+            else partial(_open_loader, config, task, ranks, evaluation, tail="mask")
         ),
         open_tuning=None if config.tune.mode == "off" else open_tuning,
         inputs=inputs,

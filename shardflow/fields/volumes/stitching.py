@@ -61,12 +61,7 @@ class WindowWeights:
         Raises:
             ConfigError: An output is not finite, or too large.
         """
-        inner, outer = [], []
-        for at, side, length in zip(start, self.shape, sums.shape[1:], strict=True):
-            first, stop = max(at, 0), min(at + side, length)
-            inner.append(slice(first - at, stop - at))
-            outer.append(slice(first, stop))
-        here, there = tuple(inner), tuple(outer)
+        here, there = self._inside(start, sums.shape[1:])
         part = outputs[(slice(None), *here)]
         if not (np.abs(part) <= MAX_OUTPUT).all():  # NaN is not
             raise ConfigError(
@@ -77,6 +72,20 @@ class WindowWeights:
             total[there] += np.rint(values * self._scaled[here]).astype(np.int64)
         if weights is not None:
             weights[there] += self._weights[here]
+
+    def put(self, labels: NDArray[Any], start: Shape, target: NDArray[Any]) -> None:
+        """Write what a window holds into its volume, ``(L, D, H, W)`` both; see `add`."""
+        here, there = self._inside(start, target.shape[1:])
+        target[(slice(None), *there)] = labels[(slice(None), *here)]
+
+    def _inside(self, start: Shape, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the part of a window that is inside of its volume, in both."""
+        spans = [
+            (at, max(at, 0), min(at + side, length))
+            for at, side, length in zip(start, self.shape, shape, strict=True)
+        ]
+        here = tuple(slice(first - at, stop - at) for at, first, stop in spans)
+        return here, tuple(slice(first, stop) for _, first, stop in spans)
 
     @staticmethod
     def divided(sums: NDArray[np.int64], weights: NDArray[np.int64]) -> NDArray[np.float32]:

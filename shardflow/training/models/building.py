@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError
+from shardflow.fields.transforming import load_function
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.distributed import blocks_of
@@ -136,6 +137,29 @@ def build_report_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model, tokenizer
+
+
+def build_target(settings: ModelConfig) -> nn.Module:
+    """Build the model of ``model.target`` from torch's random numbers, which are seeded.
+
+    Raises:
+        ConfigError: It cannot be imported or called with ``model.arguments``, or returns no module.
+    """
+    make: Any = load_function(settings.target, "model.target")
+    try:
+        model: nn.Module = make(**settings.arguments)
+    except TypeError as error:
+        raise ConfigError(f"model.arguments do not fit {settings.target}: {error}.") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.target must return a torch.nn.Module, got {type(model).__name__}; correct it."
+        )
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        _LOGGER.warning(
+            "the model has BatchNorm, whose running statistics are each rank's own; evaluations depend "
+            "on the number of ranks"
+        )
+    return model
 
 
 def folder_digest(path: Path) -> str:

@@ -20,16 +20,15 @@ from torch.nn import functional
 
 from shardflow.errors import ConfigError, TrainingError
 from shardflow.fields.field import Field
-from shardflow.fields.transforming import load_function
 from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format.facts.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
-from shardflow.training.config import AugmentConfig, ImageConfig, ModelConfig, TaskConfig
+from shardflow.training.config import AugmentConfig, ImageConfig, ModelConfig
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.inputs import ImageMaker
-from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD
-from shardflow.training.models.building import freeze
+from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, TaskConfig
+from shardflow.training.models.building import build_target, freeze
 from shardflow.training.tasks.report import image_bindings
 from shardflow.training.tasks.scores import binary_metrics, multi_class_metrics, multi_label_metrics
 from shardflow.training.tasks.task import ArrayTask, Scores
@@ -274,22 +273,9 @@ class ClassifyTask(ArrayTask):
         """Build the model that the settings name, or the small one."""
         settings = self._model
         if settings.target:
-            make: Any = load_function(settings.target, "model.target")
-            try:
-                model: nn.Module = make(**settings.arguments)
-            except TypeError as error:
-                raise ConfigError(f"model.arguments do not fit {settings.target}: {error}.") from error
-            if not isinstance(model, nn.Module):
-                raise ConfigError(
-                    f"model.target must return a torch.nn.Module, got {type(model).__name__}; correct it."
-                )
+            model = build_target(settings)
         else:
             model = SmallConvNet(_image_arrays(example)["image"].shape[1], self.num_outputs)
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            _LOGGER.warning(
-                "the model has BatchNorm, whose running statistics are each rank's own; evaluations depend "
-                "on the number of ranks"
-            )
         freeze(model, settings.frozen)
         return model
 

@@ -25,6 +25,7 @@ from shardflow.training.config import (
     TextConfig,
 )
 from shardflow.training.data import batch_spec, open_inputs, run_fields, sample_inputs
+from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs
 from shardflow.training.model_fields import num_places
 from shardflow.training.models.building import build_report_model, folder_digest
@@ -120,7 +121,11 @@ class ReportTask:
         """Return a micro-batch of weight 0."""
         return sample_inputs(self.images, self.image, self.augment, device, packed=self.batch.packed)
 
-    def meter(self) -> None:
+    def evaluation_samples(self, selection: Selection) -> Selection:
+        """Return the samples."""
+        return selection
+
+    def meter(self, ranks: Ranks) -> None:  # noqa: ARG002
         """Return nothing: an evaluation measures the loss alone."""
         return
 

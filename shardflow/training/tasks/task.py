@@ -29,24 +29,36 @@ from shardflow.loading.tensors import Parcel
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import BatchConfig, TaskConfig
+from shardflow.training.config import BatchConfig
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputSource, StepInputs
+from shardflow.training.model_fields import TaskConfig
 
 Scores = Mapping[str, NDArray[Any]]
 """By name, values of samples, ``(n, ...)``; as an evaluation gathers them from all ranks."""
 
 
-class Meter:
+class Meter(Protocol):
+    """Collector of what the metrics of one evaluation follow from."""
+
+    def add(self, inputs: Any, output: Any) -> None:
+        """Take a micro-batch and what the model returned for it; all ranks call it as often."""
+
+    def finish(self) -> dict[str, float | None]:
+        """Return the metrics, equal on all ranks; a collective."""
+
+
+class ScoreMeter:
     """Scores of the samples of one evaluation, gathered exactly: each sample once, without padding.
 
     Args:
         task: Says what to keep of a micro-batch, and what to compute of all.
+        ranks: The ranks of the run.
     """
 
-    def __init__(self, task: ArrayTask) -> None:
-        self._task = task
+    def __init__(self, task: ArrayTask, ranks: Ranks) -> None:
+        self._task, self._ranks = task, ranks
         self._parts: list[dict[str, NDArray[Any]]] = []
 
     def add(self, inputs: Any, output: Any) -> None:
@@ -58,8 +70,9 @@ class Meter:
             {name: one.detach().cpu()[is_sample].double().numpy() for name, one in found.items()}
         )
 
-    def finish(self, ranks: Ranks) -> dict[str, float | None]:
-        """Gather the scores of all ranks and return the metrics, equal on all; a collective."""
+    def finish(self) -> dict[str, float | None]:
+        """Gather the scores of all ranks and return the metrics."""
+        ranks = self._ranks
         own = {name: np.concatenate([part[name] for part in self._parts]) for name in self._names()}
         shapes = ranks.all_gather_json({name: list(one.shape) for name, one in own.items()})
         names = next((list(shape) for shape in shapes if shape), [])
@@ -106,7 +119,10 @@ class Task(Protocol):
     def padding(self, inputs: InputSource, device: torch.device) -> StepInputs:
         """Return a micro-batch of weight 0 in the shapes of the run."""
 
-    def meter(self) -> Meter | None:
+    def evaluation_samples(self, selection: Selection) -> Selection:
+        """Return what an evaluation of some samples takes one by one: by default these."""
+
+    def meter(self, ranks: Ranks) -> Meter | None:
         """Return a new collector of the scores of an evaluation; None where only its loss is wanted."""
 
 
@@ -305,9 +321,13 @@ class ArrayTask(ABC):
         assert isinstance(inputs, _ArraySource)  # noqa: S101 - of `open_inputs`
         return inputs.receive(inputs.send(self._example, is_padding=True))
 
-    def meter(self) -> Meter:
+    def evaluation_samples(self, selection: Selection) -> Selection:
+        """Return the samples."""
+        return selection
+
+    def meter(self, ranks: Ranks) -> Meter:
         """Return a collector of scores."""
-        return Meter(self)
+        return ScoreMeter(self, ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

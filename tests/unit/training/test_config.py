@@ -120,7 +120,7 @@ def test_docs_name_every_setting() -> None:
         assert f"`[{table.name}]`" in named
         settings = get_type_hints(TrainConfig)[table.name]
         if table.name not in {"cache", "fields", "sampling"}:  # on pages of their own
-            assert f'config.{settings.__name__}\n    options: {{ heading: "[{table.name}]"' in page
+            assert f'.{settings.__name__}\n    options: {{ heading: "[{table.name}]"' in page
 
 
 def test_there_are_recipes() -> None:
