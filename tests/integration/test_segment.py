@@ -171,7 +171,7 @@ def test_dice_improves_and_equals_that_of_whole_volumes_by_monai(folder: Path, w
         if key == UNANNOTATED:
             continue
         voxels, masks = truth_of(int(key[2:]))
-        image = torch.from_numpy(np.clip((voxels + 200.0) / 400, 0, 1)).float()[None, None]
+        image = torch.from_numpy(np.clip((voxels + 200.0) / 400, 0, 1) * 2 - 1).float()[None, None]
         with torch.no_grad():
             scores = sliding_window_inference(image, (8, 16, 16), 1, model, overlap=0.5, mode="gaussian")
         predicted = scores[0].argmax(dim=0).numpy()

@@ -1,8 +1,9 @@
 """U-Net for volumes, small and without anything that depends on the batch.
 
 Source:
-    Cicek et al., "3D U-Net", MICCAI 2016. Strided convolutions stand in for pooling and transposed ones for
-    interpolation, as in nnU-Net (Isensee et al., 2021): every kernel has a deterministic form on a GPU too.
+    Cicek et al., "3D U-Net", MICCAI 2016. As in nnU-Net (Isensee et al., 2021) norms are of instances, and
+    strided convolutions stand in for pooling, transposed ones for interpolation: every kernel has a
+    deterministic form on a GPU too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from shardflow.errors import ConfigError
 
-_GROUPS = 8
+_SLOPE = 0.01
 
 
 class UNet3d(nn.Module):
@@ -25,7 +26,7 @@ class UNet3d(nn.Module):
     Args:
         num_channels: Channels of its input.
         num_outputs: Logits of each voxel.
-        widths: Channels of each level, the first at full resolution; multiples of 8.
+        widths: Channels of each level, the first at full resolution.
 
     Raises:
         ConfigError: Widths are none.
@@ -33,8 +34,8 @@ class UNet3d(nn.Module):
 
     def __init__(self, num_channels: int, num_outputs: int, widths: Sequence[int] = (16, 32, 64)) -> None:
         super().__init__()
-        if not widths or any(width < _GROUPS or width % _GROUPS for width in widths):
-            raise ConfigError(f"widths are multiples of {_GROUPS}, such as [16, 32, 64], got {list(widths)}.")
+        if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
+            raise ConfigError(f"widths are numbers of channels, such as [16, 32, 64], got {widths!r}.")
         pairs = list(itertools.pairwise(widths))
         self.first = _block(num_channels, widths[0], stride=1)
         self.down = nn.ModuleList(_block(above, below, stride=2) for above, below in pairs)
@@ -61,11 +62,13 @@ class UNet3d(nn.Module):
 
 
 def _block(num_inputs: int, width: int, *, stride: int) -> nn.Sequential:
-    return nn.Sequential(
+    return nn.Sequential(*_layers(num_inputs, width, stride), *_layers(width, width, 1))
+
+
+def _layers(num_inputs: int, width: int, stride: int) -> list[nn.Module]:
+    # A group for each channel is an instance norm, which also takes regions of a single voxel.
+    return [
         nn.Conv3d(num_inputs, width, 3, stride=stride, padding=1, bias=False),
-        nn.GroupNorm(_GROUPS, width),
-        nn.ReLU(),
-        nn.Conv3d(width, width, 3, padding=1, bias=False),
-        nn.GroupNorm(_GROUPS, width),
-        nn.ReLU(),
-    )
+        nn.GroupNorm(width, width),
+        nn.LeakyReLU(_SLOPE),
+    ]

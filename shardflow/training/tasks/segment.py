@@ -122,14 +122,14 @@ class SegmentTask(ArrayTask):
         return arrays["is_known"].astype(np.int64)
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Scale the regions, and of labels that exclude each other make one map of classes."""
+        """Scale the regions to -1 to 1, and of labels that exclude each other make one map of classes."""
         image, mask = tensors["image"].float(), tensors["mask"]
         if not self._volume.windows:
             low, high = tensors["display_range"].reshape(-1, 2, 1, 1, 1, 1).unbind(dim=1)
-            share = (image - low) / torch.where(high > low, high - low, torch.ones_like(low))
-            image = share.clamp(0, 1) * 2 - 1
+            image = ((image - low) / torch.where(high > low, high - low, torch.ones_like(low))).clamp(0, 1)
         elif tensors["image"].dtype == torch.uint8:
             image = image / 255
+        image = image * 2 - 1
         target = mask
         if not self.has_overlaps:
             numbers = torch.arange(1, len(self.names) + 1, device=mask.device, dtype=torch.uint8)
