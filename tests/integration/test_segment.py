@@ -48,7 +48,7 @@ merge = "stack"
 micro_batch_size = 2
 micro_batches_per_step = 2
 [optimizer]
-learning_rate = 1e-2
+learning_rate = 2e-2
 warmup_steps = 0
 [loader]
 num_threads = 1
@@ -160,7 +160,7 @@ def test_dice_improves_and_equals_that_of_whole_volumes_by_monai(folder: Path, w
     from shardflow.training.models.unet import UNet3d
 
     lines = read_metrics(whole, "evaluation")
-    assert lines[-1]["dice/lesion"] > 0.5 > lines[0]["dice/lesion"] + 0.1
+    assert lines[-1]["dice"] > lines[0]["dice"] + 0.3
     model = UNet3d(1, 3)
     model.load_state_dict(weights_of(whole))
     model.eval()
