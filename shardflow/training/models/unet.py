@@ -34,7 +34,7 @@ class UNet3d(nn.Module):
 
     def __init__(self, num_channels: int, num_outputs: int, widths: Sequence[int] = (16, 32, 64)) -> None:
         super().__init__()
-        if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
+        if not widths or min(widths) < 1:
             raise ConfigError(f"widths are numbers of channels, such as [16, 32, 64], got {widths!r}.")
         pairs = list(itertools.pairwise(widths))
         self.first = _block(num_channels, widths[0], stride=1)
