@@ -12,6 +12,7 @@ import base64
 import http.client
 import json
 import re
+import socket
 import ssl
 import threading
 import time
@@ -255,9 +256,10 @@ class ArchiveClient:
     def close(self) -> None:
         """End all requests, also those of other threads."""
         self._closed.set()
-        for connection in self._all:
-            with suppress(OSError):
-                connection.close()
+        for connection in [*self._all]:
+            with suppress(OSError, AttributeError):
+                # Unlike closing it, this ends a read of another thread.
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def check_open(self) -> None:
         """Raise StorageError once the client is closed."""

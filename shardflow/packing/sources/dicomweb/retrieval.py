@@ -276,8 +276,8 @@ class _Fetching:
         except StorageError:
             if fault is None:
                 raise
-            if not isinstance(fault, DeliveryError):
-                # An archive that cannot be reached is no fact about this instance: does it still answer?
+            if fault.is_refusal or not isinstance(fault, DeliveryError):
+                # An archive that is down or overloaded is no fact about this instance: does it still answer?
                 self._client.search(["studies", instance.study, "instances"], [("limit", "1")])
         return not missing and instance not in reasons
 
