@@ -21,6 +21,7 @@ MEDIA_DIRECTORY = "1.2.840.10008.1.3.10"
 SECONDARY_CLASSES = frozenset(_STORAGE + end for end in ("7", "7.1", "7.2", "7.3", "7.4"))
 """Secondary captures: screen saves, dose pages, scanned film."""
 
+NUCLEAR = _STORAGE + "20"
 DOSE_GRID = _STORAGE + "481.2"
 PARAMETRIC_MAP = _STORAGE + "30"
 MAP_CLASSES = frozenset({DOSE_GRID, PARAMETRIC_MAP})

@@ -25,10 +25,11 @@ from shardflow.packing.sources.dicom.dictionary import (
     MAP_CLASSES,
     MEDIA_DIRECTORY,
     NATIVE_SYNTAXES,
+    NUCLEAR,
     STATED_UNITS,
 )
 from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
-from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map
+from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map, read_reconstruction
 from shardflow.packing.sources.dicom.mosaic import read_mosaic
 from shardflow.packing.sources.dicom.planes import (
     MAX_SPACING_MM,
@@ -277,6 +278,8 @@ def _read_instance(
         planes, unit, map_flags = read_map(elements, sop_class, planes, image.num_frames)
         plane_flags += map_flags
     image_type = values.codes(elements, _IMAGE_TYPE)
+    if sop_class == NUCLEAR:
+        planes = read_reconstruction(elements, image_type, planes, image.num_frames)
     detector = values.decimals(elements, _DETECTOR_SPACING, 2)
     mosaic = read_mosaic(path, image, planes[0], limits) if "MOSAIC" in image_type else None
     if mosaic is not None:

@@ -1,12 +1,15 @@
-"""Computed volumes: dose grids and parametric maps, whose values have a physical unit of their own.
+"""Computed volumes: dose grids, parametric maps, and reconstructions of nuclear medicine.
 
-Neither states its values as other images do. A dose grid is a classic multi-frame object with one position,
-an offset of each frame along the normal, and one scaling for all. A parametric map is an enhanced object of
-integers or floating point numbers, which real world value mappings turn into a quantity with a UCUM unit.
-Here both become planes with slope, intercept and unit, and the rest of packing knows nothing of them.
+None states its places or values as other images do. A reconstruction is a classic multi-frame object whose
+one position is that of a detector, with a spacing whose sign says where the next slices lie. A dose grid is a
+classic multi-frame object with one position, an offset of each frame along the normal, and one scaling for
+all. A parametric map is an enhanced object of integers or floating point numbers, which real world value
+mappings turn into a quantity with a UCUM unit. Here all become planes with position, slope, intercept and
+unit, and the rest of packing knows nothing of them.
 
-Source: DICOM PS3.3, C.8.8.3 (RT dose: Grid Frame Offset Vector, Dose Grid Scaling), A.75 (parametric map),
-C.7.6.16.2.11 (real world value mapping), C.7.6.3 (float pixel data); PS3.16, CID 82, 7180 and 9301 (units).
+Source: DICOM PS3.3, C.8.4.8, C.8.4.11 and C.8.4.15 (nuclear medicine), C.8.8.3 (RT dose: Grid Frame Offset
+Vector, Dose Grid Scaling), A.75 (parametric map), C.7.6.16.2.11 (real world value mapping), C.7.6.3 (float
+pixel data); PS3.16, CID 82, 7180 and 9301 (units).
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from shardflow.format.reasons import PHASE_NAMES
 from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.dictionary import DOSE_GRID, MAP_UNITS, PARAMETRIC_MAP
 from shardflow.packing.sources.dicom.elements import Elements
 from shardflow.packing.sources.dicom.geometry import normal_of
-from shardflow.packing.sources.dicom.planes import PlaneHeader
+from shardflow.packing.sources.dicom.planes import PlaneHeader, plane_place
 
 _DOSE_UNITS, _DOSE_TYPE, _DOSE_SUMMATION = 0x30040002, 0x30040004, 0x3004000A
 _FRAME_OFFSETS, _DOSE_SCALING = 0x3004000C, 0x3004000E
@@ -29,12 +33,15 @@ _SHARED_GROUPS, _FRAME_GROUPS = 0x52009229, 0x52009230
 _MAPPINGS, _VALUE_INTERCEPT, _VALUE_SLOPE, _UNIT_CODES = 0x00409096, 0x00409224, 0x00409225, 0x004008EA
 _QUANTITIES, _CONCEPT_NAME, _CONCEPT_CODE = 0x00409220, 0x0040A043, 0x0040A168
 _CODE, _SCHEME = 0x00080100, 0x00080102
+_DETECTORS, _SLICES, _SLOTS, _INTERVALS = 0x00540022, 0x00540080, 0x00540070, 0x00540060
+_BETWEEN_SLICES = 0x00180088
 _FLOAT_PADDING, _DOUBLE_PADDING = 0x00280122, 0x00280123
 
 MAP_TAGS: Final = frozenset(
     {_DOSE_UNITS, _FRAME_OFFSETS, _DOSE_SCALING, _MAPPINGS, _FLOAT_PADDING, _DOUBLE_PADDING}
+    | {_DETECTORS, _SLICES, _SLOTS, _INTERVALS}
 )
-"""Tags that `read_map` uses, beside those of planes."""
+"""Tags that `read_map` and `read_reconstruction` use, beside those of planes."""
 MAP_FACT_TAGS: Final = frozenset({_DOSE_TYPE, _DOSE_SUMMATION, _MAPPINGS, _SHARED_GROUPS, _FRAME_GROUPS})
 """Tags that `map_facts` uses."""
 
@@ -43,6 +50,8 @@ _SUMMATIONS: Final = frozenset(
     {"BEAM", "BEAM_SESSION", "BRACHY", "BRACHY_SESSION", "CONTROL_POINT", "FRACTION", "FRACTION_SESSION"}
     | {"MULTI_PLAN", "PLAN", "PLAN_OVERVIEW", "RECORD"}
 )
+_RECONSTRUCTIONS: Final = (("RECON TOMO",), ("RECON GATED TOMO",))
+_TEMPORAL: Final = PHASE_NAMES.index("temporal_position")
 _QUANTITY: Final = "246205007"
 """SNOMED code of "Quantity", the name of what a quantity definition states."""
 _QUANTITY_SCHEMES: Final = frozenset({"DCM", "IBSI", "NCIT", "SCT", "SRT", "UMLS"})
@@ -111,6 +120,46 @@ def _moved(
 ) -> tuple[float, float, float]:
     x, y, z = (start + offset * step for start, step in zip(position, normal, strict=True))
     return x, y, z
+
+
+def read_reconstruction(
+    elements: Elements, image_type: Sequence[str], planes: tuple[PlaneHeader, ...], num_frames: int
+) -> tuple[PlaneHeader, ...]:
+    """Return the planes of a reconstruction of nuclear medicine, one per frame; of other images as they are.
+
+    Args:
+        elements: Of the file.
+        image_type: Its *Image Type*.
+        planes: As `shardflow.packing.sources.dicom.planes.read_planes` returns them.
+        num_frames: Of the object.
+
+    Raises:
+        SourceError: HEADER_UNREADABLE or LIMIT_EXCEEDED where a sequence is damaged.
+    """
+    spacing = values.decimals(elements, _BETWEEN_SLICES, 1)
+    if len(planes) != 1 or num_frames == 1 or image_type[2:3] not in _RECONSTRUCTIONS or spacing is None:
+        return planes
+    detector = next(iter(elements.items(_DETECTORS)), elements)
+    position, orientation = plane_place(detector)
+    slices = values.integers(elements, _SLICES) or tuple(range(1, num_frames + 1))
+    slots, intervals = (values.integers(elements, tag) or (1,) * num_frames for tag in (_SLOTS, _INTERVALS))
+    if position is None or orientation is None or spacing[0] == 0:
+        return planes
+    if any(len(vector) != num_frames for vector in (slices, slots, intervals)):
+        return planes
+    normal, phase = normal_of(orientation), planes[0].phase
+    found = []
+    for number, slot, interval in zip(slices, slots, intervals, strict=True):
+        time = (interval - 1) * max(slots) + slot
+        found.append(
+            replace(
+                planes[0],
+                position=_moved(position, normal, (number - 1) * spacing[0]),
+                orientation=orientation,
+                phase=(*phase[:_TEMPORAL], str(time), *phase[_TEMPORAL + 1 :]),
+            )
+        )
+    return tuple(found)
 
 
 def _parametric(

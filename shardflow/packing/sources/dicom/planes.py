@@ -194,6 +194,13 @@ def read_planes(root: Elements, num_frames: int) -> tuple[tuple[PlaneHeader, ...
     return tuple(_enhanced_plane(root, [frame, *shared]) for frame in frames), ()
 
 
+def plane_place(
+    item: Elements,
+) -> tuple[tuple[float, float, float] | None, tuple[float, float, float, float, float, float] | None]:
+    """Return position and orientation that an item states, each None where it is absent or implausible."""
+    return _triple(values.decimals(item, _POSITION, 3)), _six(values.decimals(item, _ORIENTATION, 6))
+
+
 def read_rescale_types(root: Elements) -> set[str]:
     """(0028,1054) *Rescale Type* of all frames, upper-cased; ``""`` for a frame that states none."""
     shared = root.items(_SHARED_GROUPS)[:1]

@@ -315,3 +315,71 @@ def test_roles_say_what_was_computed(facts: dict[str, Any], role: str) -> None:
     series = {"kind": "volume", "num_slices": 4, "rows": 4, "columns": 4, "dtype": "float32", "codec": "b2nd"}
     (found,) = series_of_study({"series": [{**series, **facts}]})
     assert found.strings["role"] == role
+
+
+def _reconstruction(folder: Path, spacing: float, num_slots: int = 1, **attributes: Any) -> Path:
+    """Six transverse slices of a SPECT, of each of some time slots, as gamma cameras write them."""
+    pixels = np.arange(6 * num_slots * 20, dtype=np.uint16).reshape(6 * num_slots, 5, 4)
+    image = make_dataset(modality="NM", pixels=pixels, position=None, orientation=None)
+    detector = Dataset()
+    detector.ImagePositionPatient, detector.ImageOrientationPatient = (
+        [-10.0, -20.0, 300.0],
+        [1, 0, 0, 0, 1, 0],
+    )
+    image.DetectorInformationSequence = [detector]
+    image.ImageType = [
+        "DERIVED",
+        "PRIMARY",
+        "RECON TOMO" if num_slots == 1 else "RECON GATED TOMO",
+        "EMISSION",
+    ]
+    image.SpacingBetweenSlices = spacing
+    image.SliceVector = [*range(1, 7)] * num_slots
+    if num_slots > 1:
+        image.TimeSlotVector = [slot for slot in range(1, num_slots + 1) for _ in range(6)]
+        image.RRIntervalVector = [1] * (6 * num_slots)
+    image.RescaleSlope, image.RescaleIntercept = 1, 0
+    for keyword, value in attributes.items():
+        setattr(image, keyword, value)
+    return write(folder / "spect.dcm", image)
+
+
+@pytest.mark.parametrize("spacing", [4.0, -4.0])
+def test_slices_of_a_spect_lie_where_its_detector_says(tmp_path: Path, spacing: float) -> None:
+    path = _reconstruction(tmp_path, spacing)
+    (stack,), (volume,), _ = _read(path)
+    assert stack.kind is StackKind.VOLUME
+    stored = pydicom.dcmread(path).pixel_array
+    np.testing.assert_array_equal(volume, stored if spacing > 0 else stored[::-1])
+    expected = np.diag([0.75, 0.5, 4.0, 1.0])
+    expected[:3, 3] = -10, -20, 300 if spacing > 0 else 280
+    np.testing.assert_allclose(np.array(stack.geometry.affine_lps), expected, atol=1e-9)
+    image = SimpleITK.ReadImage(str(path))
+    for one in stack.slices:
+        place = image.TransformIndexToPhysicalPoint((0, 0, one.frame))
+        np.testing.assert_allclose(one.plane.position or (), place, atol=1e-6)
+
+
+def test_slots_of_a_gated_spect_are_points_in_time(tmp_path: Path) -> None:
+    stacks, volumes, _ = _read(path := _reconstruction(tmp_path, -4.0, num_slots=3))
+    places = [(stack.axis.name, stack.axis.index) if stack.axis else None for stack in stacks]
+    assert places == [("time", 0), ("time", 1), ("time", 2)]
+    stored = pydicom.dcmread(path).pixel_array.reshape(3, 6, 5, 4)
+    np.testing.assert_array_equal(np.stack(volumes), stored[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"ImageType": ["ORIGINAL", "PRIMARY", "TOMO", "EMISSION"]},
+        {"DetectorInformationSequence": []},
+        {"SliceVector": [1, 2, 3]},
+        {"SpacingBetweenSlices": None},
+    ],
+    ids=["projections", "no detector", "short", "no spacing"],
+)
+def test_frames_of_nuclear_medicine_without_a_place_stay_frames(
+    tmp_path: Path, attributes: dict[str, Any]
+) -> None:
+    (stack,), _, _ = _read(_reconstruction(tmp_path, 4.0, **attributes))
+    assert (stack.kind, stack.geometry.affine_lps) == (StackKind.FRAMES, None)
