@@ -258,8 +258,9 @@ class ArchiveClient:
         self._closed.set()
         for connection in [*self._all]:
             with suppress(OSError, AttributeError):
-                # Unlike closing it, this ends a read of another thread.
+                # Unlike closing alone, this ends a read of another thread.
                 connection.sock.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def check_open(self) -> None:
         """Raise StorageError once the client is closed."""
