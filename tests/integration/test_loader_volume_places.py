@@ -19,6 +19,7 @@ from shardflow.format.copies.subset import copy_subset
 from shardflow.format.facts.sampling import BODY, BodyFinder
 from shardflow.format.facts.voxels import VOXELS_NAME, VoxelsManifest, attach_voxels
 from shardflow.format.tables import StoredColumn, write_table
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec
 from tests.dicom_factory import make_study
 from tests.integration.loader_support import check_everywhere, open_loader, slots_of
@@ -299,3 +300,29 @@ def test_an_append_carries_the_table_and_one_without_it_makes_none(tmp_path: Pat
     case.pack(mode="append")
     with pytest.raises(ConfigError, match="--voxels"):
         VoxelsManifest.open(case.open())
+
+
+def test_a_compaction_keeps_the_table(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare()
+    for seed, name in enumerate("abc"):
+        make_study(case.dicom / name, patient=name.upper(), num_slices=5, seed=seed)
+    case.config_path.write_text(
+        case.config_path.read_text(encoding="utf-8").replace("10KiB", "1MiB"), encoding="utf-8"
+    )
+    case.write_faults()
+    case.pack("splits={train = 1}")
+    made = case.open()
+    table, _ = VoxelsManifest.open(made)
+    assert table.num_samples == 3
+    assert len(made.manifest.shards) == 1
+    remove(case.output, case.private, Withdrawn(sample_keys=[made.samples.sample_key(1)]))
+    assert VoxelsManifest.open(Dataset.open(case.output))[0].num_samples == 2
+    compact(case.output, case.private, deletes_old=True)
+    compacted = Dataset.open(case.output)
+    kept, _ = VoxelsManifest.open(compacted)
+    path = case.output / VoxelsManifest.folder(compacted.dataset_id) / VOXELS_NAME
+    before = path.read_bytes()
+    assert [one.name for sample in range(2) for one in kept.of_sample(sample)] == [BODY, BODY]
+    attach_voxels(compacted)
+    assert path.read_bytes() == before

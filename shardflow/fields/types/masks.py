@@ -310,7 +310,7 @@ class _SlotMasks:
                 picked = shown.pick(values)
                 for plane, table in tables.items():
                     part = planes[plane, top : top + rows, left : left + columns]
-                    np.bitwise_or(part, table[picked], out=part)
+                    np.bitwise_or(part, np.take(table, picked), out=part)
 
     def _fill(self, regions: Sequence[Region]) -> None:
         """Draw the regions where they have no stored mask."""

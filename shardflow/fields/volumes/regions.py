@@ -212,7 +212,7 @@ class _SlotMask(RegionContent):
             planes = self._drawn(box, thread)
             for plane, table in tables.items():
                 part = planes[plane]
-                np.bitwise_or(part, table[values], out=part)
+                np.bitwise_or(part, np.take(table, values), out=part)
         self._values = None
         self._finish(thread)
 

@@ -336,6 +336,33 @@ def write_shard_voxels(parts: Path, sha256: str, samples: Sequence[Sequence[Clas
     write_atomic(part_path(parts, sha256), [encode_voxels(samples)], replace=True)
 
 
+def carry_shard_voxels(
+    dataset: Dataset, shard: int, rows_in_shard: Sequence[int], parts: Path, sha256: str
+) -> None:
+    """Write the voxels of a shard whose samples come from one of a stored version, if that has a table.
+
+    Args:
+        dataset: The stored version.
+        shard: Number of the shard in it.
+        rows_in_shard: Of the samples in that shard, in the order of the new one.
+        parts: Folder of parts.
+        sha256: Digest of the new shard.
+
+    Raises:
+        FormatError: The table cannot be trusted.
+        StorageError: A file cannot be read or written.
+    """
+    try:
+        table, _ = VoxelsManifest.open(dataset)
+    except ConfigError:
+        return
+    samples = np.flatnonzero(dataset.studies.column("shard") == shard)
+    known = dict(zip(dataset.studies.column("row_in_shard")[samples].tolist(), samples.tolist(), strict=True))
+    if table.has_boxes:
+        chosen = np.array([known[row] for row in rows_in_shard], np.int64)
+        write_atomic(part_path(parts, sha256), [merge_voxels([(table, chosen)])], replace=True)
+
+
 def _read_part(path: Path) -> VoxelTable | None:
     try:
         table = _wrap(path.read_bytes())

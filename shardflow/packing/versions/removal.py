@@ -25,6 +25,7 @@ import numpy as np
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
+from shardflow.format.facts.voxels import carry_shard_voxels
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import REPORT_COUNTS, REPORT_JSON_FIELD, SAMPLE_KEY_PATTERN, shard_name
 from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
@@ -341,6 +342,8 @@ def _write_compacted(newest: NewestVersion, progress: Progress) -> Manifest:
         if uploader is not None:
             uploader.fetch(shard)
         written, moved = _rewrite(dataset, number, kept, name)
+        former = [entry.row_in_shard for entry in kept]
+        carry_shard_voxels(dataset, number, former, newest.workspace.records, written.sha256)
         if uploader is not None:
             uploader.send(written)
             uploader.release(shard)
