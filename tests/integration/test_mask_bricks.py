@@ -29,6 +29,8 @@ from shardflow.packing.attachments.annotations.vocabulary import Vocabulary
 from shardflow.sampling import BatchSpec
 from tests.integration.loader_support import check_everywhere, flip_bit, locate, open_loader, slots_of
 from tests.integration.test_loader_volume_regions import GRIDS, SHAPE, series_of
+from tests.layout_trees import make_nnunet
+from tests.pack_case import PackCase
 from tests.volume_cases import make_volumes
 
 pytestmark = pytest.mark.fast
@@ -369,3 +371,66 @@ def test_regions_of_every_kind_of_file_come_back() -> None:
             )
     kept = {mask_field(0, 7, 1, "b2nd")}
     assert joined.former == fields.keys() - kept
+
+
+def test_a_crop_reads_the_bricks_of_masks_that_it_touches(tmp_path: Path) -> None:
+    """A damaged brick masks the regions that touch it, and no others."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    tree = make_nnunet(case.folder)
+    case.pack(
+        *tree.settings,
+        "volumes.storage=bricks",
+        "volumes.brick_shape=[2, 4, 4]",
+        "splits={train = 1, test = 0}",
+    )
+    made, size = Dataset.open(case.output), (2, 3, 3)
+    row, number = next(
+        (row, series)
+        for row in range(made.samples.num_samples)
+        for name in (one.name for one in made.sample_fields(row)[1])
+        for series, roi in [parse_volume_field(name) or (0, None)]
+        if roi is not None
+    )
+    (roi,) = {
+        parsed[1]
+        for name in (one.name for one in made.sample_fields(row)[1])
+        if (parsed := parse_volume_field(name)) and parsed[0] == number and parsed[1] is not None
+    }
+    index = made.shard_index(int(made.studies.gather("shard", row)))
+    field = index.volumes_of(int(made.studies.gather("row_in_shard", row)), roi)[number]
+    volume = index.volume(field)
+    grid = np.argwhere(volume.low < volume.high)
+    low = grid[len(grid) // 2] * volume.brick_shape
+    plan = volume.plan(low, np.minimum(low + 1, volume.shape))
+    channel = json.loads(made.read_fields(row, ["study.json"])["study.json"])["series"][number]["channel"]
+    fields = {
+        "image": sf.Volume(series=f"channel == '{channel}'", roi_size=size),
+        "parts": sf.Mask(like="image", labels=[*tree.classes], merge="stack"),
+    }
+
+    def weights() -> list[tuple[bool, NDArray[np.float64], float]]:
+        found = []
+        spec = BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
+        with open_loader(Dataset.open(case.output), spec, fields, split="train") as loader:
+            for epoch in range(25):
+                loader.set_epoch(epoch)
+                for batch in loader:
+                    is_it = batch.info.sample_keys[0] in (None, made.studies.sample_key(row))
+                    found.append((is_it, batch["image_affine"][0].copy(), float(batch.info.weight[0])))
+        return found
+
+    before = weights()
+    path = Path(made.store.url) / made.sample_fields(row)[0]
+    flip_bit(path, int(plan.offsets[0]) + 20)
+    facts = json.loads(made.read_fields(row, ["study.json"])["study.json"])["series"][number]
+    stored = np.linalg.inv(np.array(facts["affine_lps"]))
+    num_touching = 0
+    for (is_it, affine, weight), (_, _, now) in zip(before, weights(), strict=True):
+        ends = np.array([[0, 0, 0, 1], [*(np.array(size) - 1), 1]]) @ (stored @ affine).T
+        first = np.rint(ends[:, 2::-1].min(axis=0))
+        is_touching = is_it and ((first < low + volume.brick_shape) & (first + size > low)).all()
+        assert weight == 1
+        assert now == (0 if is_touching else 1)
+        num_touching += bool(is_touching)
+    assert 3 < num_touching < 25

@@ -273,7 +273,8 @@ def test_cases_are_patients_only_if_someone_says_so(case: PackCase) -> None:
 @pytest.mark.parametrize("storage", ["slices", "bricks"])
 def test_volume_and_mask_deliver_what_nibabel_reads(case: PackCase, storage: str) -> None:
     tree = make_nnunet(case.folder)
-    case.pack(*tree.settings, f"volumes.storage={storage}", "splits={train = 1, test = 0}")
+    settings = (f"volumes.storage={storage}", "volumes.brick_shape=[2, 4, 3]", "splits={train = 1, test = 0}")
+    case.pack(*tree.settings, *settings)
     made = {case.sample_key(study): one for study, one in tree.cases.items() if one.label is not None}
     names = {name for row in range(len(tree.cases)) for name in case.open().read_fields(row)}
     assert bool([name for name in names if ".m" in name and "volume" in name]) == (storage == "bricks")

@@ -118,7 +118,6 @@ class Bids(PlacedLayout):
         self._participants = [
             _read_table(root / "participants.tsv", "participant_id") for root in self._roots
         ]
-        self._found: list[DiscoveredFile] = []
 
     def patient_name(self, text: str) -> str:
         """Spell a subject of the split table as its folder does."""
@@ -126,8 +125,11 @@ class Bids(PlacedLayout):
 
     def discover(self) -> list[DiscoveredFile]:
         """List the files below the input folders."""
-        self._found = super().discover()
-        return self._found
+        return self._files
+
+    @cached_property
+    def _files(self) -> list[DiscoveredFile]:
+        return super().discover()
 
     def place_image(self, path: str, form: ImageForm) -> Placement | Reason:
         """Place nothing by a path alone; see `place`."""
@@ -209,7 +211,7 @@ class Bids(PlacedLayout):
     def _sidecars(self) -> dict[tuple[int, str, str], list[tuple[Mapping[str, str], Path]]]:
         """JSON and tables by input folder, folder and ending, such as ``T1w.json``; general ones first."""
         found: defaultdict[tuple[int, str, str], list[tuple[Mapping[str, str], Path]]] = defaultdict(list)
-        for file in self._found:
+        for file in self._files:
             folder, _, name = file.relative_path.rpartition("/")
             stem, dot, ending = name.partition(".")
             if ending in ("json", "tsv") and file.problem is None:
@@ -274,7 +276,7 @@ class Bids(PlacedLayout):
     def labels(self) -> Sequence[LabelTable]:
         """Return what the tables say of subjects and sessions: a row per study."""
         rows: dict[str, dict[str, Any]] = {}
-        for file in self._found:
+        for file in self._files:
             match = _PATH.fullmatch(file.relative_path)
             if match is None or match["derivative"]:
                 continue
