@@ -47,9 +47,9 @@ class TaskConfig:
     """What it is made with."""
     labels: Literal["auto", "binary", "multi_label", "multi_class"] = "auto"
     """Of ``classify``. ``auto``: a column of categories is ``multi_class``, one of numbers ``binary``,
-    several columns are ``multi_label``. Of ``segment``: with ``multi_class`` (``auto``) a voxel has one label
-    at most, that of the last one of ``fields.mask.labels`` where several are marked; with ``multi_label``
-    labels overlap."""
+    several columns are ``multi_label``. Of ``segment``: with ``multi_class`` (``auto``) a voxel has one class
+    at most, the last of ``fields.mask.labels`` where several are marked; with ``multi_label`` they
+    overlap."""
     ignore: tuple[float, ...] = ()
     """Of ``classify``: labels that count as missing, such as ``[-1]`` for uncertain ones."""
     overlap: Annotated[float, Bounds(0.0, 0.9)] = 0.5
@@ -130,7 +130,7 @@ def check_segment_fields(fields: Mapping[str, Field]) -> None:
         fields: The tables ``[fields.NAME]``.
 
     Raises:
-        ConfigError: ``image`` or ``mask`` is missing or of a wrong type, or labels have no plane each.
+        ConfigError: ``image`` or ``mask`` is missing or of a wrong type, or they do not go together.
     """
     for name, kind, written in ((IMAGE_FIELD, Volume, "volume"), (MASK_FIELD, Mask, "mask")):
         if not isinstance(fields.get(name), kind):
@@ -148,10 +148,6 @@ def check_segment_fields(fields: Mapping[str, Field]) -> None:
         )
     if mask.like != IMAGE_FIELD:
         raise ConfigError('fields.mask must follow the volume; write like = "image".')
-    if mask.labels is None or (len(mask.labels) > 1 and mask.merge != "stack"):
-        raise ConfigError(
-            'fields.mask needs a plane for each class; write labels = ["NAME", ...] and merge = "stack".'
-        )
 
 
 def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:

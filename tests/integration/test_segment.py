@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from shardflow.training.config import TrainConfig
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from tests.integration.loader_support import flip_bit, locate
+from tests.pack_case import PackCase
 
 _SETTINGS = """
 [data]
@@ -275,7 +277,6 @@ def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: t
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("fields.mask.merge=union",), 'write labels = \\["NAME", ...\\] and merge = "stack"'),
         (("fields.mask.like=ct",), 'write like = "image"'),
         (
             ("fields.image={type='volume', roi_size=[8, 8, 8], center='grid'}",),
@@ -301,3 +302,30 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=message):
         run(folder, tmp_path, *settings)
     assert read_metrics(tmp_path) == []
+
+
+def test_real_files_of_two_projects_are_learned_from(tmp_path: Path, shared_data: Path) -> None:
+    """CT of three and of two slices, with a SEG of dcmqi and an RTSTRUCT of rt-utils that has no label."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    dcmqi, rt = shared_data / "dcmqi_ct_seg_sr" / "segmentations", shared_data / "rt_utils" / "mock_data"
+    real = [*(dcmqi / "ct-3slice").iterdir(), dcmqi / "liver.dcm"]
+    real += [rt / name for name in ("ct_1.dcm", "ct_2.dcm", "rt.dcm")]
+    for number, path in enumerate(real):
+        shutil.copy(path, case.dicom / f"{number:03d}")
+    assert case.pack("splits={train=1}", "deid.face_risk=flag").status == "packed"
+    assert main(["attach", str(case.output), "--voxels"]) == 0
+    text = _SETTINGS
+    for one, other in {
+        '"dataset"': f'"{case.output}"',
+        'eval_split = "val"': 'eval_split = "train"',
+        "roi_size = [8, 16, 16]": "series = \"modality == 'CT'\"\nroi_size = [4, 48, 48]",
+        'labels = ["lesion", "vessel"]\n': "",
+        'merge = "stack"\n': "",
+    }.items():
+        assert one in text
+        text = text.replace(one, other)
+    (tmp_path / "train.toml").write_text(text)
+    summary = run(tmp_path, tmp_path / "run", "run.max_steps=2", "batch.micro_batch_size=1")
+    assert summary.evaluation_scores["num_volumes"] == 2
+    assert summary.evaluation_scores.keys() >= {"dice", "dice/foreground"}

@@ -51,13 +51,14 @@ class SegmentTask(ArrayTask):
         task: The table ``[task]``.
         model: The table ``[model]``.
         volume: The field of the volumes.
-        mask: The field of the masks, a plane for each label.
+        mask: The field of the masks: a plane for each label, or one of all.
     """
 
     def __init__(self, task: TaskConfig, model: ModelConfig, volume: Volume, mask: Mask) -> None:
         self._task, self._model, self._volume = task, model, volume
-        self.names: Sequence[str] = tuple(mask.labels or ())
-        """Of the labels."""
+        labels = tuple(mask.labels or ())
+        self.names: Sequence[str] = labels if mask.merge == "stack" or len(labels) == 1 else ("foreground",)
+        """Of the labels; of several that are one plane ``foreground``."""
         self.has_overlaps = task.labels == "multi_label"
         """Whether a voxel may have several labels."""
         self._windows: Selection | None = None
@@ -67,7 +68,7 @@ class SegmentTask(ArrayTask):
         volume = self._volume
         return {
             "task.labels": "multi_label" if self.has_overlaps else "multi_class",
-            "fields.mask.labels": list(self.names),
+            "task.names": list(self.names),
             "fields.image.windows": [one if isinstance(one, str) else list(one) for one in volume.windows],
             "model.target": self._model.target,
             "model.arguments": self._model.arguments,
