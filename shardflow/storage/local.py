@@ -20,6 +20,7 @@ import os
 import re
 import resource
 import secrets
+import stat
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -387,20 +388,26 @@ class LocalStore:
             if isinstance(error, StorageError):
                 raise
             raise StorageError(
-                f"{path} cannot be read: {type(error).__name__} {error.errno}; check the file system."
+                f"{path} cannot be read: {os_reason(error)}; check the file system."
             ) from error
         finally:
             _OPEN_FILES.give_back(descriptor)
 
     def _open(self, path: str) -> int:
+        # Without O_NONBLOCK a pipe waits for someone who writes.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            return os.open(self._prefix + check_object_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            fileno = os.open(self._prefix + check_object_path(path), flags)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"{path} does not exist in the store; is the dataset complete?") from None
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be opened: {type(error).__name__} {error.errno}; check its permissions."
+                f"{path} cannot be opened: {os_reason(error)}; check its permissions."
             ) from error
+        if not stat.S_ISREG(os.fstat(fileno).st_mode):
+            os.close(fileno)
+            raise StorageError(f"{path} must be a regular file, got a pipe, folder or device; name a file.")
+        return fileno
 
 
 def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:

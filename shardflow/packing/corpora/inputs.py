@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardflow.errors import ConfigError, FormatError, StorageError
+from shardflow.errors import ConfigError, FormatError, StorageError, os_reason
 from shardflow.packing.corpora.config import LineError, LineReason
 from shardflow.storage import write_atomic
 
@@ -170,9 +170,7 @@ def discover(roots: Sequence[Path]) -> list[InputFile]:
 
 def _walk(root: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
-        raise StorageError(
-            f"an input folder cannot be listed ({type(error).__name__} {error.errno}); check it."
-        ) from None
+        raise StorageError(f"an input folder cannot be listed ({os_reason(error)}); check it.") from None
 
     for folder, _, names in os.walk(root, onerror=fail):
         for name in names:
@@ -623,6 +621,6 @@ def reading(call: Any, *arguments: Any) -> Any:
         return call(*arguments)
     except OSError as error:
         raise StorageError(
-            f"an input file cannot be read ({type(error).__name__} {error.errno}); check the file "
+            f"an input file cannot be read ({os_reason(error)}); check the file "
             "system, and run the job again."
         ) from None

@@ -165,8 +165,16 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StorageError, match="a cannot be read: OSError 5"):
+    with pytest.raises(StorageError, match="a cannot be read: Input/output error"):
         store.read("a")
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(StorageError, match=f"{name} must be a regular file"):
+            LocalStore(tmp_path).read(name)
 
 
 def test_a_child_process_reads_through_a_store_of_its_parent(tmp_path: Path) -> None:

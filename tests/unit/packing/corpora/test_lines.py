@@ -170,5 +170,5 @@ def test_a_read_that_fails_below_zstd_is_no_damage() -> None:
         def read(self, size: int | None = -1, /) -> bytes:
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(StorageError, match="OSError 5"):
+    with pytest.raises(StorageError, match="Input/output error"):
         list(zstd_chunks(Failing(b"x" * 100)))
