@@ -579,7 +579,7 @@ def make_pairs(folder: Path) -> VolumeTree:
 
 
 def make_bids(folder: Path) -> VolumeTree:
-    """BIDS: sessions, sidecars at three levels, a time series, derivatives with masks, tables of people."""
+    """BIDS: sessions, sidecars at two levels, series of points, derivatives with masks, tables of people."""
     root = folder / "made-bids"
     cases: dict[str, MadeCase] = {}
     for number, (subject, session) in enumerate((("sub-k1", "ses-a"), ("sub-k1", "ses-b"), ("sub-k2", ""))):
@@ -597,6 +597,11 @@ def make_bids(folder: Path) -> VolumeTree:
         )
         bold = root / place / "func" / f"{stem}_task-rest_bold.nii.gz"
         write_nifti(bold, np.stack([channels[..., 0], channels[..., 1] // 2], axis=-1), affine)
+        if not session:
+            write_nifti(
+                root / place / "dwi" / f"{stem}_dwi.nii.gz", np.stack([channels[..., 0]] * 3, axis=-1), affine
+            )
+            (root / place / "dwi" / f"{stem}_dwi.bval").write_text("0 1000 1000\n", encoding="utf-8")
         derived = root / "derivatives" / "lesions" / place / "anat"
         label = derived / f"{stem}_space-T1w_dseg.nii.gz"
         write_nifti(label, labels.astype(LABEL_TYPES[number]), affine)

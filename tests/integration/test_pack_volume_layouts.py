@@ -379,14 +379,17 @@ def test_subjects_and_sessions_are_patients_and_studies(case: PackCase) -> None:
     tree = make_bids(case.folder)
     summary = case.pack(*tree.settings)
     # Six of them are labels of a template and images of a derivative.
-    assert summary.reasons == {"LAYOUT_FILE": 17}
+    assert summary.reasons == {"LAYOUT_FILE": 18}
     dataset = case.open()
     people = []
     for number, (study, made) in enumerate(tree.cases.items()):
         row = dataset.samples.find(case.sample_key(study))
         packed = Packed(dataset, case.sample_key(study))
         people.append(json.loads(packed.fields["study.json"])["patient"]["patient_key"])
-        assert len(packed.series) == 4  # two images and a time series of two
+        # Two images, a time series of two, and of one study diffusion of three.
+        assert len(packed.series) == (7 if number == 2 else 4)
+        weighted = [one["diffusion"]["b_value_s_mm2"] for one in packed.series if "diffusion" in one]
+        assert sorted(weighted) == ([0, 1000, 1000] if number == 2 else [])
         for channel, (path, _) in made.images.items():
             series = packed.number_of(channel)
             image, facts = _load(path), packed.series[series]
@@ -400,7 +403,7 @@ def test_subjects_and_sessions_are_patients_and_studies(case: PackCase) -> None:
         assert technical["echo_time"] == pytest.approx(3 + number)  # its own
         assert technical["manufacturer"] == "SIEMENS"
         assert "echo_time" not in packed.series[packed.number_of("FLAIR")]["technical"]
-        times = [one for one in packed.series if one.get("channel") is None]
+        times = [one for one in packed.series if one.get("channel") is None and "diffusion" not in one]
         assert [one["technical"]["repetition_time"] for one in times] == [2000, 2000]
         assert made.label is not None
         label = _load(made.label)

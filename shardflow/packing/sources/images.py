@@ -110,17 +110,22 @@ def read_frame_facts(
 def read_stack_facts(
     path: Path, placement: Placement | None, slices: Sequence[SliceRef], *, limits: HeaderLimits
 ) -> AcquisitionFacts:
-    """Read the facts of a stack that its values need, of its first file; of other formats its channel.
+    """Read the facts of a stack that its values need, of its first file; of other formats what points have.
 
     Raises:
         SourceError: As `shardflow.packing.sources.dicom.acquisition.read_acquisition`.
     """
     if placement is not None and placement.form != "dicom":
-        if not placement.channels:
-            return AcquisitionFacts(published={})
         first = slices[0]
-        num_slices = first.instance.image.num_frames // len(placement.channels)
-        return AcquisitionFacts(published={"channel": placement.channels[first.frame // num_slices]})
+        num_frames = first.instance.image.num_frames
+        found: dict[str, Any] = {}
+        if placement.channels:
+            point = first.frame * len(placement.channels) // num_frames
+            found["channel"] = placement.channels[point]
+        if placement.b_values:
+            point = first.frame * len(placement.b_values) // num_frames
+            found["diffusion"] = {"b_value_s_mm2": placement.b_values[point]}
+        return AcquisitionFacts(published=found)
     return read_acquisition(path, slices, limits=limits)
 
 

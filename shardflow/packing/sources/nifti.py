@@ -107,6 +107,11 @@ def read_nifti(path: Path, placement: Placement, *, limits: HeaderLimits) -> Ins
             Reason.INVALID_IMAGE_DESCRIPTION,
             f"{volume.shape[3]} volumes in the file, {len(placement.channels)} names of channels",
         )
+    if placement.b_values and len(placement.b_values) != volume.shape[3]:
+        raise source_error(
+            Reason.INVALID_IMAGE_DESCRIPTION,
+            f"{volume.shape[3]} volumes in the file, {len(placement.b_values)} b-values",
+        )
     affine, rescale = volume.affine_lps, volume.rescale or placement.rescale
     is_swapped, _, _ = volume.turn
     if affine is not None and placement.spacing_mm is not None:

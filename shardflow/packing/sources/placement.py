@@ -25,7 +25,7 @@ the numbers are known."""
 Attributes: TypeAlias = Mapping[str, tuple[str, ...] | tuple[float, ...]]
 """DICOM keyword to values, as `shardflow.packing.sources.dicom.attributes.read_attributes` returns them."""
 
-_OPTIONAL = ("channels", "classes")
+_OPTIONAL = ("b_values", "channels", "classes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,8 @@ class Placement:
     """Slope and intercept of a picture, or of a volume whose header has none; applied once."""
     channels: tuple[str, ...] = ()
     """Names of the points of a volume's fourth axis, which become series; one name for a volume of three."""
+    b_values: tuple[float, ...] = ()
+    """Diffusion weighting of the points of a volume's fourth axis, s/mm2."""
     classes: ClassNames | None = None
     """Classes of a volume of labels, which is an attachment; None for an image."""
 
@@ -78,6 +80,7 @@ class Placement:
         """Read what `to_json` wrote."""
         known = {field.name: row[field.name] for field in fields(cls) if field.name not in _OPTIONAL}
         known["channels"] = tuple(row.get("channels", ()))
+        known["b_values"] = tuple(row.get("b_values", ()))
         if "classes" in row:
             known["classes"] = {name: tuple(values) for name, values in row["classes"].items()}
         known["other_ids"] = tuple(known["other_ids"])

@@ -70,6 +70,7 @@ _PATH: Final = re.compile(
 )
 _DERIVATIVES: Final = "derivatives/"
 _OTHER_FOLDERS: Final = ("code/", "phenotype/", "sourcedata/", "stimuli/")
+_MAX_B_VALUE: Final = 1e6
 _MAX_BYTES: Final = 4 << 20
 _TEXTS: Final = {
     "BodyPart": "BodyPartExamined",
@@ -177,6 +178,9 @@ class Bids(PlacedLayout):
             if found is None:
                 return Reason.INVALID_IMAGE_DESCRIPTION
             attributes = {**found, **self._person(root, subject)}
+        b_values = self._b_values(root, file.relative_path) if suffix == "dwi" else ()
+        if b_values is None:
+            return Reason.INVALID_IMAGE_DESCRIPTION
         modality = "CT" if suffix == "CT" else _MODALITIES[match["datatype"]]
         is_image = classes is None
         series = f"{study}/{match['name']}" if is_image else ""
@@ -190,6 +194,7 @@ class Bids(PlacedLayout):
             modality=self.settings.modality.upper() or modality,
             attributes=attributes,
             channels=(suffix,) if is_image and suffix in _VOLUMES else (),
+            b_values=b_values,
             classes=classes,
         )
 
@@ -209,12 +214,12 @@ class Bids(PlacedLayout):
 
     @cached_property
     def _sidecars(self) -> dict[tuple[int, str, str], list[tuple[Mapping[str, str], Path]]]:
-        """JSON and tables by input folder, folder and ending, such as ``T1w.json``; general ones first."""
+        """Sidecars by input folder, folder and ending, such as ``T1w.json``; general ones first."""
         found: defaultdict[tuple[int, str, str], list[tuple[Mapping[str, str], Path]]] = defaultdict(list)
         for file in self._files:
             folder, _, name = file.relative_path.rpartition("/")
             stem, dot, ending = name.partition(".")
-            if ending in ("json", "tsv") and file.problem is None:
+            if ending in ("bval", "json", "tsv") and file.problem is None:
                 entities, suffix = _entities(stem)
                 key = file.root_index, folder, f"{suffix}{dot}{ending}"
                 found[key].append((entities, self._roots[file.root_index] / file.relative_path))
@@ -255,6 +260,16 @@ class Bids(PlacedLayout):
         if suffix == "dwi":
             found["ImageType"] = (*found.get("ImageType", ("ORIGINAL", "PRIMARY")), "DIFFUSION")
         return found
+
+    def _b_values(self, root: int, path: str) -> tuple[float, ...] | None:
+        """Return the b-values of a diffusion series; None where their file is damaged."""
+        for sidecar in self._applicable(root, path, "dwi.bval")[-1:]:
+            try:
+                found = tuple(map(float, sidecar.read_text(encoding="ascii").split()))
+            except (OSError, ValueError):
+                return None
+            return found if found and all(0 <= value < _MAX_B_VALUE for value in found) else None
+        return ()
 
     def _classes(self, file: DiscoveredFile, entities: Mapping[str, str], suffix: str) -> ClassNames:
         """Return the classes of a file of labels; empty where only their numbers are known."""
