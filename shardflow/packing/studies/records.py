@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from shardflow.errors import SourceError, StorageError
+from shardflow.errors import FormatError, SourceError, StorageError
 from shardflow.format.codecs import codec_for, stored_codec
+from shardflow.format.facts.sampling import ClassVoxels, voxels_of_study
 from shardflow.format.keys import (
     FIELD_PATTERN,
     REPORT_FIELD,
@@ -30,6 +31,7 @@ from shardflow.format.keys import (
 )
 from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.volumes.bricks import BRICKS_CODEC
+from shardflow.format.volumes.masks import join_masks
 from shardflow.packing.deid.allowlist import allow_ordinal, allow_technical
 from shardflow.packing.header_rows import seconds_of_day
 from shardflow.packing.registry import attachment_kinds
@@ -43,6 +45,7 @@ from shardflow.packing.sources.documents.facts import has_time_of_day, parse_mom
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardflow.format.volumes.bricks import EncodedVolume
     from shardflow.packing.header_rows import AttachmentRow
     from shardflow.packing.settings import VolumesConfig
     from shardflow.packing.sources.attachments import Attached, AttachmentKind
@@ -366,6 +369,52 @@ def attach(
             made.take(entry.position, found, entry.items)
     mark.clear()
     return made
+
+
+def place_masks(
+    fields: Mapping[str, bytes],
+    contents: dict[str, dict[str, Any]],
+    described: Sequence[Mapping[str, Any]],
+    sample_key: str,
+    brick_shape: Sequence[int],
+) -> tuple[Mapping[str, bytes | EncodedVolume], list[ClassVoxels]]:
+    """Bring the masks of regions into the storage of their series, and sample the voxels of each class.
+
+    Args:
+        fields: Made from the attachments.
+        contents: Objects of the JSON fields; that of the annotations changes with its masks.
+        described: ``study.json`` objects of the series.
+        sample_key: Key of the sample.
+        brick_shape: Largest size of a brick.
+
+    Returns:
+        The fields as they are stored, and the voxels. Annotations of another package's kind that are none of
+        the format stay as they are, without voxels.
+    """
+    if "annotations" not in contents:
+        return fields, []
+    annotations = encode_json(contents["annotations"])
+    shapes = {
+        number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
+        for number, facts in enumerate(described)
+    }
+    in_bricks = {
+        number: shape for number, shape in shapes.items() if described[number]["codec"] == BRICKS_CODEC
+    }
+
+    def read(names: Sequence[str]) -> Mapping[str, bytes]:
+        return {name: fields[name] for name in names}
+
+    try:
+        voxels = voxels_of_study(annotations, fields, shapes, key=sample_key)
+        masks = join_masks(annotations, fields, read, in_bricks, brick_shape=brick_shape)
+    except FormatError:
+        return fields, []
+    if masks is None:
+        return fields, voxels
+    contents["annotations"] = json.loads(masks.annotations)
+    kept = {name: payload for name, payload in fields.items() if name not in masks.former}
+    return {**kept, **masks.fields}, voxels
 
 
 def _convert(kind: AttachmentKind, entry: AttachmentEntry, study: StudyContext) -> Attached | str:

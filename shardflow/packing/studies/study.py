@@ -8,7 +8,6 @@ number of clipped values) go into ``study.json``, which sorts behind all slices.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,13 +19,12 @@ import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.codecs import FAST, codec_for, encode_array, stored_codec
-from shardflow.format.facts.sampling import BodyFinder, ClassVoxels, voxels_of_study
+from shardflow.format.facts.sampling import BodyFinder, ClassVoxels
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
 from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.format.volumes.encoder import VolumeWriter, suits_bricks
-from shardflow.format.volumes.masks import join_masks
 from shardflow.packing.deid.allowlist import (
     ANGLE_KEYWORDS,
     KEYWORDS,
@@ -76,6 +74,7 @@ from shardflow.packing.studies.records import (
     attach,
     describe_series,
     encode_json,
+    place_masks,
     series_axis,
     series_times,
     stored_series,
@@ -85,7 +84,6 @@ from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
 if TYPE_CHECKING:
-    from shardflow.format.volumes.bricks import EncodedVolume
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
     from shardflow.packing.settings import PolicyConfig, VariantsConfig, VolumesConfig
@@ -393,7 +391,10 @@ class StudyMembers:
             maker = ContextMaker(self.sample_key, self._usable(), series, self._privacy, self._people)
             self._attached = attach(self.attachments, maker, self.mark, records=self.rules.records)
             contents.update(self._attached.json_fields())
-            fields = self._with_masks_in_bricks(contents, described)
+            fields, voxels = place_masks(
+                self._attached.fields, contents, described, self.sample_key, self.rules.volumes.brick_shape
+            )
+            self._voxels += voxels
             for name, payload in fields.items():
                 self.writer.hold(name, payload)
             if maker.origin is not None:
@@ -411,35 +412,6 @@ class StudyMembers:
         self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
-
-    def _with_masks_in_bricks(
-        self, contents: dict[str, dict[str, Any]], described: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, bytes | EncodedVolume]:
-        """Return the fields of attachments with the masks of series in bricks as these are stored."""
-        fields = self._attached.fields
-        if "annotations" not in contents:
-            return fields
-        annotations = encode_json(contents["annotations"])
-        shapes = {
-            number: (int(facts["num_slices"]), int(facts["rows"]), int(facts["columns"]))
-            for number, facts in enumerate(described)
-        }
-        self._voxels += voxels_of_study(annotations, fields, shapes, key=self.sample_key)
-        in_bricks = {
-            number: shape for number, shape in shapes.items() if described[number]["codec"] == BRICKS_CODEC
-        }
-        masks = join_masks(
-            annotations,
-            fields,
-            lambda names: {name: fields[name] for name in names},
-            in_bricks,
-            brick_shape=self.rules.volumes.brick_shape,
-        )
-        if masks is None:
-            return fields
-        contents["annotations"] = json.loads(masks.annotations)
-        kept = {name: payload for name, payload in fields.items() if name not in masks.former}
-        return {**kept, **masks.fields}
 
     def _write_stack(self, number: int, stack: Stack, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the slices of a series, or its volume; return the facts that they determine."""
