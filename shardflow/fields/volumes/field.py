@@ -43,7 +43,9 @@ from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
     Shape,
+    Vector,
     check_orientation,
+    finest_spacing,
     oriented,
     spaced,
     stretched,
@@ -326,6 +328,7 @@ class BoundVolume(BoundField):
         self._check_units(context)
         self._check_series()
         self._num_samples = context.num_samples
+        self._populations = context.populations
         self._num_missing = context.count_missing(self.has_content)
         if self._num_missing and spec.missing == "error":
             where = "" if spec.series is None else f" (series={spec.series!r})"
@@ -424,6 +427,16 @@ class BoundVolume(BoundField):
             delivered=delivered,
             left_out=left_out,
         )
+
+    def finest_spacing_mm(self) -> Vector | None:
+        """Return the least distance of stored voxels along D, H and W; None where no geometry is known."""
+        affines = []
+        for place, (table, population) in enumerate(
+            zip(self.selected.catalog.tables, self._populations, strict=True)
+        ):
+            rows = self.selected.first_series(place)[population]
+            affines.append(np.asarray(table.array("affine_lps"))[rows[rows >= 0]])
+        return finest_spacing(np.concatenate(affines), self.spec.orientation)
 
     def delivered_images(self, place: int) -> ImageSet:
         """Return the stored images of a dataset that the field delivers."""

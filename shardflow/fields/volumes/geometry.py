@@ -256,6 +256,34 @@ def _world_axes(affine: Affine) -> Shape:
     return best[0], best[1], best[2]
 
 
+def finest_spacing(affines_lps: NDArray[Any], codes: str | None) -> Vector | None:
+    """Return the least distance of neighboring voxels along each axis, over many stored volumes.
+
+    Args:
+        affines_lps: ``(n, 3 or 4, 4)`` of a series table, which map ``(column, row, slice, 1)``; volumes of
+            unknown geometry do not count.
+        codes: Directions in which the axes run, see `oriented`; None for slice, row and column.
+
+    Returns:
+        Millimeters; None where no volume has a known geometry.
+    """
+    axes = np.asarray(affines_lps, np.float64)[:, :3, [2, 1, 0]]
+    lengths = np.sqrt((axes * axes).sum(axis=1))
+    is_known = np.isfinite(lengths).all(axis=1) & (lengths > 0).all(axis=1)
+    axes, lengths = axes[is_known], lengths[is_known]
+    if not len(lengths):
+        return None
+    if codes is not None:
+        closeness = np.abs(axes) / lengths[:, None]  # of each axis of LPS to each stored one
+        orders = np.array([*itertools.permutations(_AXES)])
+        totals = sum(closeness[:, orders[:, a], a] for a in _AXES)
+        world = orders[np.argmax(totals, axis=1)]
+        wanted = np.array([_CODES[code][0] for code in codes])
+        stored = np.argmax(world[:, None, :] == wanted[:, None], axis=2)
+        lengths = np.take_along_axis(lengths, stored, axis=1)
+    return _vector(lengths.min(axis=0).tolist())
+
+
 def oriented(grid: Grid, affine: Affine, codes: str) -> Grid:
     """Return the stored voxels with axes that run in given directions: axes are swapped and reversed.
 

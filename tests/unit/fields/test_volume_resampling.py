@@ -11,7 +11,15 @@ import scipy.ndimage
 import SimpleITK as sitk  # noqa: N813 - as everyone does
 from numpy.typing import NDArray
 
-from shardflow.fields.volumes.geometry import Affine, Grid, axis_codes, oriented, spaced, stretched
+from shardflow.fields.volumes.geometry import (
+    Affine,
+    Grid,
+    axis_codes,
+    finest_spacing,
+    oriented,
+    spaced,
+    stretched,
+)
 from shardflow.fields.volumes.resampling import Interpolation, inside, resample, smoothing, source_region
 from tests.volume_cases import affine_of
 
@@ -176,3 +184,22 @@ def test_a_whole_volume_is_stretched_as_scipy_does() -> None:
         factors = [new / old for new, old in zip(size, volume.shape, strict=True)]
         wanted = scipy.ndimage.zoom(volume, factors, order=1, mode="nearest", grid_mode=True)
         assert np.abs(found - wanted).max() < 0.01
+
+
+@pytest.mark.parametrize("codes", [None, "RAS", "SPL", "LSA"])
+def test_the_finest_spacing_is_that_of_grids_in_their_orientation(codes: str | None) -> None:
+    random = np.random.default_rng(5)
+    affines = [
+        affine_of(random.uniform(0.5, 6, 3), turn=0.4 * number, flip=number % 2 == 1) for number in range(12)
+    ]
+    table = np.stack([one[:3, [2, 1, 0, 3]] for one in affines])
+    table[4] = np.nan
+    spacings = []
+    for number, one in enumerate(table):
+        stored = Affine.of_series(one)
+        if number != 4:
+            assert stored is not None
+            grid = Grid((3, 4, 5)) if codes is None else oriented(Grid((3, 4, 5)), stored, codes)
+            spacings.append(grid.affine(stored).spacing_mm)
+    assert finest_spacing(table, codes) == pytest.approx(np.min(spacings, axis=0))
+    assert finest_spacing(table[4:5], codes) is None
