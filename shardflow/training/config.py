@@ -28,6 +28,7 @@ from shardflow.training.model_fields import (
     IMAGE_FIELD,
     REPORT_FIELD,
     TaskConfig,
+    VolumeAugmentConfig,
     check_classify_fields,
     check_report_fields,
     check_segment_fields,
@@ -538,6 +539,7 @@ class TrainConfig:
     """How often each sample is trained on; left out for a blend, whose components have their own."""
     image: ImageConfig = field(default_factory=ImageConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    augment_volumes: VolumeAugmentConfig = field(default_factory=VolumeAugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -557,6 +559,8 @@ class TrainConfig:
         if not self.fields and self.task.has_reports:
             object.__setattr__(self, "fields", default_fields(self.image))
         check_names(self.fields)
+        if self.augment_volumes.is_active and (self.task.type != "segment" or self.task.target):
+            raise ConfigError("[augment_volumes] has an effect with task.type 'segment' only; remove it.")
         if self.task.has_reports:
             self._check_reports()
         else:
@@ -663,7 +667,7 @@ class TrainConfig:
                 "task.type 'segment' evaluates the volumes of one dataset, and data.dataset is a blend file; "
                 "leave out data.eval_split, and evaluate each dataset by a run of its own."
             )
-        check_segment_fields(self.fields)
+        self.augment_volumes.check(check_segment_fields(self.fields))
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

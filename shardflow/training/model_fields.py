@@ -16,6 +16,7 @@ from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
+from shardflow.fields.volumes.augmentation import VolumeAugmentSettings
 from shardflow.fields.volumes.field import Volume
 
 IMAGE_FIELD: Final = "image"
@@ -83,6 +84,46 @@ class TaskConfig:
         return self.type == "report" and not self.target
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VolumeAugmentConfig:
+    """Augmentation of the volumes of ``segment`` on the device; evaluations use none.
+
+    The loader then delivers stored voxels with a margin, and the device resamples them once, to
+    ``fields.image.roi_size`` and its ``spacing_mm``.
+    """
+
+    preset: str = "none"
+    """``nnunet``, ``geometry`` or ``strong``, see `shardflow.VolumeAugmentation`."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of `shardflow.VolumeAugmentation` that differ from the preset's, such as ``flip_prob = [0.0,
+    0.5, 0.5]``."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("roi_size", "spacing_mm", "interpolation"):
+            if name in self.settings:
+                raise ConfigError(f"settings.{name} follows fields.image.{name}; remove it.")
+        VolumeAugmentSettings.preset(self.preset, roi_size=(1, 1, 1), **self.settings)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is wanted."""
+        return self.preset != "none" or bool(self.settings)
+
+    def check(self, volume: Volume) -> None:
+        """Refuse volumes that only the loader can resample.
+
+        Raises:
+            ConfigError: They are such.
+        """
+        for name, refused in (("center", "whole"), ("interpolation", "nearest"), ("antialias", True)):
+            if self.is_active and getattr(volume, name) == refused:
+                raise ConfigError(
+                    f"fields.image.{name} = {refused!r} is resampled by the loader, and [augment_volumes] "
+                    "resamples on the device; remove one of them."
+                )
+
+
 def _check_type(
     fields: Mapping[str, Field],
     name: str,
@@ -123,11 +164,14 @@ def check_classify_fields(fields: Mapping[str, Field]) -> None:
         )
 
 
-def check_segment_fields(fields: Mapping[str, Field]) -> None:
+def check_segment_fields(fields: Mapping[str, Field]) -> Volume:
     """Refuse fields from which the classes of voxels cannot be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
+
+    Returns:
+        The field ``image``.
 
     Raises:
         ConfigError: ``image`` or ``mask`` is missing or of a wrong type, or they do not go together.
@@ -148,6 +192,7 @@ def check_segment_fields(fields: Mapping[str, Field]) -> None:
         )
     if mask.like != IMAGE_FIELD:
         raise ConfigError('fields.mask must follow the volume; write like = "image".')
+    return volume
 
 
 def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:

@@ -165,7 +165,7 @@ def _segment_task(config: TrainConfig) -> ArrayTask:
     volume, mask = config.fields[IMAGE_FIELD], config.fields[MASK_FIELD]
     assert isinstance(volume, Volume)  # noqa: S101 - checked when the settings were read
     assert isinstance(mask, Mask)  # noqa: S101
-    return SegmentTask(config.task, config.model, volume, mask)
+    return SegmentTask(config.task, config.model, volume, mask, config.augment_volumes)
 
 
 def check_bindings(

@@ -237,6 +237,30 @@ def test_a_killed_run_resumes_to_equal_weights_on_another_number_of_processes(
         }
 
 
+def test_augmented_runs_resume_to_equal_weights(folder: Path, tmp_path: Path) -> None:
+    """Regions in stored voxels are brought to millimeters, turned and bent on the device, once."""
+    settings = (
+        "run.max_steps=6",
+        "run.evaluate_every_steps=3",
+        "fields.image.spacing_mm=[1.5, 1.2, 1.2]",
+        "augment_volumes.preset=strong",
+        "augment_volumes.settings={rotate_prob=1.0, elastic_prob=1.0, noise_prob=1.0}",
+    )
+    plain = run(folder, tmp_path / "plain", *settings[:3])
+    whole = run(folder, tmp_path / "whole", *settings)
+    assert (whole.outcome, whole.global_step) == ("finished", 6)
+    assert whole.evaluation_loss != plain.evaluation_loss
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    newest = max((tmp_path / "again" / "checkpoints").glob("step-*"))
+    shutil.rmtree(newest)
+    again = run(folder, tmp_path / "again", *settings)
+    assert again.resumed_from is not None
+    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "again")
+    assert all(torch.equal(one, second[name]) for name, one in first.items())
+    other = weights_of(tmp_path / "plain")
+    assert not all(torch.equal(one, other[name]) for name, one in first.items())
+
+
 def test_a_volume_with_a_bad_window_is_counted_and_named(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,6 +308,20 @@ def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: t
         ),
         (("fields.image.margin=4",), "regions without a margin"),
         (("data.unit=series",), "takes volumes of studies"),
+        (("augment_volumes.preset=nnUnet",), "did you mean 'nnunet'"),
+        (
+            ("augment_volumes.preset=nnunet", "augment_volumes.settings.flip=0.5"),
+            "no setting 'flip'; did you mean 'flip_prob'",
+        ),
+        (("augment_volumes.settings={roi_size=[1, 1, 1]}",), "settings.roi_size follows fields.image"),
+        (
+            ("augment_volumes.preset=geometry", "fields.image.interpolation=nearest"),
+            "interpolation = 'nearest' is resampled by the loader",
+        ),
+        (
+            ("augment_volumes.preset=geometry", "task={target='a:b'}"),
+            "has an effect with task.type 'segment' only",
+        ),
         (("task.ignore=[1]",), "task.ignore needs task.type = 'classify'"),
         (("task.labels=binary",), "is 'multi_class' or 'multi_label'"),
         (("augment.zoom=0.1",), "augment has no effect with task.type 'segment'"),

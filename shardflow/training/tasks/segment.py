@@ -25,14 +25,17 @@ from torch.nn import functional
 from shardflow.errors import ConfigError
 from shardflow.fields.field import Field
 from shardflow.fields.types.masks import Mask
-from shardflow.fields.volumes.field import Volume
+from shardflow.fields.volumes.field import BoundVolume, Volume
 from shardflow.loading import Batch, Selection
+from shardflow.loading.binding import bind_fields
 from shardflow.loading.windows import select_windows
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
+from shardflow.telemetry import StageCounters
 from shardflow.training.config import ModelConfig
+from shardflow.training.device.volumes import VolumeAugmentation
 from shardflow.training.distributed import Ranks
-from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig
+from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig, VolumeAugmentConfig
 from shardflow.training.models.building import build_target, freeze
 from shardflow.training.models.unet import UNet3d
 from shardflow.training.tasks.task import ArrayTask, Meter
@@ -52,10 +55,18 @@ class SegmentTask(ArrayTask):
         model: The table ``[model]``.
         volume: The field of the volumes.
         mask: The field of the masks: a plane for each label, or one of all.
+        augment: The table ``[augment_volumes]``.
     """
 
-    def __init__(self, task: TaskConfig, model: ModelConfig, volume: Volume, mask: Mask) -> None:
-        self._task, self._model, self._volume = task, model, volume
+    def __init__(
+        self,
+        task: TaskConfig,
+        model: ModelConfig,
+        volume: Volume,
+        mask: Mask,
+        augment: VolumeAugmentConfig,
+    ) -> None:
+        self._task, self._model, self._volume, self._augment = task, model, volume, augment
         labels = tuple(mask.labels or ())
         self.names: Sequence[str] = labels if mask.merge == "stack" or len(labels) == 1 else ("foreground",)
         """Of the labels; of several that are one plane ``foreground``."""
@@ -81,7 +92,7 @@ class SegmentTask(ArrayTask):
         """Return the fields of the settings; of an evaluation windows that cover each volume."""
         found = super().fields(selection, is_evaluation=is_evaluation)
         if not is_evaluation:
-            return found
+            return {**found, IMAGE_FIELD: self._region(selection)}
         grid = replace(
             self._volume,
             center="grid",
@@ -92,6 +103,32 @@ class SegmentTask(ArrayTask):
             neg=1.0,
         )
         return {**found, IMAGE_FIELD: grid}
+
+    def _region(self, selection: Selection) -> Volume:
+        """Return the volume to train on: with augmentation stored voxels and the margin that it needs."""
+        augmentation, volume = self.augmentation, self._volume
+        if augmentation is None:
+            return volume
+        anywhere = replace(volume, center="random", labels=None, pos=1.0, neg=1.0)
+        _, bound = bind_fields(selection, {IMAGE_FIELD: anywhere}, StageCounters())
+        (field,) = bound.bound
+        assert isinstance(field, BoundVolume)  # noqa: S101 - of a volume
+        return replace(volume, spacing_mm=None, margin=augmentation.margin(field.finest_spacing_mm()))
+
+    @property
+    def augmentation(self) -> VolumeAugmentation | None:
+        """Augmentation of the regions, keyed by the seed of the run."""
+        if not self._augment.is_active:
+            return None
+        volume = self._volume
+        return VolumeAugmentation.preset(
+            self._augment.preset,
+            roi_size=volume.roi_size,
+            spacing_mm=volume.spacing_mm,
+            interpolation=volume.interpolation,
+            seed=self._run.seed,
+            **self._augment.settings,
+        )
 
     def evaluation_samples(self, selection: Selection) -> Selection:
         """Return the windows of the volumes of an evaluation split."""
@@ -128,7 +165,7 @@ class SegmentTask(ArrayTask):
         if not self._volume.windows:
             low, high = tensors["display_range"].reshape(-1, 2, 1, 1, 1, 1).unbind(dim=1)
             image = ((image - low) / torch.where(high > low, high - low, torch.ones_like(low))).clamp(0, 1)
-        elif tensors["image"].dtype == torch.uint8:
+        elif self._volume.dtype == "uint8":
             image = image / 255
         image = image * 2 - 1
         target = mask

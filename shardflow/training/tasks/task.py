@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters
 from shardflow.training.config import BatchConfig
 from shardflow.training.device.transfer import Transfer, open_transfer
+from shardflow.training.device.volumes import VolumeAugmentation, VolumeDraw
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputSource, StepInputs
 from shardflow.training.model_fields import TaskConfig
@@ -163,6 +164,7 @@ class ArrayInputs:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sent:
     parcel: Parcel
+    augmented: Sequence[VolumeDraw]
     num_tokens: float
     num_samples: float
 
@@ -193,14 +195,18 @@ class _ArraySource:
         arrays = dict(self._task.arrays(batch, is_evaluation=self._is_evaluation))
         weights = np.array(batch.arrays["weight"], np.float32) * (not is_padding)
         counts = np.asarray(self._task.counts(arrays, len(weights)), np.float64)
+        augmentation = None if self._is_evaluation else self._task.augmentation
         return _Sent(
             parcel=self.transfer.send({**arrays, _WEIGHTS: weights}),
+            augmented=() if augmentation is None else augmentation.draw_batch(batch),
             num_tokens=float(np.dot(counts, weights.astype(np.float64))),
             num_samples=float(weights.sum(dtype=np.float64)),
         )
 
     def receive(self, sent: _Sent) -> ArrayInputs:
         received = self.transfer.receive(sent.parcel)
+        if sent.augmented and self._task.augmentation is not None:
+            received = self._task.augmentation.apply(received, sent.augmented)
         tensors = {**self._task.prepare(received), _WEIGHTS: received[_WEIGHTS]}
         return ArrayInputs(
             task=self._task, tensors=tensors, num_tokens=sent.num_tokens, num_samples=sent.num_samples
@@ -254,6 +260,14 @@ class ArrayTask(ABC):
     def counts(self, arrays: Mapping[str, NDArray[Any]], num_slots: int) -> NDArray[Any]:  # noqa: ARG002
         """Return ``(B,)`` how many targets each loss adds up: what the step's loss is divided by; 1 each."""
         return np.ones(num_slots)
+
+    @property
+    def augmentation(self) -> VolumeAugmentation | None:
+        """Augmentation of the volumes of training batches on the device, before `prepare`; None for none.
+
+        It changes the arrays that have the names of fields of volumes, and masks of these.
+        """
+        return None
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Transform the tensors on the device, for example images; nothing by default."""
