@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.config import load_config
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
 from shardflow.training.config import TrainConfig
 from shardflow.training.metrics import read_metrics
@@ -253,6 +253,8 @@ def test_augmented_runs_resume_to_equal_weights(folder: Path, tmp_path: Path) ->
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     newest = max((tmp_path / "again" / "checkpoints").glob("step-*"))
     shutil.rmtree(newest)
+    with pytest.raises(StateError, match="augment_volumes.preset is 'nnunet', but checkpoint"):
+        run(folder, tmp_path / "again", *settings, "augment_volumes.preset=nnunet")
     again = run(folder, tmp_path / "again", *settings)
     assert again.resumed_from is not None
     first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "again")

@@ -75,12 +75,14 @@ class SegmentTask(ArrayTask):
         self._windows: Selection | None = None
 
     def settings(self) -> Mapping[str, Any]:
-        """Return what a checkpoint must match: model, scale of the image, labels."""
+        """Return what a checkpoint must match: model, scale of the image, labels, augmentation."""
         volume = self._volume
         return {
             "task.labels": "multi_label" if self.has_overlaps else "multi_class",
             "task.names": list(self.names),
             "fields.image.windows": [one if isinstance(one, str) else list(one) for one in volume.windows],
+            "augment_volumes.preset": self._augment.preset,
+            "augment_volumes.settings": self._augment.settings,
             "model.target": self._model.target,
             "model.arguments": self._model.arguments,
             **({"model.frozen": list(self._model.frozen)} if self._model.frozen else {}),
