@@ -253,14 +253,14 @@ def test_augmented_runs_resume_to_equal_weights(folder: Path, tmp_path: Path) ->
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     newest = max((tmp_path / "again" / "checkpoints").glob("step-*"))
     shutil.rmtree(newest)
-    with pytest.raises(StateError, match="augment_volumes.preset is 'nnunet', but checkpoint"):
-        run(folder, tmp_path / "again", *settings, "augment_volumes.preset=nnunet")
     again = run(folder, tmp_path / "again", *settings)
     assert again.resumed_from is not None
     first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "again")
     assert all(torch.equal(one, second[name]) for name, one in first.items())
     other = weights_of(tmp_path / "plain")
     assert not all(torch.equal(one, other[name]) for name, one in first.items())
+    with pytest.raises(StateError, match=r"augment_volumes\.preset is 'nnunet', but checkpoint"):
+        run(folder, tmp_path / "again", *settings, "augment_volumes.preset=nnunet")
 
 
 def test_a_volume_with_a_bad_window_is_counted_and_named(
