@@ -184,6 +184,22 @@ def test_for_evaluation_only_the_size_changes(dataset: Dataset) -> None:
                 assert (found["nodule"][slot, 0].numpy() == batch["nodule"][slot, 0][inner]).all()
 
 
+def test_a_region_that_is_too_small_is_logged_once(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    augmentation = sf.VolumeAugmentation.preset("geometry", roi_size=ROI)
+    for name, more, num_lines in (("forgotten", (0, 0, 0), 1), ("given", (20, 20, 20), 0)):
+        caplog.clear()
+        with open_loader(dataset, SPEC, {name: sf.Volume(roi_size=ROI, margin=more)}) as loader:
+            for batch in loader:
+                augmentation(batch)
+        lines = [
+            one.getMessage() for one in caplog.records if "margin=augmentation.margin" in one.getMessage()
+        ]
+        assert len(lines) == num_lines
+        assert all("delivers 5 x 6 x 7 voxels" in line for line in lines)
+
+
 def test_what_cannot_be_augmented_is_one_sentence(dataset: Dataset, tmp_path: Path) -> None:
     augmentation = sf.VolumeAugmentation(roi_size=ROI, seed=5, spacing_mm=(1, 1, 1))
     with (

@@ -43,6 +43,8 @@ _COVERED_ZOOM: Final = 1 / 0.85
 _MAX_STEPS: Final = 40
 _STEP_ENDS: Final = 1e-4
 """Of the iteration that inverts bending: at most so many steps, or until one is so few voxels."""
+_LEAST_SIDE: Final = 1e-3
+"""Voxels that count as none: of a box that is left, and of a region that is too short."""
 BIAS_DEGREE: Final = 3
 BIAS_POWERS: Final = tuple(
     powers for powers in itertools.product(range(BIAS_DEGREE + 1), repeat=3) if 0 < sum(powers) <= BIAS_DEGREE
@@ -258,7 +260,8 @@ class VolumeAugmentSettings:
 
         Args:
             stored_spacing_mm: Distance of stored voxels along D, H and W, of the finest series; needed with
-                ``spacing_mm``.
+                ``spacing_mm``. None is for cubes. Thick slices need much beside them to be turned; nnU-Net
+                turns these about their own axis alone, as ``rotate_deg=(180, 0, 0)``.
 
         Raises:
             ConfigError: It is missing.
@@ -271,7 +274,15 @@ class VolumeAugmentSettings:
                 )
             stored_spacing_mm = (1.0, 1.0, 1.0)
         stored = checked_spacing(stored_spacing_mm)
-        spacing = self.spacing_mm or stored
+        a, b, c = (
+            max(0, math.ceil((needed - side) / 2 - _LEAST_SIDE))
+            for needed, side in zip(self.num_needed(stored), self.roi_size, strict=True)
+        )
+        return a, b, c
+
+    def num_needed(self, stored_spacing_mm: Sequence[float]) -> Vector:
+        """Return how many stored voxels along D, H and W augmentation reads from, see `margin`."""
+        spacing = self.spacing_mm or stored_spacing_mm
         sides = [self.roi_size[k] * spacing[k] for k in _AXES]
         reach = list(sides)
         for about, degrees in enumerate(self.rotate_deg if self.rotate_prob else ()):
@@ -281,10 +292,7 @@ class VolumeAugmentSettings:
                 reach[k] = max(reach[k], sides[k] * math.cos(worst) + other * math.sin(worst))
         zoom = min(max(self.zoom[1], 1.0), _COVERED_ZOOM) if self.zoom_prob else 1.0
         bend = 1 + 2 * self.elastic[1] / self.elastic_cells if self.elastic_prob else 1.0
-        a, b, c = (
-            max(0, math.ceil((reach[k] * zoom * bend / stored[k] - self.roi_size[k]) / 2 - 1e-9))
-            for k in _AXES
-        )
+        a, b, c = (reach[k] * zoom * bend / stored_spacing_mm[k] for k in _AXES)
         return a, b, c
 
     # ---- draws ---------------------------------------------------------------------------------------
@@ -522,10 +530,6 @@ class IndexMap:
         is_left[present] = is_seen
         found[present[is_seen]] = np.concatenate((low, high), axis=1)[is_seen]
         return found, is_left
-
-
-_LEAST_SIDE: Final = 1e-3
-"""Voxels that is left of a box at least."""
 
 
 def _turned(draw: SlotDraw) -> Float64Array:

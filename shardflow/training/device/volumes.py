@@ -8,6 +8,7 @@ no generator of torch is used: noise is a function of a key and the number of a 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shardflow.loading import Batch
     from shardflow.loading.tensors import Device
 
+_LOGGER = logging.getLogger(__name__)
 _AXES: Final = (0, 1, 2)
 _POLE: Final = 3.0**0.5 - 2.0
 _SPLINE_REACH: Final = 12
@@ -131,6 +133,7 @@ class VolumeAugmentation(VolumeAugmentSettings):
                     "needs; add 'and slice_spacing_mm > 0' to its series, or leave spacing_mm out."
                 )
             shape = batch[name].shape[-3:]
+            self._check_size(name, shape, affines[is_there])
             maps = [
                 IndexMap.of(move if there else SlotDraw(), affine, shape, self)
                 for move, there, affine in zip(moves, is_there, affines, strict=True)
@@ -149,6 +152,24 @@ class VolumeAugmentation(VolumeAugmentSettings):
                     small |= _moved_boxes(batch, str(entry["name"]), maps)
             found.append(VolumeDraw(name=name, masks=masks, maps=maps, tones=tones, small=small))
         return found
+
+    def _check_size(self, name: str, shape: Sequence[int], affines: NDArray[Any]) -> None:
+        """Log once if regions hold less than what is read from them: the rest of the result is filled."""
+        for axes in affines[:, :3, :3]:
+            lengths = np.sqrt((axes * axes).sum(axis=0))
+            known = lengths.tolist() if np.isfinite(lengths).all() else [1.0] * 3
+            needed = self.num_needed(known)
+            is_short = any(side <= least - 2 for side, least in zip(shape, needed, strict=True))
+            if is_short and name not in _WARNED:
+                _WARNED.add(name)
+                _LOGGER.warning(
+                    "the field %r delivers %s voxels, and its augmentation reads from %s of that spacing: "
+                    "what is beyond is filled; write margin=augmentation.margin(...) with the spacing of the "
+                    "finest series, or less rotation of thick slices",
+                    name,
+                    " x ".join(map(str, shape)),
+                    " x ".join(str(math.ceil(one)) for one in needed),
+                )
 
     @torch.no_grad()
     def apply(self, tensors: Mapping[str, Any], drawn: Sequence[VolumeDraw]) -> dict[str, Any]:
@@ -177,6 +198,10 @@ class VolumeAugmentation(VolumeAugmentSettings):
                 if name in tensors:
                     found[name] = torch.from_numpy(array).to(regions.device)
         return found
+
+
+_WARNED: Final[set[str]] = set()
+"""Fields whose regions are too small, which is logged once."""
 
 
 def _moved_boxes(batch: Batch, name: str, maps: Sequence[IndexMap]) -> dict[str, NDArray[Any]]:

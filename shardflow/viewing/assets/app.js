@@ -106,7 +106,6 @@ function openSeries(number, index) {
   state.presets = Object.values(presets);
   byId("preset").append(...Object.keys(presets).map((name, at) => option(at, name)));
   film.open(state.study.row, series, number, regionsOf(state.study, number), state.crops.filter((crop) => crop.series === number));
-  byId("planes").disabled = !film.canShowPlanes;
   if (index !== undefined) film.show(index);
 }
 
@@ -176,6 +175,7 @@ function describe({ study, index, count, low, high, error }) {
   if (state.isRecording) return;
   const without = study ? "This series has no slices." : state.study ? "This sample has no images." : "";
   byId("note").textContent = count ? error : without;
+  byId("planes").disabled = !film.canShowPlanes;
   byId("scrub").max = Math.max(count - 1, 0);
   byId("scrub").value = index;
   byId("window").textContent = study ? `C ${Math.round((low + high) / 2)}  W ${Math.round(high - low)}` : "";
