@@ -171,18 +171,18 @@ function describeStrip({ shown: recording, index, count, error }) {
   byId("where").textContent = strip.describe();
 }
 
-function describe({ study, index, count, low, high, error }) {
+function describe({ study, index, count, low, high, error, axes, canShowPlanes }) {
   if (state.isRecording) return;
   const without = study ? "This series has no slices." : state.study ? "This sample has no images." : "";
   byId("note").textContent = count ? error : without;
-  byId("planes").disabled = !film.canShowPlanes;
+  byId("planes").disabled = !canShowPlanes;
   byId("scrub").max = Math.max(count - 1, 0);
   byId("scrub").value = index;
   byId("window").textContent = study ? `C ${Math.round((low + high) / 2)}  W ${Math.round(high - low)}` : "";
   const facts = study?.series;
   const names = facts && [
     `slice ${index + 1} of ${count}`,
-    film.axes.length > 1 ? `row ${film.at[1] + 1}, column ${film.at[2] + 1}` : "",
+    axes.length > 1 ? `row ${film.at[1] + 1}, column ${film.at[2] + 1}` : "",
     facts.instance_numbers?.[index] != null ? `image ${facts.instance_numbers[index]}` : "",
     facts.slice_spacing_mm ? `every ${facts.slice_spacing_mm.toFixed(2)} mm` : "",
     facts.unit,
