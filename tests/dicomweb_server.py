@@ -57,6 +57,7 @@ class WebArchive:
         url: Root of the service.
         faults: The first one that fits an answer is used up.
         requests: Number of answers by path.
+        queries: What stood behind the paths, as it was sent.
         page_size: Most results of one answer.
         piece_bytes: Bytes that are sent at once.
         ignores_pages: Whether every answer begins with the first result.
@@ -68,6 +69,7 @@ class WebArchive:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     requests: Counter[str] = field(default_factory=Counter)
+    queries: list[str] = field(default_factory=list)
     page_size: int = 1000
     ignores_pages: bool = False
     piece_bytes: int = 1 << 16
@@ -142,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        self.served.queries.append(url.query)
         fault = self.served.fault_of(url.path)
         kind = "" if fault is None else fault.kind
         if self.served.authorization and self.headers.get("Authorization") != self.served.authorization:

@@ -104,7 +104,7 @@ def test_what_the_archive_does_not_deliver_is_quarantined_with_its_study_and_ret
     assert summary.reasons["STUDY_QUARANTINED"] >= num_images - 1
     assert summary.studies["packed"] == NUM_STUDIES - 1
     keys = {row["sample_key"] for row in read_ledger(case.output) if row["reason"] == "NOT_RETRIEVED"}
-    assert keys == {case.sample_key(lost.study), case.sample_key("1.2.3")}
+    assert keys == {case.sample_key(lost.study), None}
     archive.faults.clear()
     assert case.pack(*fast, mode="retry").studies["packed"] == NUM_STUDIES
     case.open()

@@ -316,7 +316,8 @@ class ArchiveClient:
             ConfigError: The archive refuses the credentials, redirects elsewhere, or cannot be trusted.
         """
         path = "/".join([self._base.path.rstrip("/"), *(quote(part, safe="") for part in parts)])
-        target = f"{path}?{urlencode(query)}" if query else path
+        # Archives are known that take an escaped wildcard for a letter, and a plus sign for itself.
+        target = f"{path}?{urlencode(query, safe='*?,', quote_via=quote)}" if query else path
         answer = Answer(self._respond(target, accept), self)
         try:
             yield answer

@@ -71,9 +71,8 @@ class Listing:
                 reason = self.reasons.get(instance, Reason.NOT_RETRIEVED)
                 file = _without_file(root_index, path, reason, instance.study, instance.instance)
             files.append(file)
-        files += [
-            _without_file(root_index, _name(study), Reason.NOT_RETRIEVED, study, "") for study in self.missing
-        ]
+        # Inputs of no study: what comes of it later is packed without them.
+        files += [_without_file(root_index, _name(study), Reason.NOT_RETRIEVED) for study in self.missing]
         files.sort(key=lambda file: os.fsencode(file.relative_path))
         return files
 
@@ -111,7 +110,9 @@ class Listing:
             ) from None
 
 
-def _without_file(root_index: int, path: str, reason: Reason, study: str, instance: str) -> DiscoveredFile:
+def _without_file(
+    root_index: int, path: str, reason: Reason, study: str = "", instance: str = ""
+) -> DiscoveredFile:
     return DiscoveredFile(
         root_index=root_index,
         relative_path=path,

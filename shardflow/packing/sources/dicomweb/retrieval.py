@@ -44,7 +44,7 @@ _DICOM: Final = "application/dicom"
 _ACCEPT: Final = f'multipart/related; type="{_DICOM}"; transfer-syntax=*'
 """Asks for the syntax that is stored; without ``transfer-syntax`` archives convert (PS3.18, 8.7.3.5)."""
 _STUDY, _SERIES, _INSTANCE, _MODALITY, _DATE = "0020000D", "0020000E", "00080018", "00080060", "00080020"
-_MAX_UID: Final = 256
+_MAX_LENGTH: Final = 256
 _NOT_FOUND: Final = 404
 _MAX_FAILED: Final = 8
 """Studies in a row without a delivered instance after which the archive counts as broken."""
@@ -186,7 +186,7 @@ class _Fetching:
                         "the archive must answer with studies of inputs.archive.study_dates, got others: it "
                         "does not know this filter; name the studies in inputs.archive.studies."
                     )
-                yield _uid(row, _STUDY)
+                yield _named(row, _STUDY)
 
     def _pages(
         self, parts: Sequence[str], query: list[tuple[str, str]], key: Sequence[str]
@@ -198,7 +198,7 @@ class _Fetching:
             rows, has_more = self._client.search(
                 parts, [*query, ("limit", str(size)), ("offset", str(offset))]
             )
-            new = {uids: row for row in rows if (uids := tuple(_uid(row, tag) for tag in key)) not in seen}
+            new = {uids: row for row in rows if (uids := tuple(_named(row, tag) for tag in key)) not in seen}
             if rows and not new and (has_more or len(rows) >= size):
                 raise StorageError(
                     "the archive must answer page by page, got one page twice: it does not know `offset`; "
@@ -224,9 +224,9 @@ class _Fetching:
         wanted = self._settings.modalities
         try:
             return [
-                Instance(study, _uid(row, _SERIES), _uid(row, _INSTANCE))
+                Instance(study, _named(row, _SERIES), _named(row, _INSTANCE))
                 for row in self._pages(["studies", study, "instances"], query, (_SERIES, _INSTANCE))
-                if not wanted or _value(row, _MODALITY) in wanted
+                if not wanted or _named(row, _MODALITY) in wanted
             ]
         except RefusedError as error:
             if error.status == _NOT_FOUND:
@@ -375,14 +375,15 @@ def _value(row: dict[str, Any], tag: str) -> str:
     )
 
 
-def _uid(row: dict[str, Any], tag: str) -> str:
-    uid = _value(row, tag)
-    if not 0 < len(uid) <= _MAX_UID:
+def _named(row: dict[str, Any], tag: str) -> str:
+    """Return a value that a result must have."""
+    value = _value(row, tag)
+    if not 0 < len(value) <= _MAX_LENGTH:
         raise StorageError(
             f"the archive must name ({tag[:4]},{tag[4:]}) in its results, got one without; it speaks another "
             "dialect of QIDO-RS."
         )
-    return uid
+    return value
 
 
 def _is_within(date: str, dates: str) -> bool:

@@ -242,6 +242,11 @@ def test_filters_choose_series(
     assert {one.instance for one in listing.instances} == {one.instance for one in chosen}
 
 
+def test_wildcards_and_spaces_are_sent_as_archives_read_them(served: WebArchive, tmp_path: Path) -> None:
+    _fetch(served, tmp_path, match={"StudyDescription": "*CT THORAX?", "PatientID": "a/b&c"})
+    assert "PatientID=a%2Fb%26c&StudyDescription=*CT%20THORAX?&limit=500&offset=0" in served.queries
+
+
 def test_a_list_names_the_studies(served: WebArchive, tmp_path: Path) -> None:
     names = tmp_path / "studies.txt"
     wanted = served.stored[0].study
