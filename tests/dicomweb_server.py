@@ -6,7 +6,6 @@ import base64
 import json
 import ssl
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ class Fault:
     """What goes wrong with answers whose path ends in a text."""
 
     kind: str
-    """``truncate``, ``status``, ``drip``, ``type``, ``wrong``, ``duplicate``, ``redirect``, ``length``,
+    """``truncate``, ``status``, ``type``, ``wrong``, ``duplicate``, ``redirect``, ``length``,
     ``reset``, ``encoding``."""
     path: str = ""
     """End of the paths; empty for all."""
@@ -232,13 +231,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
             self.close_connection = True
         self.end_headers()
-        size = 1 if kind == "drip" else self.served.piece_bytes
+        size = self.served.piece_bytes
         try:
             for start in range(0, len(body), size):
                 piece = body[start : start + size]
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if framing == "chunked" else piece)
-                if kind == "drip":
-                    time.sleep(0.05)
             if framing == "chunked":
                 self.wfile.write(b"0\r\n\r\n")
         except OSError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pydicom
@@ -15,11 +17,14 @@ from hypothesis import strategies as st
 from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.format.reasons import Reason
 from shardflow.packing.progress import SilentProgress
+from shardflow.packing.sources.dicomweb import client
 from shardflow.packing.sources.dicomweb.client import (
     PASSWORD,
     TOKEN,
     USER,
+    ArchiveClient,
     ArchiveConfig,
+    DeliveryError,
     Pace,
     check_address,
 )
@@ -138,17 +143,14 @@ def test_passing_faults_do_not_show(served: WebArchive, source: Path, tmp_path: 
     assert fault.times == 0 or fault.kind == "duplicate"
 
 
-@pytest.mark.parametrize(
-    "kind", ["truncate", "reset", "status", "type", "wrong", "length", "encoding", "drip"]
-)
+@pytest.mark.parametrize("kind", ["truncate", "reset", "status", "type", "wrong", "length", "encoding"])
 def test_an_instance_that_never_comes_is_an_input_with_a_reason(
     served: WebArchive, source: Path, tmp_path: Path, kind: str
 ) -> None:
     lost = next(one for one in served.stored if one.modality == "CR")
     for path in (f"/series/{lost.series}", f"/instances/{lost.instance}"):
         served.faults.append(Fault(kind=kind, path=path, value="404"))
-    timeout_s = 0.3 if kind == "drip" else 60
-    listing, files = _fetch(served, tmp_path, timeout_s=timeout_s)
+    listing, files = _fetch(served, tmp_path)
     uids = Instance(lost.study, lost.series, lost.instance)
     assert listing.reasons == {uids: Reason.NOT_RETRIEVED}
     assert files == {
@@ -164,6 +166,21 @@ def test_an_instance_that_never_comes_is_an_input_with_a_reason(
     assert [path for path in served.requests if "/series/" in path] == [
         f"/dicom-web/studies/{lost.study}/series/{lost.series}/instances/{lost.instance}"
     ]
+
+
+def test_a_body_that_hardly_arrives_is_given_up(served: WebArchive, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = itertools.count()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: float(next(moments))))
+    made = ArchiveClient(served.url, ArchiveConfig(timeout_s=2.5, max_requests_per_s=0), None)
+    accept = 'multipart/related; type="application/dicom"; transfer-syntax=*'
+    try:
+        with (
+            pytest.raises(DeliveryError, match="hardly arrives"),
+            made.get(["studies", served.stored[0].study], accept) as answer,
+        ):
+            list(iter(lambda: answer.read(8), b""))
+    finally:
+        made.close()
 
 
 def test_a_file_above_the_limit_is_not_fetched_to_its_end(served: WebArchive, tmp_path: Path) -> None:
