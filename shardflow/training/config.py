@@ -561,6 +561,11 @@ class TrainConfig:
         check_names(self.fields)
         if self.augment_volumes.is_active and (self.task.type != "segment" or self.task.target):
             raise ConfigError("[augment_volumes] has an effect with task.type 'segment' only; remove it.")
+        if self.augment_volumes.is_active and self.data.transform:
+            raise ConfigError(
+                "data.transform makes entries of its own, which [augment_volumes] does not know; leave out "
+                "one."
+            )
         if self.task.has_reports:
             self._check_reports()
         else:

@@ -324,6 +324,10 @@ def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: t
             ("augment_volumes.preset=geometry", "task={target='a:b'}"),
             "has an effect with task.type 'segment' only",
         ),
+        (
+            ("augment_volumes.preset=geometry", "data.transform=['tests.sample_transforms:same']"),
+            "data.transform makes entries of its own",
+        ),
         (("task.ignore=[1]",), "task.ignore needs task.type = 'classify'"),
         (("task.labels=binary",), "is 'multi_class' or 'multi_label'"),
         (("augment.zoom=0.1",), "augment has no effect with task.type 'segment'"),
