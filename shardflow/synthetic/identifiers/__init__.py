@@ -1,12 +1,36 @@
-"""Planted corpus: generated sentences of reports with identifiers whose places are known, in five languages.
+"""Planted corpora: generated reports and images with identifiers whose places are known.
 
-`corpus` makes the texts; `measure` runs a scrubber over them and counts what it missed and what it removed
-without need. Nothing here is of a person, and nothing here is a real report.
+`corpus` makes texts in five languages, `burned_in` images; `measuring` runs a scrubber, or a finder of text,
+over them and counts what it missed and what it removed without need. Nothing here is of a person, and nothing
+here is a real report.
 """
 
 from __future__ import annotations
 
+from shardflow.synthetic.identifiers.burned_in import (
+    PlantedImage,
+    PlantedLine,
+    letters_of,
+    make_backgrounds,
+    plant_text,
+    typeface,
+)
 from shardflow.synthetic.identifiers.corpus import CATEGORIES, LANGUAGES, PlantedText, plant
-from shardflow.synthetic.identifiers.measuring import Measured, measure
+from shardflow.synthetic.identifiers.measuring import Measured, MeasuredPixels, measure, measure_pixels
 
-__all__ = ["CATEGORIES", "LANGUAGES", "Measured", "PlantedText", "measure", "plant"]
+__all__ = [
+    "CATEGORIES",
+    "LANGUAGES",
+    "Measured",
+    "MeasuredPixels",
+    "PlantedImage",
+    "PlantedLine",
+    "PlantedText",
+    "letters_of",
+    "make_backgrounds",
+    "measure",
+    "measure_pixels",
+    "plant",
+    "plant_text",
+    "typeface",
+]

@@ -1,4 +1,4 @@
-"""Recall of a scrubber on the planted corpus, and the words that it removed without need."""
+"""Recall of a scrubber, and of a finder of text in pixels, on planted corpora; and what went without need."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+
+from shardflow.synthetic.identifiers.burned_in import Pixels, PlantedImage, PlantedLine
 from shardflow.synthetic.identifiers.corpus import CATEGORIES, LANGUAGES, PlantedText
 
 Finder: TypeAlias = Callable[[str], Iterable[tuple[int, int]]]
 """Returns the intervals of characters ``[start, end)`` of a text that a scrubber replaces."""
 
+Boxes: TypeAlias = Iterable[tuple[int, int, int, int]]
+"""First row, first column, row and column behind the last."""
+_HIDDEN: Final = 0.9
+"""Share of a line's ink that must be blanked."""
 _TOKEN: Final = re.compile(r"[^\W\d_]+|\d+")
 _WORD: Final = re.compile(r"[\u3400-\u9fff]|(?:(?![\u3400-\u9fff])[^\W\d_]){2,}")
 """A word of at least two letters, or one Chinese character."""
@@ -138,3 +145,87 @@ def _is_harmless(token: str, category: str) -> bool:
 
 def _share(missed: int, planted: int) -> float:
     return 1.0 - missed / planted if planted else 1.0
+
+
+@dataclass(kw_only=True, slots=True)
+class MeasuredPixels:
+    """Counts of one run over images with planted text."""
+
+    planted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Lines by what they are grouped by, and group: ``("", "")`` holds all, ``("turn", "90")`` some."""
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Of these, the ones whose ink is blanked but for a tenth."""
+    num_markers: int = 0
+    num_markers_kept: int = 0
+    wrong_shares: list[float] = field(default_factory=list)
+    """Share of each image that is blanked when nothing is planted in it."""
+
+    @property
+    def recall(self) -> float:
+        """Share of lines that were found; 1.0 if there are none."""
+        return self.found["", ""] / max(1, self.planted["", ""]) if self.planted else 1.0
+
+    def table(self) -> dict[str, Any]:
+        """Return the results as JSON; groups as ``[found, all]``."""
+        groups: dict[str, dict[str, list[int]]] = {}
+        for (by, name), count in sorted(self.planted.items()):
+            if by:
+                groups.setdefault(by, {})[name] = [self.found[by, name], count]
+        wrong = np.array(self.wrong_shares or [0.0])
+        return {
+            "lines": self.planted["", ""],
+            "missed": self.planted["", ""] - self.found["", ""],
+            "recall": round(self.recall, 5),
+            "images": len(self.wrong_shares),
+            "wrong_area_share": {
+                "mean": round(float(wrong.mean()), 6),
+                "worst": round(float(wrong.max()), 6),
+            },
+            "images_blanked_by_mistake": int((wrong > 0).sum()),
+            "markers_kept": [self.num_markers_kept, self.num_markers],
+            "by": groups,
+        }
+
+
+def measure_pixels(
+    images: Iterable[PlantedImage],
+    find: Callable[[Pixels], Boxes],
+    *,
+    on_fault: Callable[[PlantedImage, PlantedLine | None], None] = lambda _image, _line: None,
+) -> MeasuredPixels:
+    """Run a finder of text over images with and without planted text, and count.
+
+    Args:
+        images: From `plant_text`.
+        find: Returns the boxes that are blanked in an image.
+        on_fault: Called with the image and the line that was missed; with None if something is blanked in the
+            image without text.
+    """
+    result = MeasuredPixels()
+    for image in images:
+        hidden = _hidden(image.pixels, find(image.pixels))
+        for line in image.lines:
+            share = float((hidden & line.ink).sum() / max(1, line.ink.sum()))
+            if line.is_marker:
+                result.num_markers += 1
+                result.num_markers_kept += share < 1 - _HIDDEN
+                continue
+            keys = [("", ""), ("modality", image.modality), ("font", line.font), ("turn", str(line.turn)),
+                    ("contrast", line.contrast), ("capitals", f"{line.height_px:03d} px")]  # fmt: skip
+            result.planted.update(keys)
+            if share >= _HIDDEN:
+                result.found.update(keys)
+            else:
+                on_fault(image, line)
+        wrong = float(_hidden(image.clean, find(image.clean)).mean())
+        result.wrong_shares.append(wrong)
+        if wrong:
+            on_fault(image, None)
+    return result
+
+
+def _hidden(pixels: Pixels, boxes: Boxes) -> Any:
+    hidden = np.zeros(pixels.shape[:2], bool)
+    for top, left, bottom, right in boxes:
+        hidden[top:bottom, left:right] = True
+    return hidden
