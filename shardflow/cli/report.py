@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ same charts overlaid, and a table of what differs. The run may continue meanwhil
 Nothing of a patient is in it.
 
 For the privacy officer of a packed dataset (--privacy DIR): rules and counts, DICOM PS3.15 options, dates and
-ages, recall on generated identifiers with the dataset's settings, images that were held back, open questions.
+ages, recall on generated identifiers with the dataset's settings, images that were held back or blanked, open
+questions.
 It is signed with the secret key and stays in the private folder.
 """
 EXAMPLES = """\
@@ -54,6 +56,8 @@ examples:
   shardflow report my-dataset --privacy private
   shardflow report my-dataset --privacy private --check
 """
+_NUM_PLANTED_IMAGES = 16
+"""Enough to see that the models work here; benchmarks/privacy/pixels.py measures with many more."""
 _NUM_THUMBNAILS, _MOST_THUMBNAILS = 24, 500
 
 
@@ -125,11 +129,41 @@ def _report_privacy(arguments: argparse.Namespace) -> int:
         plant("test", num_values=8),
         lambda text: ((span.start, span.end) for span in find_spans(text, nobody, mode=mode, order=order)),
     ).table()
-    page = render_privacy_page(dataset, private, key, measured)
+    pixels = _measure_pixels(settings)
+    page = render_privacy_page(dataset, private, key, measured, pixels)
     write_atomic(path, [page], replace=True, mode=0o600)
     facts = {"page": str(path), "bytes": len(page), "recall": measured["recall"]}
-    write_result(arguments, facts, [f"recall on generated identifiers {measured['recall']:.4f}: {path}"])
+    said = f"recall on generated identifiers {measured['recall']:.4f}"
+    if pixels is not None:
+        facts["pixel_recall"] = pixels["recall"]
+        said += f", on text in generated images {pixels['recall']:.4f}"
+    write_result(arguments, facts, [f"{said}: {path}"])
     return 0
+
+
+def _measure_pixels(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Measure the search for text in pixels with a dataset's settings; None if it has none.
+
+    Raises:
+        ConfigError: The models are not installed, or others than those that packed it.
+    """
+    if "pixel_text" not in settings:
+        return None
+    from shardflow.packing.deid.pixel_text import TextFinder, models_digest
+    from shardflow.synthetic.draws import Draws
+    from shardflow.synthetic.identifiers import letters_of, make_backgrounds, measure_pixels, plant_text
+
+    if models_digest() != settings["pixel_text_sha256"]:
+        raise ConfigError(
+            "the dataset was packed with other models for text in pixels; install the rapidocr that its "
+            "manifest names in created_with."
+        )
+    finder, fonts = TextFinder(settings["pixel_text_keep"]), letters_of("test")
+    images = (
+        plant_text(pixels, modality, "test", Draws(1, "officer", number), fonts)
+        for number, (modality, pixels) in enumerate(make_backgrounds("test", _NUM_PLANTED_IMAGES))
+    )
+    return measure_pixels(images, lambda pixels: finder.find(pixels).boxes).table()
 
 
 def _is_run(text: str) -> bool:

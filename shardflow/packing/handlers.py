@@ -24,6 +24,7 @@ from shardflow.packing.settings import (
 )
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.studies.assembly import Assembler
+from shardflow.packing.studies.pictures import PictureMaker, PictureTask
 from shardflow.packing.studies.privacy import PrivacyRules
 from shardflow.packing.studies.report_content import ReadingSetup, ReportParser, reading_setup
 from shardflow.packing.studies.study import StudyPacker, StudyRules
@@ -153,9 +154,11 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
         ),
     )
     assembler = Assembler(workspace=setup.workspace)
+    pictures = PictureMaker(workspace=setup.workspace, roots=setup.roots, limits=setup.limits)
     return answering(
         {
             "check": (CheckTask, assembler.check),
+            "picture": (PictureTask, pictures.make),
             "probe": (ProbeTask, scanner.probe),
             "scan": (ScanTask, scanner.scan),
             "shard": (ShardTask, assembler.assemble),

@@ -58,6 +58,7 @@ from shardflow.packing.scheduling import (
 from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.layouts.base import PlacedLayout
 from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.studies.pictures import write_pictures
 from shardflow.packing.studies.report_content import check_languages, reading_basis
 from shardflow.packing.summary import PackSummary, Status, forecast
 from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
@@ -264,6 +265,8 @@ class Execution:
         if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
             return leave(run, self.base.manifest, ingested, self.engine)
         self._write_private_ledger(settled.notes)
+        former = None if self.base is None else str(self.base.manifest.extra["plan_digest"])
+        write_pictures(self.engine, run.workspace, plan.digest, former, ingested.files, settled.notes)
         if run.uploader is not None:
             # The page reads shards, which must not be removed meanwhile.
             run.uploader.wait()

@@ -1,6 +1,6 @@
 """The officer's page: what de-identification did to one version of a dataset, signed, for the private folder.
 
-It shows images that were held back, which are pixels of patients and may show their names: the page never
+It shows images that were held back or blanked, which are pixels of patients and may show their names: the page never
 belongs in the dataset. The signature is a keyed hash of the page with the dataset's secret key: whoever has
 the private folder can tell a page that was changed.
 
@@ -10,19 +10,15 @@ Source: DICOM PS3.15 Annex E (Table E.1-1) and PS3.16 CID 7050, edition 2024b; 4
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
-
-import cv2
-import numpy as np
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
@@ -30,11 +26,11 @@ from shardflow.format.manifest import Manifest
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.allowlist import MAX_AGE_YEARS
 from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.studies.pictures import MOST_OF_A_KIND, read_pictures
 from shardflow.packing.workspace import Workspace
 from shardflow.viewing.markup import document, note, section, table
 
 _HELD_BACK: Final = (Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value)
-_THUMBNAIL_PX: Final = 160
 _MARK: Final = '<meta name="shardflow-signature" content="'
 _KIND: Final = "privacy-page-1"
 _OPTIONS: Final = (
@@ -43,7 +39,11 @@ _OPTIONS: Final = (
         "Basic Application Confidentiality Profile",
         "only listed attributes are read into the dataset",
     ),
-    ("113101", "Clean Pixel Data Option", "boxes of the rules are blanked; suspect images are held back"),
+    (
+        "113101",
+        "Clean Pixel Data Option",
+        "boxes of the rules are blanked; suspect images are held back, or searched for text (deid.pixel_text)",
+    ),
     (
         "113102",
         "Clean Recognizable Visual Features Option",
@@ -72,6 +72,7 @@ _DATES: Final = {
     "remove": "none",
 }
 _MIN_RECALL: Final = 0.995
+_MIN_PIXEL_RECALL: Final = 0.99
 
 
 def privacy_page_path(private: Path, version: int) -> Path:
@@ -80,7 +81,13 @@ def privacy_page_path(private: Path, version: int) -> Path:
 
 
 def render_privacy_page(
-    dataset: Dataset, private: Path, key: SecretKey, measured: Mapping[str, Any], *, num_thumbnails: int = 24
+    dataset: Dataset,
+    private: Path,
+    key: SecretKey,
+    measured: Mapping[str, Any],
+    pixels: Mapping[str, Any] | None = None,
+    *,
+    num_thumbnails: int = 96,
 ) -> bytes:
     """Write the page of a version.
 
@@ -90,7 +97,9 @@ def render_privacy_page(
         key: Its secret key.
         measured: Results on the planted corpus with the settings of the version, as
             `shardflow.synthetic.identifiers.Measured.table` returns them.
-        num_thumbnails: Largest number of images to show that were held back.
+        pixels: Likewise of text in pixels, as `shardflow.synthetic.identifiers.MeasuredPixels.table` returns
+            them; None if pixels are not searched.
+        num_thumbnails: Largest number of images to show that were held back or blanked.
 
     Returns:
         HTML in UTF-8, self-contained. The same version, key, measurement and inputs give the same bytes.
@@ -110,12 +119,13 @@ def render_privacy_page(
             f"<header><h1>De-identification</h1><p class=id>{dataset.dataset_id}</p>"
             f"<p>version {dataset.manifest_version}, key {escape(key.key_id)}. Not for the dataset: it may show "
             "what was held back.</p></header>",
-            section("Open questions", _questions(manifest, settings, measured)),
+            section("Open questions", _questions(manifest, settings, measured, pixels)),
             section("Rules and counts", _counts(manifest, deid, settings)),
             section("Dates and ages", _dates(settings)),
             section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
             section("Measured on generated texts", _measured(measured)),
-            section("Held back", _thumbnails(manifest, private, num_thumbnails)),
+            section("Measured on generated images", _measured_pixels(settings, pixels)),
+            section("Held back or blanked", _thumbnails(manifest, private, num_thumbnails)),
             section("Software", table(("", ""), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
         ]
     )  # fmt: skip
@@ -211,14 +221,41 @@ def _measured(measured: Mapping[str, Any]) -> str:
     return note(escape(text)) + table(("found", *(f"#{name}" for name in languages)), rows)
 
 
-def _questions(manifest: Manifest, settings: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+def _measured_pixels(settings: Mapping[str, Any], pixels: Mapping[str, Any] | None) -> str:
+    if pixels is None:
+        return "<p>Pixels are not searched for text (deid.pixel_text): images that a rule suspects are held back.</p>"
+    text = (
+        f"{pixels['lines']:,} lines of text in {pixels['images']:,} generated CT, MR, radiographs and ultrasound, with this dataset's models: "
+        f"recall {pixels['recall']:.4f}; {100 * pixels['wrong_area_share']['mean']:.3f} % of the area blanked where there is no text; "
+        f"{pixels['markers_kept'][0]} of {pixels['markers_kept'][1]} markers kept. Of images that no rule suspects {100 * float(settings['pixel_text_share']):g} % "
+        "were searched. Look at a sample of your own images before a release."
+    )
+    rows = [
+        (escape(by), escape(name), f"{found} of {planted}")
+        for by, groups in pixels["by"].items()
+        for name, (found, planted) in groups.items()
+    ]
+    return note(escape(text)) + table(("", "", "#found"), rows)
+
+
+def _questions(
+    manifest: Manifest,
+    settings: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    pixels: Mapping[str, Any] | None,
+) -> str:
     done: Any = manifest.extra["deidentification"]
-    flags = int(done.get("counts", {}).get("face_risk_series", 0))
+    counts: Mapping[str, int] = done.get("counts", {})
+    flags, blanked = int(counts.get("face_risk_series", 0)), int(counts.get("text_blanked_slices", 0))
     asked = [
         (settings["report_text"] == "keep", "Reports are unchanged (deid.report_text = keep): who de-identified them?"),
         (settings["report_text"] == "scrub", "Reports keep words on no list (deid.report_text = scrub): are names in them known from headers?"),
         (bool(settings["accept"]), f"Images of these rules were packed although they may show text: {', '.join(settings['accept'])}. Who looked at them?"),
         (bool(settings["trust_declared_clean"]), "BurnedInAnnotation = NO was trusted. Is it true on every device?"),
+        (pixels is None, "Pixels were not searched for text: do devices without a rule write names into images?"),
+        (pixels is not None and float(settings.get("pixel_text_share", 1)) < 1, "Images that no rule suspects were searched in part: do the pictures below show text in any of them?"),
+        (pixels is not None and float(pixels["recall"]) < _MIN_PIXEL_RECALL, f"Recall on generated text in images is below {_MIN_PIXEL_RECALL}: who looks at a sample of the images that rules suspect?"),
+        (blanked > 0, f"Text was blanked in {blanked:,} slices: do the boxes hide anything that a reader needs?"),
         (flags > 0 and settings["face_risk"] == "flag", f"{flags:,} series of heads were packed with a flag: may their faces be published?"),
         (settings["dates"] != "remove" and settings.get("times", "second") == "second", "Intervals are exact to the second: does the dataset leave the circle of those who may see the records?"),
         (float(measured["recall"]) < _MIN_RECALL, f"Recall on generated identifiers is below {_MIN_RECALL}: which settings lower it?"),
@@ -228,53 +265,16 @@ def _questions(manifest: Manifest, settings: Mapping[str, Any], measured: Mappin
 
 
 def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
-    shown, num_unreadable = [], 0
-    entries = list(itertools.islice(_held_back(manifest, private), limit)) if limit else []
-    for entry in entries:
-        picture = _thumbnail(Path(entry["path"]))
-        num_unreadable += picture is None
-        if picture is not None:
-            shown.append(
-                f'<figure><img alt="" src="data:image/png;base64,{picture}"><figcaption>{escape(entry["reason"])}<br>'
-                f"<code>{escape(entry['input'])}</code></figcaption></figure>"
-            )
-    if not entries:
-        return "<p>No image was held back.</p>"
-    remark = (
-        f"The first {len(entries):,} images; {num_unreadable:,} could not be read here."
-        if num_unreadable
-        else ""
-    )
-    return f"<div class=gallery>{''.join(shown)}</div>" + (note(escape(remark)) if remark else "")
-
-
-def _held_back(manifest: Manifest, private: Path) -> Iterator[dict[str, Any]]:
-    """Yield entries of the private ledger whose images were held back."""
-    path = Workspace(output=private, private=private).private_ledger(
-        str(manifest.extra.get("plan_digest", ""))
-    )
+    path = Workspace(output=private, private=private).pictures(str(manifest.extra.get("plan_digest", "")))
     if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        for line in lines:
-            if any(reason.encode() in line for reason in _HELD_BACK):
-                entry = json.loads(line)
-                if entry.get("reason") in _HELD_BACK and "path" in entry:
-                    yield entry
-
-
-def _thumbnail(path: Path) -> str | None:
-    """Return a small PNG of the first frame of a file, as base64; None if it cannot be read."""
-    import pydicom
-
-    try:
-        pixels = np.asarray(pydicom.dcmread(path).pixel_array)
-        frame = pixels.reshape(-1, *pixels.shape[-2 - (pixels.shape[-1] == 3) :])[0].astype(np.float32)
-        low, high = float(frame.min()), float(frame.max())
-        grey = (255 * (frame - low) / max(high - low, 1e-6)).astype(np.uint8)
-        scale = _THUMBNAIL_PX / max(grey.shape[:2])
-        size = [max(1, round(edge * scale)) for edge in grey.shape[1::-1]]
-        small = cv2.resize(grey, size, interpolation=cv2.INTER_AREA)
-        return base64.b64encode(cv2.imencode(".png", small)[1].tobytes()).decode("ascii")
-    except Exception:  # noqa: BLE001 - an image that cannot be shown hides nothing: it stays counted and listed
-        return None
+        return "<p>This version was packed without pictures of what was held back or blanked.</p>"
+    entries = list(itertools.islice(read_pictures(path), limit))
+    if not entries:
+        return "<p>No image was held back or blanked.</p>"
+    shown = [
+        f'<figure><img alt="" src="data:image/png;base64,{entry["png"]}"><figcaption>{escape(entry["reason"] or "packed, boxes blanked")}<br>'
+        f"{escape(', '.join(entry['rules']))}<br><code>{escape(entry['input'])}</code></figcaption></figure>"
+        for entry in entries
+    ]
+    remark = f"Some images of each kind: up to {MOST_OF_A_KIND} of each job, two of a study. Boxes that were blanked are red."
+    return f"<div class=gallery>{''.join(shown)}</div>{note(escape(remark))}"

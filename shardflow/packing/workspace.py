@@ -198,6 +198,10 @@ class Workspace:
         """Evidence of identity of a plan's patients, by surrogate; private."""
         return self.private / f"people-{plan_digest[:16]}.jsonl"
 
+    def pictures(self, plan_digest: str) -> Path:
+        """Pictures of images that a plan held back or blanked; private."""
+        return self.private / f"pictures-{plan_digest[:16]}.jsonl"
+
     def remove_work(self) -> None:
         """Remove the work folder, temporary files of killed writers, and the private spools."""
         for folder in (self.output, self.output / "shards", self.output / "samples", self.private):

@@ -136,7 +136,7 @@ def test_text_in_one_drawn_image_of_a_ct_is_found(
 
 
 def test_manifest_ledger_and_pages_say_what_was_done(
-    packed: tuple[PackCase, PackSummary, dict[str, MadeStudy]], capsys: pytest.CaptureFixture[str]
+    packed: tuple[PackCase, PackSummary, dict[str, MadeStudy]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, _, _ = packed
     manifest = case.open().manifest
@@ -160,9 +160,18 @@ def test_manifest_ledger_and_pages_say_what_was_done(
     assert all(("blanked" in one) == (names[0] == "text") for names, one in notes.items())
     for path in case.output.rglob("*"):
         assert not path.is_file() or b"ADEYEMI" not in path.read_bytes()
+    monkeypatch.setattr("shardflow.cli.report._NUM_PLANTED_IMAGES", 2)
+    # The inputs may be gone when the officer looks.
+    moved = case.dicom.rename(case.folder / "gone")
     assert main(["report", str(case.output), "--privacy", str(case.private)]) == 0
+    moved.rename(case.dicom)
     said = (case.private / "privacy-000001.html").read_text(encoding="utf-8")
     assert "text blanked slices" in said
+    assert "6 lines of text in 2 generated" in said
+    # Four blanked, one page, one that declares text.
+    assert said.count("data:image/png;base64,") == 6
+    assert said.count("packed, boxes blanked") == 4
+    assert not list(case.output.rglob("pictures*"))
 
 
 def test_the_bytes_are_the_same_for_any_number_of_processes_and_a_share_is_drawn_by_the_key(

@@ -52,10 +52,14 @@ _MIN_SCORE: Final = 0.5
 _WEAK_SCORE: Final = 0.35
 """and of one that is, if the reader finds letters in it."""
 _MIN_THICK_PX: Final = 3.0
-_MAX_THICK: Final = 0.07
-"""Height of the core of a line as a share of the longer side of the image: bodies look like large letters."""
+_MAX_THICK: Final = 24.0, 0.035
+"""Largest height of the core of a line, in pixels or as a share of the longer side, whichever is more:
+bodies look like large letters."""
+_LARGE: Final = 14.0, 0.018
+"""Likewise, from which a line must be read unless it is marked without doubt: spines look like lines."""
+_SURE_SCORE: Final = 0.9
 _UNCLIP: Final = 0.8
-"""The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6 in the paper)."""
+"""The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6, the paper)."""
 _ALONG: Final = 2.0
 """Likewise at its ends, where it misses letters that stand apart."""
 _READ_HEIGHT: Final = 48
@@ -96,6 +100,12 @@ class _Line:
     box: Box
     score: float
     window: int
+    is_large: bool
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is text without being read."""
+        return self.score >= (_SURE_SCORE if self.is_large else _MIN_SCORE)
 
 
 class TextFinder:
@@ -125,19 +135,13 @@ class TextFinder:
         lines = [line for number, window in enumerate(windows) for line in self._lines(window, number)]
         mask, kept = np.zeros(pixels.shape[:2], np.uint8), list[Box]()
         for group in _overlapping(lines, pixels.shape[:2]):
-            top, left, bottom, right = box = _around(group)
-            if max(line.score for line in group) >= _MIN_SCORE:
-                is_text = True
-            else:
-                is_text = any(self._has_letters(windows[line.window], line.box) for line in group)
-            if not is_text:
+            texts = [one for one in group if one.is_sure or self._has_letters(windows[one.window], one.box)]
+            if texts and self._is_marker(windows, texts, _around(texts)):
+                kept.append(_around(texts))
                 continue
-            if self._is_marker(windows, group, box):
-                kept.append(box)
-            else:
-                for line in group:
-                    top, left, bottom, right = line.box
-                    mask[top:bottom, left:right] = 1
+            for line in texts:
+                top, left, bottom, right = line.box
+                mask[top:bottom, left:right] = 1
         boxes = _boxes(mask)
         is_full = len(boxes) >= _PAGE_LINES and float(mask.mean()) > _PAGE_SHARE
         return FoundText(boxes, tuple(sorted(kept)), is_full or is_page(pixels))
@@ -203,7 +207,8 @@ class TextFinder:
             inside = (labels[top : top + height, left : left + width] == at).astype(np.uint8)
             points = cv2.findNonZero(inside)
             thick = min(cv2.minAreaRect(points)[1]) + 1.0
-            if thick < _MIN_THICK_PX or thick > _MAX_THICK * longest * scale:
+            height_px = thick / scale
+            if thick < _MIN_THICK_PX or height_px > _limit(_MAX_THICK, longest):
                 continue
             score = float(probability[top : top + height, left : left + width][inside > 0].mean())
             if score < _WEAK_SCORE:
@@ -216,7 +221,7 @@ class TextFinder:
                 int(np.ceil(min(rows, top + height + down) / scale)) + corner[0],
                 int(np.ceil(min(columns, left + width + across) / scale)) + corner[1],
             )
-            yield _Line(box, score, number)
+            yield _Line(box, score, number, height_px > _limit(_LARGE, longest))
 
     def _has_letters(self, window: NDArray[np.uint8], box: Box) -> bool:
         text, confidence = self._read(window, box)
@@ -242,7 +247,7 @@ class TextFinder:
     def _read(self, window: NDArray[np.uint8], box: Box) -> tuple[str, float]:
         """Read one line of text; return the best reading with the mean confidence of its letters."""
         crop = window[box[0] : box[2], box[1] : box[3]]
-        turns = (1, 3) if crop.shape[0] > 1.5 * crop.shape[1] else (0,)
+        turns = (1, 3) if crop.shape[0] > 1.5 * crop.shape[1] else (0, 2)
         return max((self._read_upright(np.rot90(crop, turn)) for turn in turns), key=lambda found: found[1])
 
     def _read_upright(self, crop: NDArray[np.uint8]) -> tuple[str, float]:
@@ -328,6 +333,11 @@ def _tensor(image: NDArray[np.uint8]) -> NDArray[np.float32]:
     scaled = image.astype(np.float32) / 127.5 - 1
     planes = scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1)
     return np.ascontiguousarray(np.broadcast_to(planes, (3, *scaled.shape[:2]))[None])
+
+
+def _limit(limit: tuple[float, float], longest: int) -> float:
+    """Return a limit of pixels, or of a share of the longer side, whichever is more."""
+    return max(limit[0], limit[1] * longest)
 
 
 def _starts(length: int) -> list[int]:

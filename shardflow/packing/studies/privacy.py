@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -21,6 +22,7 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.pages import is_page
 from shardflow.packing.deid.pixel_rules import DECLARED, PAGE, TEXT
 from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
 from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from shardflow.packing.settings import DeidConfig, TimeResolution
     from shardflow.packing.sources.dicom.stacks import Stack
 
+SliceReader: TypeAlias = Callable[[InstanceHeader, Sequence[int] | None], Iterable[DecodedSlice]]
+"""Decodes frames of an image, all of them for None; raises SourceError."""
 Attributes: TypeAlias = Mapping[str, Sequence[str | int | float]]
 """Values by DICOM keyword."""
 
@@ -156,23 +160,37 @@ class StudyPrivacy:
                     self.rules[header.file_index] = group.verdict.face
         return reasons
 
-    def may_be_page(self, header: InstanceHeader) -> bool:
-        """Return whether an image has to be examined: of a short series, and no radiograph."""
-        verdict = self._group_of[header.file_index].verdict
-        is_short = self._num_frames[header.series_instance_uid] < MIN_SLICES
-        is_pictured = header.modality in _PROJECTIONS
-        return is_short and not is_pictured and verdict is not None and not verdict.accepts_pages
+    def held_back_pages(self, headers: Iterable[InstanceHeader], read: SliceReader) -> dict[int, str]:
+        """Look for pages of text in short series but radiographs; return the reasons of images held back.
 
-    @property
-    def text(self) -> TextFinder | None:
-        """Finder of text in pixels, if the settings want it."""
-        return self._rules.text
-
-    def images_to_search(self, headers: Iterable[InstanceHeader]) -> Iterator[InstanceHeader]:
-        """Yield the images to search for text: suspects, a keyed share of all others, and what is like them.
-
-        Where one of the share shows text, the images that rules cannot tell from it follow.
+        What cannot be decoded is found, and named, when it is packed.
         """
+        for header in filter(self._may_be_page, headers):
+            with suppress(SourceError):
+                if is_page(next(iter(read(header, [0]))).pixels):
+                    self.rules[header.file_index] = (PAGE,)
+        return self._reasons(PAGE)
+
+    def held_back_texts(self, headers: Iterable[InstanceHeader], read: SliceReader) -> dict[int, str]:
+        """Search images for text to blank, if the settings say so; return the reasons of images held back.
+
+        Searched are suspects and a keyed share of all others; where one of the share shows text, also the
+        images that rules cannot tell from it.
+        """
+        finder = self._rules.text
+        if finder is None:
+            return {}
+        for header in self._images_to_search(headers):
+            with suppress(SourceError):
+                frames = (decoded.pixels for decoded in read(header, None))
+                self._take_text(header, finder.find_in_frames(frames, header.image.num_frames))
+        return {**self._reasons(PAGE), **self._reasons(DECLARED)}
+
+    def blanked(self) -> dict[int, tuple[Box, ...]]:
+        """Return the boxes of blanked text by position, for the private folder."""
+        return {at: found.boxes for at, found in sorted(self._texts.items()) if found.boxes}
+
+    def _images_to_search(self, headers: Iterable[InstanceHeader]) -> Iterator[InstanceHeader]:
         others = []
         for header in headers:
             group = self._group_of[header.file_index]
@@ -185,40 +203,39 @@ class StudyPrivacy:
         shown = {id(self._group_of[at]) for at, found in self._texts.items() if found.boxes}
         yield from (header for header in others if id(self._group_of[header.file_index]) in shown)
 
-    def take_text(self, header: InstanceHeader, found: FoundText) -> str | None:
-        """Take note of the text in an image; return the reason if it is held back.
+    def _take_text(self, header: InstanceHeader, found: FoundText) -> None:
+        """Take note of the text in an image.
 
         A file that declares text in which none is found is held back: the search missed it.
         """
         verdict = self._group_of[header.file_index].verdict
-        suspected = () if verdict is None else verdict.suspected
-        if found.is_page and verdict is not None and not verdict.accepts_pages:
-            return self.hold_page(header)
-        if DECLARED in suspected and not found.boxes and not self._is_accepted(header, DECLARED):
+        if verdict is None:
+            return
+        suspected = verdict.suspected
+        if found.is_page and not verdict.accepts_pages:
+            self.rules[header.file_index] = (PAGE,)
+        elif DECLARED in suspected and DECLARED not in verdict.accepted and not (found.boxes or found.kept):
             self.rules[header.file_index] = (DECLARED,)
-            return Reason.BURNED_IN_ANNOTATION.value
-        self._texts[header.file_index] = found
-        if found.boxes:
-            self.rules[header.file_index] = (TEXT, *suspected)
-        return None
+        else:
+            self._texts[header.file_index] = found
+            if found.boxes:
+                self.rules[header.file_index] = (TEXT, *suspected)
 
-    def blanked(self) -> dict[int, tuple[Box, ...]]:
-        """Return the boxes of blanked text by position, for the private folder."""
-        return {at: found.boxes for at, found in sorted(self._texts.items()) if found.boxes}
+    def _reasons(self, name: str) -> dict[int, str]:
+        """Return the reasons of images that one rule alone holds back."""
+        held = (at for at, names in self.rules.items() if names == (name,))
+        return dict.fromkeys(held, Reason.BURNED_IN_ANNOTATION.value)
+
+    def _may_be_page(self, header: InstanceHeader) -> bool:
+        verdict = self._group_of[header.file_index].verdict
+        is_short = self._num_frames[header.series_instance_uid] < MIN_SLICES
+        is_pictured = header.modality in _PROJECTIONS
+        return is_short and not is_pictured and verdict is not None and not verdict.accepts_pages
 
     def _is_drawn(self, header: InstanceHeader) -> bool:
         """Return whether an image that no rule suspects is searched all the same."""
         drawn = derive(0, self._rules.key.surrogate("pixel-text", header.sop_instance_uid))
         return drawn < self._rules.settings.pixel_text_share * (1 << 64)
-
-    def _is_accepted(self, header: InstanceHeader, name: str) -> bool:
-        verdict = self._group_of[header.file_index].verdict
-        return verdict is not None and name in verdict.accepted
-
-    def hold_page(self, header: InstanceHeader) -> str:
-        """Take note of a page of text; return its reason."""
-        self.rules[header.file_index] = (PAGE,)
-        return Reason.BURNED_IN_ANNOTATION.value
 
     @property
     def looks_for_heads(self) -> bool:

@@ -34,7 +34,6 @@ from shardflow.packing.deid.allowlist import (
 )
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
 from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
-from shardflow.packing.deid.pages import is_page
 from shardflow.packing.engines.base import step
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
@@ -172,8 +171,8 @@ class StudyMembers:
     def write(self) -> Fragment:
         """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
-        self._bad.update(self._held_back_pages())
-        self._bad.update(self._held_back_texts())
+        self._bad.update(self._privacy.held_back_pages(self._usable(), self._iter_slices))
+        self._bad.update(self._privacy.held_back_texts(self._usable(), self._iter_slices))
         if self._privacy.looks_for_heads:
             self._bad.update(self._held_back_heads())
         while True:
@@ -206,32 +205,6 @@ class StudyMembers:
                 )
                 voxels = sorted(self._voxels, key=lambda one: (one.series, one.name))
                 return self.writer.commit(packed, facts, voxels)
-
-    def _held_back_pages(self) -> dict[int, str]:
-        """Look for pages of text in short series; return the reasons of images that are held back."""
-        reasons: dict[int, str] = {}
-        for header in filter(self._privacy.may_be_page, self._usable()):
-            # What cannot be decoded is found, and named, when it is packed.
-            with suppress(SourceError):
-                first = next(self._iter_slices(header, [0]))
-                if is_page(first.pixels):
-                    reasons[header.file_index] = self._privacy.hold_page(header)
-        return reasons
-
-    def _held_back_texts(self) -> dict[int, str]:
-        """Search images for text to blank; return the reasons of images that are held back instead."""
-        reasons: dict[int, str] = {}
-        finder = self._privacy.text
-        if finder is None:
-            return reasons
-        for header in self._privacy.images_to_search(self._usable()):
-            with suppress(SourceError):
-                frames = (decoded.pixels for decoded in self._iter_slices(header))
-                found = finder.find_in_frames(frames, header.image.num_frames)
-                reason = self._privacy.take_text(header, found)
-                if reason is not None:
-                    reasons[header.file_index] = reason
-        return reasons
 
     def _held_back_heads(self) -> dict[int, str]:
         """Look for heads in the volumes; return the reasons of images that are held back."""

@@ -38,6 +38,7 @@ from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.inventory import of_inputs, reason_code
 from shardflow.packing.people import encode_evidence, read_evidence
 from shardflow.packing.progress import SilentProgress
+from shardflow.packing.studies.pictures import read_pictures
 from shardflow.packing.studies.privacy import counts_without
 from shardflow.packing.versions.base import sample_entries
 from shardflow.packing.versions.files import encode_entry, open_newest, remove_strangers
@@ -192,6 +193,9 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
         if entry["patient"] not in removed.patients
     )
     write_atomic(workspace.people_ledger(plan_digest), kept_lines, replace=True, mode=0o600)
+    pictures = read_pictures(workspace.pictures(str(manifest.extra["plan_digest"])))
+    shown = (encode_entry(one) for one in pictures if one["sample_key"] not in removed.studies)
+    write_atomic(workspace.pictures(plan_digest), shown, replace=True, mode=0o600)
     reason = base.known.reason.copy()
     reason[_is_removed(base, removed)] = reason_code(Reason.CONSENT_WITHDRAWN)
     return newest.replace(
@@ -252,7 +256,7 @@ def _forget(base: Base, removed: _Removed) -> Iterator[bytes]:
     """Yield the private ledger, without paths and patients of removed inputs."""
     for entry in base.known.entries(range(len(base.known))):
         if entry["sample_key"] in removed.studies:
-            for name in ("path", "place", "patient", "accession", "pixels"):
+            for name in ("path", "place", "patient", "accession", "pixels", "rules", "blanked"):
                 entry.pop(name, None)
             entry["reason"] = Reason.CONSENT_WITHDRAWN.value
         yield encode_entry(entry)
@@ -414,8 +418,12 @@ def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]
         if folder.is_dir() and folder.name not in kept:
             shutil.rmtree(folder)
     digest = str(manifest.extra["plan_digest"])
-    current = {workspace.private_ledger(digest), workspace.people_ledger(digest)}
-    for pattern in ("inputs-*.jsonl", "people-*.jsonl"):
+    current = {
+        workspace.private_ledger(digest),
+        workspace.people_ledger(digest),
+        workspace.pictures(digest),
+    }
+    for pattern in ("inputs-*.jsonl", "people-*.jsonl", "pictures-*.jsonl"):
         for ledger in workspace.private.glob(pattern):
             if ledger not in current:
                 ledger.unlink()
