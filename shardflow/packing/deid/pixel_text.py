@@ -42,9 +42,11 @@ _STEP: Final = 32
 _SIDE: Final = 1280
 _OVERLAP: Final = 192
 _COARSE: Final = 960
-_MAX_GROWTH: Final = 2.0
+_GROWTH: Final = 2.0, 3.0, 1024
+"""Enlargement of small images, and of those that are no larger than so many pixels afterwards."""
 _INNER: Final = (1.0, 99.0)
-_SURROUNDINGS_PX: Final = 8
+_NOISE_PX: Final = 0.8
+_SURROUNDINGS_PX: Final = 8.0
 _LEVEL: Final = 0.2
 """Least probability of a pixel of text."""
 _MIN_SCORE: Final = 0.5
@@ -179,7 +181,8 @@ class TextFinder:
         rows, columns = window.shape[:2]
         longest = max(rows, columns)
         if longest <= _SIDE:
-            scale = min(_SIDE / longest, _MAX_GROWTH)
+            usual, most, side = _GROWTH
+            scale = min(_SIDE / longest, max(usual, min(most, side / longest)))
             grown = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
             yield from self._detect(grown, (0, 0), scale, longest, number)
             return
@@ -317,9 +320,10 @@ def _windows(pixels: NDArray[Any]) -> list[NDArray[np.uint8]]:
 
 
 def _flattened(gray: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return what differs from its surroundings, on gray: a body as a whole looks like a letter otherwise."""
-    detail = gray.astype(np.float32)
-    detail -= cv2.GaussianBlur(detail, (0, 0), _SURROUNDINGS_PX)
+    """Return what differs from its surroundings, on gray, with less noise: bodies look like letters otherwise."""
+    plane = gray.astype(np.float32)
+    detail = np.asarray(cv2.GaussianBlur(plane, (0, 0), _NOISE_PX), np.float32)
+    detail -= cv2.GaussianBlur(plane, (0, 0), _SURROUNDINGS_PX)
     strongest = max(float(np.percentile(np.abs(detail), 99.5)), 4.0)
     return np.asarray(np.clip(128 + 127 * detail / strongest, 0, 255), np.uint8)
 
