@@ -320,7 +320,7 @@ def _windows(pixels: NDArray[Any]) -> list[NDArray[np.uint8]]:
 
 
 def _flattened(gray: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return what differs from its surroundings, on gray, with less noise: bodies look like letters otherwise."""
+    """Return what differs from its surroundings, on gray: bodies as a whole look like letters otherwise."""
     plane = gray.astype(np.float32)
     detail = np.asarray(cv2.GaussianBlur(plane, (0, 0), _NOISE_PX), np.float32)
     detail -= cv2.GaussianBlur(plane, (0, 0), _SURROUNDINGS_PX)
