@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -55,6 +55,16 @@ _IDENTITY: Final = ("patient_name", "birth_date", "sex", "patient_id_issuer", "o
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 
 
+BATCH_FILES: Final = 128
+"""Input files whose rows are read in one task and are in one file; fixed, so that a restart with other
+processes finds the same ones."""
+
+
+def batch_name(file: int) -> str:
+    """Return the name of the file of header rows with the row of an input file."""
+    return f"batch-{file // BATCH_FILES:07d}.jsonl"
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlace:
     """Location of one header row."""
@@ -63,6 +73,12 @@ class RowPlace:
     """File of rows."""
     offset: int
     num_bytes: int
+
+    @classmethod
+    def of(cls, files: FileTable, file: int) -> Self:
+        """Return the place of the row of a file."""
+        name = batch_name(int(files.source[file]))
+        return cls(name, int(files.row_offset[file]), int(files.row_num_bytes[file]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.packing.deid.identity import PatientEvidence, judge, pairs_of_equal
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import NO_STUDY
-from shardflow.packing.scan import NUM_BUCKETS, batch_name
+from shardflow.packing.scan import NUM_BUCKETS
 from shardflow.storage.local import write_atomic
 
 if TYPE_CHECKING:
@@ -352,14 +352,7 @@ def _patient_ids(
         if number in wanted and number not in row_of and files.row_num_bytes[row]:
             row_of[number] = row
     numbers = sorted(row_of)
-    places = [
-        RowPlace(
-            batch_name(int(files.source[row_of[number]])),
-            int(files.row_offset[row_of[number]]),
-            int(files.row_num_bytes[row_of[number]]),
-        )
-        for number in numbers
-    ]
+    places = [RowPlace.of(files, row_of[number]) for number in numbers]
     for number, read in zip(numbers, read_rows(workspace.headers, places), strict=True):
         stated = read.patient_id if read.header is None else read.header.patient_id
         names[number] = stated or names[number]

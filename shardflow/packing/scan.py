@@ -20,8 +20,10 @@ from shardflow.format.reasons import Reason
 from shardflow.packing.deid.identity import StatedPerson, evidence_of
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode, step
 from shardflow.packing.header_rows import (
+    BATCH_FILES,
     AttachmentRow,
     HeaderRow,
+    batch_name,
     digest64,
     digest_bytes,
     image_facts,
@@ -53,8 +55,6 @@ if TYPE_CHECKING:
 
 NUM_BUCKETS: Final = 10_000
 """Number of keyed buckets by which patients are assigned to splits; part of the format, never changed."""
-BATCH_FILES: Final = 128
-"""Files of one task; fixed, so that a restart with other processes finds the same batches."""
 
 _NUM_SEARCHES: Final = 3
 """How often the files of a batch that fails are read one by one."""
@@ -384,11 +384,6 @@ def decoded_num_bytes(header: InstanceHeader) -> int:
     image = header.image
     samples = image.rows * image.columns * (3 if image.is_color else 1) * image.num_frames
     return samples * max(1, -(-image.bits_allocated // 8))
-
-
-def batch_name(file: int) -> str:
-    """Return the name of the file of header rows with the row of an input file."""
-    return f"batch-{file // BATCH_FILES:07d}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,6 @@ from shardflow.format.reasons import HELD_BACK, Outcome, outcome_of
 from shardflow.packing.engines.base import Engine, Task, TaskDone, decode
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import UNDECIDED, reason_code
-from shardflow.packing.scan import batch_name
 from shardflow.packing.studies.assembly import has_sizes, load_record
 from shardflow.packing.studies.fragment import AttachmentMark, FragmentWriter, StudyOutcome, fragment_path
 from shardflow.packing.studies.tasks import (
@@ -184,9 +183,7 @@ class StudyTasks:
         )
 
     def _row(self, file: int) -> RowPlace:
-        table = self._files
-        name = batch_name(int(table.source[file]))
-        return RowPlace(name, int(table.row_offset[file]), int(table.row_num_bytes[file]))
+        return RowPlace.of(self._files, file)
 
     def _attached(self, study: int) -> list[list[Any]]:
         """Return the attachments of a study: kind, version, and the study's records."""

@@ -24,7 +24,6 @@ from shardflow.format.reasons import HELD_BACK
 from shardflow.packing.engines.base import Engine, Task, decode
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import CARRIED, UNDECIDED, FileTable, reason_name
-from shardflow.packing.scan import batch_name
 from shardflow.packing.sources.dicom.pixels import iter_slices
 from shardflow.packing.sources.images import iter_stored_image
 from shardflow.storage import write_atomic
@@ -137,13 +136,8 @@ def _make(
     while wanted or engine.num_running:
         while wanted and engine.has_idle:
             file = wanted.pop()
-            place = RowPlace(
-                batch_name(int(files.source[file])),
-                int(files.row_offset[file]),
-                int(files.row_num_bytes[file]),
-            )
             boxes = tuple((a, b, c, d) for a, b, c, d in notes[file].get("blanked", ()))
-            task = PictureTask(row=place, boxes=boxes)
+            task = PictureTask(row=RowPlace.of(files, file), boxes=boxes)
             engine.submit(Task(kind="picture", payload=task, timeout_s=_TIMEOUT_S, handle=file))
         done = engine.wait()
         if done.result is not None and (png := decode(PictureDone, done.result).png) is not None:
