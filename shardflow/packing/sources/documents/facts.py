@@ -20,8 +20,6 @@ _MAX_UID: Final = 64
 _MOMENT: Final = re.compile(
     r"(\d{4})-?(\d\d)-?(\d\d)(?:[T ]?(\d\d):?(\d\d)(?::?(\d\d)(?:\.\d+)?)?\s?(Z|[+-]\d\d:?\d\d)?)?"
 )
-_MAX_VALUES: Final = 512
-"""Values of one kind that are kept of one document."""
 _MIN_LETTERS: Final = 2
 
 
@@ -80,7 +78,8 @@ class People:
     def _add(self, keyword: str, text: str) -> None:
         cleaned = " ".join(text.split())
         values = self._values.setdefault(keyword, {})
-        if len(cleaned) >= _MIN_LETTERS and len(values) < _MAX_VALUES:
+        # Not bounded by number: a name that is left out here stays in a text; documents are bounded in size.
+        if len(cleaned) >= _MIN_LETTERS:
             values[cleaned] = None
 
 
