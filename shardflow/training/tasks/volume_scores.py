@@ -159,7 +159,7 @@ class VolumeMeter:
         if num_windows + num_masked == 0:  # the evaluation has none of it
             return
         key = self._keys.sample_key(study)
-        if num_masked or num_windows < int(self._table.counts(np.array([study]))[0]):
+        if num_windows < int(self._table.counts(np.array([study]))[0]):
             self._incomplete.append(key)
         elif not any(one[3] for one in facts):
             self._unannotated.append(key)
