@@ -74,7 +74,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def classes_of(voxels: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.digitize(voxels, (-200, 500)).astype(np.uint8)
+    return np.asarray(np.digitize(voxels, (-200, 500)), np.uint8)
 
 
 def outputs_of(voxels: NDArray[Any]) -> NDArray[np.float32]:
