@@ -38,6 +38,7 @@ from shardflow.packing.engines.base import step
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
 from shardflow.packing.sources.dicom.attributes import AttributeValue
+from shardflow.packing.sources.dicom.dictionary import PARAMETRIC_MAP
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.pixels import (
@@ -229,7 +230,8 @@ class StudyMembers:
         """Return a finder of the head in a volume; None for series that show no surface."""
         affine = stack.geometry.affine_lps
         is_volume = affine is not None and len(stack.slices) >= MIN_SLICES and stack.samples_per_pixel == 1
-        if affine is None or not is_volume or stack.modality not in MODALITIES:
+        is_map = stack.slices[0].instance.sop_class_uid == PARAMETRIC_MAP
+        if affine is None or not is_volume or not (is_map or stack.modality in MODALITIES):
             return None
         return HeadFinder(affine, len(stack.slices), (stack.rows, stack.columns), stack.modality)
 

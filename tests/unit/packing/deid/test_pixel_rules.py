@@ -77,6 +77,13 @@ def test_a_blackout_answers_the_rules_that_it_names_and_no_others() -> None:
     assert rules.judge(declared, accept=(), trusts_no=False).held_back == ("declared",)
 
 
+def test_a_parametric_map_is_no_photograph() -> None:
+    image = {**_CT, "Modality": ("OT",)}
+    assert load_rules().judge(image, accept=(), trusts_no=False).held_back == ("photography",)
+    image["SOPClassUID"] = ("1.2.840.10008.5.1.4.1.1.30",)
+    assert load_rules().judge(image, accept=(), trusts_no=False).held_back == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "is_head"),
     [
@@ -87,6 +94,7 @@ def test_a_blackout_answers_the_rules_that_it_names_and_no_others() -> None:
         ({"StudyDescription": ("CT femoral head",), "Modality": ("DX",)}, False),
         ({"SeriesDescription": ("T1 MPRAGE",)}, True),
         ({"RecognizableVisualFeatures": ("YES",)}, True),
+        ({"StudyDescription": ("MR HEAD",), "Modality": ("OT",)}, True),
     ],
 )
 def test_what_is_a_head(changes: dict[str, tuple[str, ...]], is_head: bool) -> None:
