@@ -206,7 +206,10 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
     [
         ({"roi_size": (96, 96)}, r"roi_size is voxels \(D, H, W\), such as \(96, 96, 96\)"),
         ({"roi_size": (96, 96, 0)}, "each side of roi_size is a number from 1 to 2,048"),
-        ({"center": "anywhere"}, "center is one of 'random', 'foreground', 'body', 'finding', 'middle', 'whole'"),
+        (
+            {"center": "anywhere"},
+            "center is one of 'random', 'foreground', 'body', 'finding', 'middle', 'whole'",
+        ),
         ({"orientation": "RAR"}, "orientation is three letters"),
         ({"spacing_mm": (1, 0, 1)}, r"spacing_mm is three numbers from 0\.01 to 1000 of millimeters"),
         ({"spacing_mm": (1e9, 1, 1)}, r"spacing_mm is three numbers from 0\.01 to 1000 of millimeters"),
