@@ -71,7 +71,9 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
     """
     reading, clinical = reading_setup(config.reports, config.alignment), config.records.to_text()
     # Checked once, here: in a packing process it would fail every input.
-    if reading is not None and (reading.findings or reading.anatomy or reading.extractors):
+    if reading is not None and (
+        reading.findings or reading.anatomy or reading.extractors or reading.model is not None
+    ):
         ReportParser(reading).check()
     if config.deid.model is not None:
         _load_model(config.deid.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -137,6 +137,12 @@ class ReportsConfig:
     """Name of a lexicon that an installed package offers, in place of the shipped one."""
     extractors: tuple[str, ...] = ()
     """Names of further extractors from installed packages."""
+    model: Path | None = None
+    """Folder of a token classifier whose findings are added to those of the rules (docs/reports.md)."""
+    model_device: str = "cpu"
+    """Where it runs: ``cpu``, or a device of torch such as ``cuda``."""
+    model_cache: Path | None = None
+    """Folder that keeps what the model found, by the digest of model and text; it holds no texts."""
     align: bool = True
     """Whether ``alignment.json`` is written: which slices show the findings of the report.
     Needs ``extract``."""
@@ -150,10 +156,17 @@ class ReportsConfig:
         Raises:
             ConfigError: A table cannot be read.
         """
-        if self == ReportsConfig():
+        if replace(self, model_device="cpu", model_cache=None) == ReportsConfig():
             return None
         # A setting of later versions is no part of what identifies content unless it is used.
         given = {name: value for name, value in asdict(self).items() if name != "lexicon" or value}
+        # Neither does where a model runs, or what it has read before, change what it finds.
+        for name in ("model", "model_device", "model_cache"):
+            del given[name]
+        if self.model is not None:
+            from shardflow.reports.token_classifier import model_digest
+
+            given["model_sha256"] = model_digest(self.model, "reports.model")
         return {
             **given,
             "anatomy": [digest_of(path) for path in self.anatomy],
@@ -261,9 +274,9 @@ class DeidConfig:
         for name in ("rules_file", "identity_map", "on_uncertain_identity", "model"):
             del content[name]
         if self.model is not None:
-            from shardflow.packing.deid.text_model import model_digest
+            from shardflow.reports.token_classifier import model_digest
 
-            content["model_sha256"] = model_digest(self.model)
+            content["model_sha256"] = model_digest(self.model, "deid.model")
         if self.times == "second":  # settings older than this one keep their digest
             del content["times"]
         if self.pixel_text == "off":

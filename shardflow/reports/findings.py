@@ -144,8 +144,14 @@ class EntityFinder:
         """Return the findings of a text, in its order."""
         return self.find_in(tokenize(text, self._of.name))
 
-    def find_in(self, tokens: Tokens) -> list[Entity]:
-        """Return the findings of a text that is cut already."""
+    def find_in(self, tokens: Tokens, named: Sequence[Match[Concept]] = ()) -> list[Entity]:
+        """Return the findings of a text that is cut already.
+
+        Args:
+            tokens: The text.
+            named: Names that something else than the lexicon found; those of the lexicon beside and inside
+                them do not count.
+        """
         cues = find_cues(tokens, self._of.name)
         # Words of a phrase that only says how something has changed are no findings ("has enlarged").
         silent = {
@@ -160,6 +166,10 @@ class EntityFinder:
             if not (one.first in silent and one.last - 1 in silent and one.value.kind != "anatomy")
             and not self._is_view(tokens, one)
         ]
+        if named:
+            taken = {number for one in named for number in range(one.first - 1, one.last + 1)}
+            others = [one for one in matches if taken.isdisjoint(range(one.first, one.last))]
+            matches = [*others, *named]
         concepts = keep_longest([*matches, *find_levels(tokens, self._of)])
         names = sorted((one for one in matches if one.value.kind == "anatomy"), key=lambda one: one.first)
         changes = keep_longest(self._changes.find(tokens))

@@ -54,8 +54,8 @@ def reader_name() -> str:
 ENTRY_POINTS = "shardflow.report_extractors"
 """Group of entry points; each names an `Extractor`."""
 
-Extractor = Callable[[str], Iterable[Entity]]
-"""Finds entities of its own in a text; called with the whole report."""
+Extractor = Callable[[Sequence[str]], Iterable[Iterable[Entity]]]
+"""Finds entities of its own in reports: called with a batch of whole texts, it returns those of each."""
 
 # What a section makes of a finding that its sentence calls present, or leaves open.
 _BY_SECTION: dict[SectionKind, dict[Assertion, Assertion]] = {
@@ -120,6 +120,27 @@ class ReportReader:
         Raises:
             ConfigError: An extractor answered with a span outside the text.
         """
+        return self.read_many([text])[0]
+
+    def read_many(self, texts: Sequence[str]) -> list[ReportContent]:
+        """Read a batch of reports, as `read` reads one; extractors see it as a whole.
+
+        Raises:
+            ConfigError: An extractor answered with a span outside a text, or not once for each.
+        """
+        found: list[list[Entity]] = [[] for _ in texts]
+        for name, extractor in self._extractors:
+            answers = [*extractor(texts)]
+            if len(answers) != len(texts):
+                raise ConfigError(
+                    f"the report extractor {name!r} must return the entities of each report, got "
+                    f"{len(answers)} answers for {len(texts)} reports; see docs/extending.md."
+                )
+            for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+                found[number] += [_checked(replace(one, source=name), text) for one in answer]
+        return [self._read(text, extracted) for text, extracted in zip(texts, found, strict=True)]
+
+    def _read(self, text: str, extracted: Sequence[Entity]) -> ReportContent:
         detected = detect_languages(text)
         languages = {language for _, _, language in detected.pieces if language in LANGUAGES}
         lexicons = [self._finder(language).lexicon for language in (ENGLISH, *sorted(languages - {ENGLISH}))]
@@ -144,11 +165,11 @@ class ReportReader:
                         replace(one, span=(one.span[0] + first, one.span[1] + first))
                         for one in find_mentions_in(tokens, language)
                     ]
-        for name, extractor in self._extractors:
-            for found in extractor(text):
-                one = _checked(replace(found, source=name), text)
-                place = one.span[0]
-                kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
+        for one in extracted:
+            place = one.span[0]
+            kind = next((at.kind for at in sections if at.span[0] <= place < at.span[1]), _NO_SECTION)
+            entities = [other for other in entities if not _is_inside(other, one)]
+            if not any(_is_inside(one, other) or _is_same(one, other) for other in entities):
                 entities.append(_in_section(one, kind, one.anatomy))
         entities.sort(key=lambda one: one.span)
         mentions.sort(key=lambda one: one.span)
@@ -179,10 +200,19 @@ def load_extractors() -> list[tuple[str, Extractor]]:
         if not callable(found):
             raise ConfigError(
                 f"the report extractor {entry.name!r} must be callable, got {type(found).__name__}; "
-                "see docs/reports.md."
+                "see docs/extending.md."
             )
         loaded.append((entry.name, found))
     return loaded
+
+
+def _is_inside(entity: Entity, other: Entity) -> bool:
+    """Return whether the words of a finding are some of those of another."""
+    return other.span[0] <= entity.span[0] and entity.span[1] <= other.span[1] and entity.span != other.span
+
+
+def _is_same(entity: Entity, other: Entity) -> bool:
+    return entity.span == other.span and entity.concept == other.concept
 
 
 def _place(entity: Entity, section: Section, text: str) -> Place | None:

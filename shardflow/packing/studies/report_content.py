@@ -19,7 +19,7 @@ from shardflow.packing.settings import ReportsConfig, digest_of
 
 if TYPE_CHECKING:
     from shardflow.packing.linking import ReportTable
-    from shardflow.reports import ReportReader
+    from shardflow.reports import Extractor, Lexicon, ReportReader
     from shardflow.reports.alignment.evidence import AlignmentRules
 
 REPORT_JSON_VERSION: Final = 1
@@ -54,13 +54,17 @@ class ReadingSetup:
     findings: tuple[TableFile, ...]
     extractors: tuple[str, ...]
     lexicon: str = ""
+    model: Path | None = None
+    model_sha256: str = ""
+    model_device: str = "cpu"
+    model_cache: Path | None = None
 
 
 def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSetup | None:
     """Return the settings for reading reports; None if they are not read.
 
     Raises:
-        ConfigError: A table cannot be read.
+        ConfigError: A table or the model cannot be read.
     """
     if not config.extract:
         return None
@@ -70,7 +74,19 @@ def reading_setup(config: ReportsConfig, alignment: AlignmentRules) -> ReadingSe
         findings=tuple(map(TableFile.of, config.findings)),
         extractors=tuple(sorted(config.extractors)),
         lexicon=config.lexicon,
+        model=None if config.model is None else config.model.absolute(),
+        model_sha256=_model_digest(config),
+        model_device=config.model_device,
+        model_cache=None if config.model_cache is None else config.model_cache.absolute(),
     )
+
+
+def _model_digest(config: ReportsConfig) -> str:
+    if config.model is None:
+        return ""
+    from shardflow.reports.token_classifier import model_digest
+
+    return model_digest(config.model, "reports.model")
 
 
 def check_languages(config: ReportsConfig, reports: ReportTable, spool: Path) -> None:
@@ -79,7 +95,7 @@ def check_languages(config: ReportsConfig, reports: ReportTable, spool: Path) ->
     At most `_MAX_LOOKED_AT` are looked at, evenly spread.
 
     Args:
-        config: Settings; with extractors, which read any language, there is nothing to check.
+        config: Settings; with extractors or a model, which may read any language, there is nothing to check.
         reports: The reports.
         spool: File of their texts.
 
@@ -87,7 +103,7 @@ def check_languages(config: ReportsConfig, reports: ReportTable, spool: Path) ->
         ConfigError: More than half of them are in languages without rules.
         StorageError: The texts cannot be read.
     """
-    if not (config.extract and config.align) or config.extractors:
+    if not (config.extract and config.align) or config.extractors or config.model is not None:
         return
     linked = sorted(reports.report_of.values())
     if not linked:
@@ -125,6 +141,8 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
         from shardflow.reports.lexicon import named_lexicon
 
         basis.append(named_lexicon(setup.lexicon).digest())
+    if setup.model_sha256:
+        basis.append({"model_sha256": setup.model_sha256})
     return basis
 
 
@@ -186,7 +204,6 @@ class ReportParser:
 
         setup = self._setup
         tables = _unchanged(setup.findings, "findings"), _unchanged(setup.anatomy, "anatomy")
-        lexicon = load_lexicon(*tables, setup.lexicon)
         wanted = setup.extractors
         offered = dict(load_extractors()) if wanted else {}
         missing = sorted(set(wanted) - offered.keys())
@@ -194,7 +211,22 @@ class ReportParser:
             raise ConfigError(
                 f"reports.extractors must name installed extractors, got {missing[0]!r}; install its package."
             )
-        return ReportReader(lexicon, [(name, offered[name]) for name in wanted])
+        extractors: list[tuple[str, Extractor]] = [(name, offered[name]) for name in wanted]
+        if setup.model is not None:
+            extractors.append(("model", self._model(setup.model, load_lexicon(*tables, setup.lexicon))))
+        return ReportReader(lambda language: load_lexicon(*tables, setup.lexicon, language), extractors)
+
+    def _model(self, folder: Path, lexicon: Lexicon) -> Extractor:
+        from shardflow.reports.model_extractor import ModelExtractor
+        from shardflow.reports.token_classifier import model_digest
+
+        setup = self._setup
+        if model_digest(folder, "reports.model") != setup.model_sha256:
+            raise ConfigError(
+                "the folder of reports.model must not change while a job runs, got another one; start the "
+                "job again."
+            )
+        return ModelExtractor(folder, device=setup.model_device, cache=setup.model_cache, lexicon=lexicon)
 
 
 def _unchanged(tables: Sequence[TableFile], name: str) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -24,15 +24,21 @@ Signed by: Dr. Mass
 """
 
 
-def shout(text: str) -> Iterator[Entity]:
+def shout(texts: Sequence[str]) -> list[list[Entity]]:
     """Find every exclamation mark."""
-    for place, character in enumerate(text):
-        if character == "!":
-            yield Entity(span=(place, place + 1), concept="shout", assertion="present")
+    return [
+        [
+            Entity(span=(place, place + 1), concept="shout", assertion="present")
+            for place, character in enumerate(text)
+            if character == "!"
+        ]
+        for text in texts
+    ]
 
 
-def outside(text: str) -> Iterator[Entity]:
-    yield Entity(span=(0, len(text) + 1), concept="all", assertion="present")
+def outside(texts: Sequence[str]) -> Iterator[list[Entity]]:
+    for text in texts:
+        yield [Entity(span=(0, len(text) + 1), concept="all", assertion="present")]
 
 
 @given(st.text(max_size=300))
@@ -83,3 +89,5 @@ def test_an_extractor_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> No
         load_extractors()
     with pytest.raises(ConfigError, match="a span outside the text"):
         ReportReader(extractors=[("outside", outside)]).read("A nodule.")
+    with pytest.raises(ConfigError, match="got 0 answers for 2 reports"):
+        ReportReader(extractors=[("lazy", lambda texts: [])]).read_many(["A nodule.", "Clear."])
