@@ -129,9 +129,11 @@ class Reason(StrEnum):
     NOT_RETRIEVED = "NOT_RETRIEVED"
     NO_PIXEL_DATA = "NO_PIXEL_DATA"
     PIXEL_DATA_TRUNCATED = "PIXEL_DATA_TRUNCATED"
+    REPORT_ENCRYPTED = "REPORT_ENCRYPTED"
     REPORT_UNREADABLE = "REPORT_UNREADABLE"
     REPORT_WITHDRAWN = "REPORT_WITHDRAWN"
     REPORT_WITHOUT_STUDY = "REPORT_WITHOUT_STUDY"
+    REPORT_WITHOUT_TEXT = "REPORT_WITHOUT_TEXT"
     SPLIT_CHANGED = "SPLIT_CHANGED"
     STUDY_ALREADY_PACKED = "STUDY_ALREADY_PACKED"
     STUDY_INCOMPLETE = "STUDY_INCOMPLETE"
@@ -276,6 +278,7 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.PIXEL_DATA_TRUNCATED: ReasonInfo(
         Outcome.QUARANTINED, "The pixel data is shorter than rows, columns, bits and frames say."
     ),
+    Reason.REPORT_ENCRYPTED: ReasonInfo(Outcome.QUARANTINED, "The PDF of the report needs a password."),
     Reason.REPORT_UNREADABLE: ReasonInfo(
         Outcome.QUARANTINED, "The report cannot be read as text, or its row does not fit the table."
     ),
@@ -284,6 +287,9 @@ REASONS: dict[Reason, ReasonInfo] = {
     ),
     Reason.REPORT_WITHOUT_STUDY: ReasonInfo(
         Outcome.SKIPPED, "No image of the study that the report names was found."
+    ),
+    Reason.REPORT_WITHOUT_TEXT: ReasonInfo(
+        Outcome.QUARANTINED, "The pages of the report's PDF hold no text, as those of a scan."
     ),
     Reason.SPLIT_CHANGED: ReasonInfo(
         Outcome.QUARANTINED,
@@ -384,6 +390,8 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.NOT_IN_LAYOUT: "Add rows (or the split) of these files, or leave the files out.",
     Reason.NOT_RETRIEVED: "Ask the archive for one of them by hand; once it delivers it, retry.",
     Reason.PIXEL_DATA_TRUNCATED: "Export the files again; the transfer was cut.",
+    Reason.REPORT_ENCRYPTED: "Save the PDF without a password.",
+    Reason.REPORT_WITHOUT_TEXT: "Recognize the text of the scan (OCR), and save it as text.",
     Reason.REPORT_UNREADABLE: "Save the table as UTF-8 with a line a report, and check the rows around it.",
     Reason.SPLIT_CHANGED: "Put the patient's former split back into the layout's table and retry; to move a "
     "patient, pack into a new output.",

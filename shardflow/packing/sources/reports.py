@@ -16,18 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from shardflow.errors import ConfigError, os_reason
+from shardflow.errors import ConfigError, SourceError, os_reason
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.report_files import READERS
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
-"""``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt. ``jsonl``: the same two
-keys."""
+"""``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt, .pdf or .rtf. ``jsonl``:
+the same two keys."""
 
 ReportRole = Literal["addendum", "corrected", "final", "preliminary"]
 """Role of a report among those of its study; a corrected one replaces the final ones before it."""
 
 MAX_REPORT_BYTES = 1 << 24
 """Longest report that is read, and longest line of a table."""
+
+REPORT_FILES: Final = frozenset((".txt", *READERS))
+"""Extensions of files that are one report each."""
 
 _KEY, _TEXT = "study_instance_uid", "text"
 
@@ -58,7 +62,8 @@ class BrokenReport:
 
     place: int
     reason: Reason
-    """REPORT_UNREADABLE, EMPTY_REPORT, MISSING_IDENTIFIER, LIMIT_EXCEEDED or FILE_UNREADABLE."""
+    """REPORT_UNREADABLE, REPORT_ENCRYPTED, REPORT_WITHOUT_TEXT, EMPTY_REPORT, MISSING_IDENTIFIER,
+    LIMIT_EXCEEDED or FILE_UNREADABLE."""
     detail: str
     """Description of the problem, without content."""
     study_instance_uid: str = ""
@@ -199,14 +204,18 @@ def _parse_json(place: int, line: bytes) -> ReportRecord | BrokenReport:
 
 def _iter_folder(path: Path) -> Iterator[ReportRecord | BrokenReport]:
     for place, entry in enumerate(sorted(path.iterdir(), key=lambda one: os.fsencode(one.name)), start=1):
-        if entry.suffix.lower() != ".txt" or not entry.is_file():
+        if entry.suffix.lower() not in REPORT_FILES or not entry.is_file():
             yield _broken(place, Reason.NOT_REPORT, "")
             continue
         yield read_report_file(entry, place, entry.stem)
 
 
 def read_report_file(path: Path, place: int, study: str) -> ReportRecord | BrokenReport:
-    """Read a file that is one report of a study."""
+    """Read a file that is one report of a study: UTF-8 text, or a PDF or RTF by its extension.
+
+    Raises:
+        ConfigError: The package that reads such a file is missing.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_REPORT_BYTES + 1)
@@ -214,7 +223,13 @@ def read_report_file(path: Path, place: int, study: str) -> ReportRecord | Broke
         return _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, study)
     if len(data) > MAX_REPORT_BYTES:
         return _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", study)
-    return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
+    try:
+        return make_record(place, study, reader(data))
+    except SourceError as error:
+        return _broken(place, Reason(error.reason), type(error).__name__, study)
 
 
 def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:

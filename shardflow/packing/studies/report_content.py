@@ -136,7 +136,7 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
 
     tables = [[table.sha256 for table in tables] for tables in (setup.anatomy, setup.findings)]
     rules = None if setup.alignment is None else alignment.digest()
-    basis = [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
+    basis: list[Any] = [REPORT_JSON_VERSION, rules_digest(), *tables, list(setup.extractors), rules]
     if setup.lexicon:
         from shardflow.reports.lexicon import named_lexicon
 

@@ -29,7 +29,14 @@ from shardflow.packing.sources.documents.facts import NOT_REPORT, DocumentReport
 from shardflow.packing.sources.documents.fhir import FhirIndex, iter_resources, read_fhir_report
 from shardflow.packing.sources.documents.hl7 import read_hl7_reports
 from shardflow.packing.sources.documents.sr import read_sr_report
-from shardflow.packing.sources.reports import BrokenReport, ReportRecord, ReportRole, read_report_file
+from shardflow.packing.sources.report_files import READERS
+from shardflow.packing.sources.reports import (
+    REPORT_FILES,
+    BrokenReport,
+    ReportRecord,
+    ReportRole,
+    read_report_file,
+)
 
 _LIMITS: Final = DocumentLimits()
 _ROLES: Final = {str(role): role for role in get_args(ReportRole)}
@@ -43,9 +50,9 @@ def iter_document_reports(
 ) -> Iterator[ReportRecord | BrokenReport]:
     """Read the reports of a file or folder, in the order of the names of files.
 
-    A text file named ``<StudyInstanceUID>.txt`` is a report as well. One file may hold many reports (a
-    bundle, NDJSON, messages one after another); a resource or message that is none is no input of its own, a
-    file without any is NOT_REPORT.
+    A file named ``<StudyInstanceUID>.txt``, ``.pdf`` or ``.rtf`` is a report as well. One file may hold many
+    reports (a bundle, NDJSON, messages one after another); a resource or message that is none is no input of
+    its own, a file without any is NOT_REPORT.
 
     Args:
         path: The file or folder.
@@ -124,7 +131,7 @@ class _Reader:
                     continue
                 for _, resource in iter_resources(value):
                     yield read_fhir_report(resource, self._index)
-        elif form is None and path.suffix.lower() == ".txt" and uid_of(path.stem):
+        elif form is None and path.suffix.lower() in REPORT_FILES and uid_of(path.stem):
             yield read_report_file(path, 1, path.stem)
 
     def _values(self, path: Path, form: DocumentForm | None) -> Iterator[object]:
@@ -136,6 +143,8 @@ class _Reader:
 
 
 def _form(path: Path) -> DocumentForm | None:
+    if path.suffix.lower() in READERS:
+        return None  # an RTF begins as JSON does
     try:
         with path.open("rb") as file:
             return recognise_document(file.read(HEAD_BYTES))

@@ -1,0 +1,132 @@
+"""Reports in PDF and RTF: their text, or the outcome that says why there is none."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ConfigError, SourceError
+from shardflow.format.reasons import Reason
+from shardflow.packing.sources import report_files
+from shardflow.packing.sources.documents.reports import iter_document_reports
+from shardflow.packing.sources.report_files import read_pdf, read_rtf
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports
+
+pypdf = pytest.importorskip("pypdf")
+pytest.importorskip("striprtf")
+pytestmark = pytest.mark.fast
+
+RTF = (
+    rb"{\rtf1\ansi\ansicpg1252{\fonttbl{\f0 Arial;}}{\*\generator Some Word 11;}"
+    rb"\f0\b FINDINGS:\b0\par Kein Pleuraerguss. Gr\'f6\'dfe normal.\par \u8804? 5 mm}"
+)
+
+
+def make_pdf(*pages: str) -> bytes:
+    """Write a PDF by hand: an object a page, its lines one below the other."""
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"",
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    kids = []
+    for page in pages:
+        shown = " ".join(f"({line}) Tj 0 -14 Td" for line in page.split("\n") if page)
+        content = f"BT /F1 11 Tf 72 720 Td {shown} ET".encode("latin-1")
+        kids.append(len(objects) + 1)
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >>"
+            + f" /Contents {len(objects) + 2} 0 R >>".encode()
+        )
+        objects.append(f"<< /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream")
+    objects[1] = (
+        f"<< /Type /Pages /Kids [{' '.join(f'{one} 0 R' for one in kids)}] /Count {len(kids)} >>".encode()
+    )
+    data, places = b"%PDF-1.4\n", []
+    for number, one in enumerate(objects, start=1):
+        places.append(len(data))
+        data += f"{number} 0 obj\n".encode() + one + b"\nendobj\n"
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    return (
+        data
+        + (
+            f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+            f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
+        ).encode()
+    )
+
+
+def locked(data: bytes, password: str) -> bytes:
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(data))
+    writer.encrypt(password, owner_password="owner", algorithm="RC4-128")
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def reason(data: bytes) -> str:
+    with pytest.raises(SourceError) as raised:
+        read_pdf(data)
+    return raised.value.reason
+
+
+def test_the_text_of_all_pages_is_read() -> None:
+    text = read_pdf(make_pdf("FINDINGS:\nNo effusion.", "IMPRESSION:\nA nodule."))
+    assert text.split() == ["FINDINGS:", "No", "effusion.", "IMPRESSION:", "A", "nodule."]
+    assert text.index("\n\n") < text.index("IMPRESSION")
+    assert [line.strip() for line in text.split("\n") if line.strip()][1] == "No effusion."
+
+
+def test_a_pdf_that_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = make_pdf("No effusion.")
+    assert reason(locked(report, "secret")) == Reason.REPORT_ENCRYPTED
+    assert read_pdf(locked(report, "")) == "No effusion."  # locked against changes alone
+    assert reason(make_pdf("", "")) == Reason.REPORT_WITHOUT_TEXT
+    assert reason(b"%PDF-1.4 and nothing else") == Reason.REPORT_UNREADABLE
+    assert reason(b"") == Reason.REPORT_UNREADABLE
+    monkeypatch.setattr(report_files, "MAX_PAGES", 1)
+    assert reason(make_pdf("One.", "Two.")) == Reason.LIMIT_EXCEEDED
+
+
+def test_the_text_of_an_rtf_is_read_in_its_code_page() -> None:
+    lines = [line.strip() for line in read_rtf(RTF).split("\n")]
+    assert lines == ["FINDINGS:", "Kein Pleuraerguss. Gr\u00f6\u00dfe normal.", "\u2264 5 mm"]
+    with pytest.raises(SourceError) as raised:
+        read_rtf(b"FINDINGS: none")
+    assert raised.value.reason == Reason.REPORT_UNREADABLE
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pypdf", "striprtf.striprtf"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    for read, package in ((read_pdf, "pypdf"), (read_rtf, "striprtf")):
+        with pytest.raises(ConfigError, match=rf"need {package}; install shardflow\[documents\]"):
+            read(b"")
+
+
+def test_files_of_a_folder_are_reports_of_the_study_that_they_are_named_by(tmp_path: Path) -> None:
+    report = make_pdf("No effusion.")
+    for name, data in {
+        "1.2.1.pdf": report,
+        "1.2.2.PDF": locked(report, "secret"),
+        "1.2.3.pdf": make_pdf(""),
+        "1.2.4.rtf": RTF,
+        "1.2.5.txt": b"Clear.",
+        "1.2.6.doc": b"x",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    found = list(iter_reports(tmp_path, "folder"))
+    texts = {one.study_instance_uid: one.text for one in found if isinstance(one, ReportRecord)}
+    broken = {one.study_instance_uid: one.reason for one in found if isinstance(one, BrokenReport)}
+    assert texts["1.2.1"] == "No effusion."
+    assert "Kein Pleuraerguss" in texts["1.2.4"]
+    assert texts["1.2.5"] == "Clear."
+    assert broken == {
+        "1.2.2": Reason.REPORT_ENCRYPTED, "1.2.3": Reason.REPORT_WITHOUT_TEXT, "": Reason.NOT_REPORT
+    }  # fmt: skip
+    again = {
+        one.study_instance_uid for one in iter_document_reports(tmp_path) if isinstance(one, ReportRecord)
+    }
+    assert again == texts.keys()
