@@ -29,9 +29,9 @@ PLACES = {
         "shardflow/loading/tensors.py",
         "shardflow/loading/torch_dataset.py",
         "shardflow/cli/train.py",
-        "shardflow/packing/deid/text_model.py",  # where a model is set
+        "shardflow/reports/token_classifier.py",  # where a model is set
     ),
-    "transformers": ("shardflow/training/", "shardflow/packing/deid/text_model.py", "pipelines/"),
+    "transformers": ("shardflow/training/", "shardflow/reports/token_classifier.py", "pipelines/"),
     "pickle": (),
     "marshal": (),
     "shelve": (),
