@@ -134,6 +134,7 @@ class Reason(StrEnum):
     REPORT_WITHDRAWN = "REPORT_WITHDRAWN"
     REPORT_WITHOUT_STUDY = "REPORT_WITHOUT_STUDY"
     REPORT_WITHOUT_TEXT = "REPORT_WITHOUT_TEXT"
+    ROUNDED_IDENTIFIER = "ROUNDED_IDENTIFIER"
     SPLIT_CHANGED = "SPLIT_CHANGED"
     STUDY_ALREADY_PACKED = "STUDY_ALREADY_PACKED"
     STUDY_INCOMPLETE = "STUDY_INCOMPLETE"
@@ -291,6 +292,11 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.REPORT_WITHOUT_TEXT: ReasonInfo(
         Outcome.QUARANTINED, "The pages of the report's PDF hold no text, as those of a scan."
     ),
+    Reason.ROUNDED_IDENTIFIER: ReasonInfo(
+        Outcome.QUARANTINED,
+        "The number that joins the report to its images was stored as a floating-point number, and its last "
+        "digits are lost.",
+    ),
     Reason.SPLIT_CHANGED: ReasonInfo(
         Outcome.QUARANTINED,
         "The layout puts the study's patient into another split than the one where the patient is packed.",
@@ -393,6 +399,7 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.REPORT_ENCRYPTED: "Save the PDF without a password.",
     Reason.REPORT_WITHOUT_TEXT: "Recognize the text of the scan (OCR), and save it as text.",
     Reason.REPORT_UNREADABLE: "Save the table as UTF-8 with a line a report, and check the rows around it.",
+    Reason.ROUNDED_IDENTIFIER: "Export the tables again, with identifiers as text.",
     Reason.SPLIT_CHANGED: "Put the patient's former split back into the layout's table and retry; to move a "
     "patient, pack into a new output.",
     Reason.STUDY_ALREADY_PACKED: "Pack all inputs of these studies into a new output, with the same key file "

@@ -193,17 +193,24 @@ class ReportTable:
         return int(self.digest[report]), [people] if people else []
 
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence where fewer than half of the reports with text found their study, else none."""
+        """Return sentences where numbers were rounded, and where fewer than half of the reports link."""
+        num_rounded = int(np.count_nonzero(self.reason == reason_code(Reason.ROUNDED_IDENTIFIER)))
+        sentence = (
+            f"{num_rounded:,} of the reports cannot be joined: accession numbers there, or of the images, "
+            "were stored as floating-point numbers, and the last digits are lost (ROUNDED_IDENTIFIER in the "
+            "private ledger); export the tables with identifiers as text."
+        )
+        rounded = (sentence,) if num_rounded else ()
         num_linked = int(np.count_nonzero(self.study != NO_STUDY))
         strangers = [reason_code(Reason.REPORT_WITHOUT_STUDY), reason_code(Reason.MISSING_IDENTIFIER)]
         num_unlinked = int(np.count_nonzero((self.study == NO_STUDY) & np.isin(self.reason, strangers)))
         if num_linked >= num_unlinked:
-            return ()
+            return rounded
         note = (
             f"Only {num_linked:,} of {num_linked + num_unlinked:,} reports belong to a study of the images; "
             "check that they name the study, or patient and accession number, as headers or layout.table do."
         )
-        return (note,)
+        return (*rounded, note)
 
     def decide(self, study_reason: NDArray[np.uint8]) -> None:
         """Give undecided reports the outcome of their study, if that is decided.

@@ -22,13 +22,12 @@ from shardflow.format.dataset import Dataset
 from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.settings import KeyKind, TableFile
-from shardflow.packing.sources.layouts.base import LabelTable
+from shardflow.packing.sources.layouts.base import LabelTable, restored
 from shardflow.packing.tables.keys import (
     KeyIndex,
     PrivateFolder,
     default_unit,
     open_keys,
-    restored,
     study_keys,
 )
 from shardflow.packing.tables.kinds import ColumnBuilder, Profile, column_name

@@ -8,8 +8,6 @@ private ledger. Of a foreign dataset the path is the key in its tars.
 from __future__ import annotations
 
 import json
-import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +33,7 @@ _UNITS: Final[dict[str, tuple[TableUnit, ...]]] = {
     "series_instance_uid": ("series", "study"),
     "sop_instance_uid": ("image", "series", "study"),
 }
-_THROUGH_FLOAT: Final = re.compile(r"(\d+)\.0*|\d(?:\.\d+)?[eE]\+?\d+", re.ASCII)
 _AMBIGUOUS: Final = -2
-_EXACT: Final = 1 << 53
 
 
 def key_kind(text: str) -> KeyKind:
@@ -66,18 +62,6 @@ def default_unit(on: KeyKind, unit: str | None) -> TableUnit:
             "repeat for its series and images without it."
         )
     return unit
-
-
-def restored(value: Any) -> tuple[str, bool]:
-    """Return a key as text, and whether it came through a float; empty where it is missing or was rounded."""
-    if isinstance(value, float | np.floating):
-        number = float(value)
-        if math.isnan(number) or abs(number) >= _EXACT or not number.is_integer():
-            return "", not math.isnan(number)
-        return str(int(value)), True
-    text = "" if value is None else str(value).strip()
-    found = _THROUGH_FLOAT.fullmatch(text) if text[:1].isdigit() else None
-    return (text, False) if found is None else (found[1] or "", True)
 
 
 class KeyIndex(ABC):

@@ -73,6 +73,14 @@ def test_a_sentence_says_that_most_reports_belong_to_no_study(tmp_path: Path) ->
     assert ReportTable().notes() == ()
 
 
+def test_a_sentence_counts_the_reports_whose_numbers_were_rounded(tmp_path: Path) -> None:
+    rounded = BrokenReport(place=7, reason=Reason.ROUNDED_IDENTIFIER, detail="")
+    table = _link(tmp_path, _report("1.1", "a"), rounded)
+    (note,) = table.notes()
+    assert note.startswith("1 of the reports cannot be joined: accession numbers")
+    assert _reasons(table) == ["-", "ROUNDED_IDENTIFIER"]
+
+
 def test_a_report_that_cannot_be_read_makes_its_study_unusable(tmp_path: Path) -> None:
     broken = BrokenReport(place=3, reason=Reason.REPORT_UNREADABLE, detail="", study_instance_uid="1.3")
     stray = BrokenReport(place=4, reason=Reason.MISSING_IDENTIFIER, detail="")

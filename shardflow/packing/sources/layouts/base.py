@@ -7,6 +7,7 @@ which settings can change.
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,10 +111,31 @@ def _read_parquet(
         ) from None
 
 
+def restored(value: object) -> tuple[str, bool]:
+    """Return a key as text, and whether it came through a float; empty where it is missing or was rounded.
+
+    A float holds integers below 2**53 exactly; of longer ones the last digits are lost.
+    """
+    if isinstance(value, float):  # np.float64 is one
+        if math.isnan(value) or abs(value) >= _EXACT or not value.is_integer():
+            return "", not math.isnan(value)
+        return str(int(value)), True
+    text = "" if value is None else str(value).strip()
+    found = _THROUGH_FLOAT.fullmatch(text) if text[:1].isdigit() else None
+    if found is None:
+        return text, False
+    return ("" if found[1] is None or int(found[1]) >= _EXACT else found[1]), True
+
+
+_THROUGH_FLOAT: Final = re.compile(r"(\d{1,40})\.0*|\d(?:\.\d+)?[eE]\+?\d+", re.ASCII)
+_EXACT: Final = 1 << 53
+
+
 def _text(value: object) -> str:
     # A column of integers with gaps comes as floats: 17.0 is the study 17.
     if isinstance(value, float):
-        return "" if value != value else f"{value:.0f}" if value.is_integer() else repr(value)
+        is_whole = value.is_integer() and abs(value) < _EXACT
+        return "" if value != value else f"{value:.0f}" if is_whole else repr(value)
     return "" if value is None else str(value).strip()
 
 

@@ -27,6 +27,7 @@ from shardflow.packing.sources.layouts.base import (
     patient_attributes,
     read_reports,
     read_table,
+    restored,
 )
 from shardflow.packing.sources.placement import ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord, ReportRole, make_record
@@ -92,6 +93,10 @@ class TableLayout(PlacedLayout):
         """Return the studies that a row of the reports names."""
         raise NotImplementedError
 
+    def is_rounded(self, values: Values) -> bool:  # noqa: ARG002 - most layouts know no numbers of orders
+        """Return whether numbers that alone join a row of the reports lost digits in a float."""
+        return False
+
     def text_of(self, values: Values) -> str:
         """Return the text of a row of the reports."""
         return values["text"]
@@ -109,6 +114,9 @@ class TableLayout(PlacedLayout):
             place += 1
             if row.values is None:
                 yield _unreadable(place, "another number of columns")
+                continue
+            if self.is_rounded(row.values):
+                yield BrokenReport(place=place, reason=Reason.ROUNDED_IDENTIFIER, detail="")
                 continue
             studies = self.studies_of(row.values)
             role = _ROLES.get(row.values.get("role", "").casefold())
@@ -272,6 +280,10 @@ class Manifest(TableLayout):
         """Return the studies by the most reliable key of the row."""
         return self._join.studies_of(values)
 
+    def is_rounded(self, values: Values) -> bool:
+        """Return whether the numbers that join the row, or those of the images, lost digits in a float."""
+        return self._join.is_rounded(values)
+
     def study_of_row(self, values: Values) -> str:
         """Return the study of a row of images or reports."""
         if self.settings.is_study_within_patient and values["study"]:
@@ -286,25 +298,47 @@ class _Join:
         self._manifest = manifest
         self._by_report: defaultdict[str, set[str]] = defaultdict(set)
         self._by_accession: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        self._is_rounded = False
+        """Whether numbers of images lost digits in a float."""
         for _, values in manifest.rows():
             study = manifest.study_of_row(values)
-            if values["report"]:
-                self._by_report[values["report"]].add(study)
-            if values["accession"] and values["patient"]:
-                self._by_accession[values["patient"], values["accession"]].add(study)
+            report, patient, accession = _numbers(values)
+            self._is_rounded = self._is_rounded or _lost_digits(values)
+            if report:
+                self._by_report[report].add(study)
+            if accession and patient:
+                self._by_accession[patient, accession].add(study)
+
+    def is_rounded(self, values: Values) -> bool:
+        """Return whether a row of the reports finds no study because a float rounded numbers."""
+        if self._manifest.study_of_row(values) or self._found(values):
+            return False
+        return _lost_digits(values) or (self._is_rounded and any(_numbers(values)))
+
+    def _found(self, values: Values) -> set[str]:
+        report, patient, accession = _numbers(values)
+        # A column of the name "report" may hold something else, or number the texts alone.
+        return self._by_report.get(report) or self._by_accession.get((patient, accession)) or set()
 
     def studies_of(self, values: Values) -> Sequence[str]:
         """Return the studies by the most reliable key of the row."""
         if study := self._manifest.study_of_row(values):
             return [study]
-        if found := self._by_report.get(values["report"]):
+        if found := self._found(values):
             return sorted(found)
-        # A column of that name may hold something else, or number the texts alone.
         key = values["patient"], values["accession"]
-        if found := self._by_accession.get(key):
-            return sorted(found)
         unknown = values["report"] or ("/".join(key) if all(key) else "")
         return [unknown] if unknown else []
+
+
+def _numbers(values: Values) -> tuple[str, str, str]:
+    """Return the report, patient and accession number of a row as they were before a float."""
+    report, patient, accession = (restored(values[name])[0] for name in ("report", "patient", "accession"))
+    return report, patient, accession
+
+
+def _lost_digits(values: Values) -> bool:
+    return any(restored(values[name]) == ("", True) for name in ("report", "accession"))
 
 
 def _rescale(slope: str, intercept: str) -> tuple[float, float] | None:

@@ -6,6 +6,8 @@ import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shardflow.config import load_config
@@ -251,3 +253,46 @@ def test_a_column_called_report_unlinks_nothing(tmp_path: Path) -> None:
     )
     found = [one.study_instance_uid for one in open_layout(inputs, ("train", "val")).reports()]
     assert found == ["s-a", "s-b", "3", "4"]
+
+
+def test_numbers_that_came_through_a_float_join_or_are_named(tmp_path: Path) -> None:
+    exact, long = "1234567890123456", "9912345678901234"
+    images = [
+        {"path": f"{name}.png", "patient": "17", "accession": name, "study": f"s-{name}"}
+        for name in (exact, long)
+    ]
+    texts = [
+        {"patient": "17.0", "accession": f"{exact}.0", "text": "every digit is there"},
+        {"patient": "17", "accession": f"{long}.0", "text": "beyond what a float holds"},
+        {"patient": "17", "accession": "1.23456789012346E+15", "text": "of a spreadsheet"},
+        {"patient": "17", "accession": "4711", "text": "of another study"},
+    ]
+
+    def read(table: Path, reports: Path) -> list[str]:
+        inputs = InputsConfig(
+            dicom=(tmp_path,), reports=reports, layout=LayoutConfig(kind="manifest", table=table)
+        )
+        found = open_layout(inputs, ("train", "val")).reports()
+        return [one.reason if isinstance(one, BrokenReport) else one.study_instance_uid for one in found]
+
+    table = write_table(tmp_path / "images.csv", images)
+    rounded = str(Reason.ROUNDED_IDENTIFIER)
+    expected = [f"s-{exact}", rounded, rounded, "17/4711"]
+    assert read(table, write_table(tmp_path / "texts.csv", texts)) == expected
+
+    floats = pa.table(
+        {
+            "patient": [17.0, 17.0],
+            "accession": [float(exact), float(long)],
+            "text": ["a", "b"],
+        }
+    )
+    pq.write_table(floats, tmp_path / "texts.parquet")
+    assert read(table, tmp_path / "texts.parquet") == expected[:2]
+
+    # Images whose numbers are rounded: their reports are named, not lost.
+    images[1]["accession"] = "9.91234567890123E+15"
+    assert read(
+        write_table(tmp_path / "rounded.csv", images),
+        write_table(tmp_path / "whole.csv", [{"patient": "17", "accession": long, "text": "whole"}]),
+    ) == [rounded]
