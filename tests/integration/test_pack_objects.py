@@ -11,12 +11,18 @@ import numpy as np
 import pydicom
 import pydicom.data
 import pytest
+from pydicom.sr.coding import Code
 
 import shardflow as sf
 from shardflow.format.keys import thumbnail_field
 from shardflow.format.reasons import remedy_of
 from tests.pack_case import PackCase, read_ledger
-from tests.unit.packing.sources.dicom.factory import make_dataset, write
+from tests.unit.packing.sources.dicom.factory import (
+    make_dataset,
+    make_parametric_map,
+    value_mapping,
+    write,
+)
 
 _BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
 _ALL = ("splits.train=1", "splits.val=0", "policy.max_quarantined_share=1", "variants.thumbnail_px=32")
@@ -71,6 +77,25 @@ def test_a_dose_is_read_in_gray_beside_its_images(case: PackCase) -> None:
     (batch,) = loader
     expected = dose.pixel_array * float(dose.DoseGridScaling)
     np.testing.assert_allclose(np.asarray(batch["dose"])[0, 0], expected, rtol=1e-6)
+
+
+def test_a_parametric_map_is_packed_by_default_in_its_unit(case: PackCase) -> None:
+    values = np.random.default_rng(0).random((6, 5, 4)).astype(np.float32) * 3000
+    make_parametric_map(case.dicom, values, value_mapping(Code("um2/s", "UCUM", "um2/s"), 2.0, 1.0))
+    case.pack(*_ALL, "deid.accept=[]")
+    (series,) = _study(case)["series"]
+    assert (series["kind"], series["unit"], series["dtype"]) == ("volume", "um2/s", "float32")
+    assert series["parametric_map"] == {"quantity": "DCM:113041"}
+    loader = sf.Loader(
+        sf.open(str(case.output)),
+        split="train",
+        seed=1,
+        batch=sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1),
+        fields={"adc": sf.Slices(series="role == 'adc'", size=(5, 4), num_slices=6)},
+        world="single",
+    )
+    (batch,) = loader
+    np.testing.assert_allclose(np.asarray(batch["adc"])[0].squeeze(), values * 2 + 1, rtol=1e-6)
 
 
 def test_each_kind_of_object_has_pixels_a_role_and_a_preview(case: PackCase) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
+from pydicom.sr.codedict import codes
+from pydicom.sr.coding import Code
 from pydicom.uid import ExplicitVRLittleEndian
 
 from shardflow.packing.sources.dicom.headers import InstanceHeader, read_header
@@ -121,3 +124,57 @@ def make_header(folder: Path, number: int, **options: Any) -> InstanceHeader:
     """Header of one image of a series, read back from a file."""
     path = make_file(folder / f"{number}.dcm", number=number, **options)
     return header_of(path, file_index=number)
+
+
+def value_mapping(
+    unit: Code, slope: float, intercept: float, quantity: Code = codes.DCM.ApparentDiffusionCoefficient
+) -> Any:
+    """A mapping of stored values to a quantity, of highdicom's."""
+    import highdicom as hd
+
+    return hd.pm.RealWorldValueMapping(
+        "1", "a map", unit, (-1e9, 1e9) if slope != 0.5 else (0, 65535), slope, intercept, None, quantity
+    )
+
+
+def make_parametric_map(
+    folder: Path,
+    pixels: np.ndarray[Any, np.dtype[Any]],
+    mapping: Any,
+    change: Callable[[Dataset], None] = lambda _: None,
+) -> Path:
+    """A map of highdicom's over six oblique MR slices with gaps of 4 mm."""
+    import highdicom as hd
+
+    sources = []
+    for number in range(len(pixels)):
+        image = make_dataset(
+            modality="MR",
+            number=number + 1,
+            position=(1.0, 2.0 - 0.6 * 4 * number, 3.0 + 0.8 * 4 * number),
+            orientation=(1, 0, 0, 0, 0.8, 0.6),
+            pixels=np.zeros(pixels.shape[1:], np.uint16),
+        )
+        image.FrameOfReferenceUID = "1.2.3.4"
+        for keyword in ("StudyID", "StudyDate", "StudyTime", "AccessionNumber", "PatientBirthDate"):
+            setattr(image, keyword, "")
+        image.PatientSex = image.ReferringPhysicianName = image.PositionReferenceIndicator = ""
+        sources.append(image)
+    made = hd.pm.ParametricMap(
+        sources,
+        pixels,
+        hd.UID(),
+        7,
+        hd.UID(),
+        1,
+        "maker",
+        "model",
+        "1",
+        "serial",
+        contains_recognizable_visual_features=False,
+        real_world_value_mappings=[mapping],
+        voi_lut_transformations=[hd.VOILUTTransformation(window_center=0.0, window_width=1.0)],
+    )
+    change(made)
+    made.save_as(folder / "map.dcm")
+    return folder / "map.dcm"

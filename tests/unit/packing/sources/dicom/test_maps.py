@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pydicom.data
 import pytest
 import SimpleITK
 from pydicom.dataset import Dataset
-from pydicom.sr.codedict import codes
 from pydicom.sr.coding import Code
 
 from shardflow.format.facts.making import series_of_study
@@ -23,7 +21,12 @@ from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.pixels import SliceForm, form_of, iter_slices
 from shardflow.packing.sources.dicom.stacks import Stack, StackKind, build_studies
-from tests.unit.packing.sources.dicom.factory import make_dataset, write
+from tests.unit.packing.sources.dicom.factory import (
+    make_dataset,
+    make_parametric_map,
+    value_mapping,
+    write,
+)
 
 _BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
 _DOSES = ("rtdose.dcm", "rtdose_expb.dcm", "rtdose_rle.dcm")
@@ -178,61 +181,11 @@ def test_each_dose_of_a_series_is_a_volume_and_none_precedes_the_images(tmp_path
     assert all(stack.axis is None for stack in stacks)
 
 
-_ADC = codes.DCM.ApparentDiffusionCoefficient
-
-
-def _mapping(unit: Code, slope: float, intercept: float, quantity: Code | None = _ADC) -> Any:
-    return hd.pm.RealWorldValueMapping(
-        "1", "a map", unit, (-1e9, 1e9) if slope != 0.5 else (0, 65535), slope, intercept, None, quantity
-    )
-
-
-def _parametric_map(
-    folder: Path,
-    pixels: np.ndarray[Any, np.dtype[Any]],
-    mapping: Any,
-    change: Callable[[Dataset], None] = lambda _: None,
-) -> Path:
-    """A map of highdicom's over six oblique MR slices with gaps of 4 mm."""
-    sources = []
-    for number in range(len(pixels)):
-        image = make_dataset(
-            modality="MR",
-            number=number + 1,
-            position=(1.0, 2.0 - 0.6 * 4 * number, 3.0 + 0.8 * 4 * number),
-            orientation=(1, 0, 0, 0, 0.8, 0.6),
-            pixels=np.zeros(pixels.shape[1:], np.uint16),
-        )
-        image.FrameOfReferenceUID = "1.2.3.4"
-        for keyword in ("StudyID", "StudyDate", "StudyTime", "AccessionNumber", "PatientBirthDate"):
-            setattr(image, keyword, "")
-        image.PatientSex = image.ReferringPhysicianName = image.PositionReferenceIndicator = ""
-        sources.append(image)
-    made = hd.pm.ParametricMap(
-        sources,
-        pixels,
-        hd.UID(),
-        7,
-        hd.UID(),
-        1,
-        "maker",
-        "model",
-        "1",
-        "serial",
-        contains_recognizable_visual_features=False,
-        real_world_value_mappings=[mapping],
-        voi_lut_transformations=[hd.VOILUTTransformation(window_center=0.0, window_width=1.0)],
-    )
-    change(made)
-    made.save_as(folder / "map.dcm")
-    return folder / "map.dcm"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint16"])
 def test_a_parametric_map_equals_what_highdicom_says_of_it(tmp_path: Path, dtype: str) -> None:
     values = np.random.default_rng(1).random((6, 5, 4)) * 1000
-    mapping = _mapping(Code("um2/s", "UCUM", "um2/s"), 0.5 if dtype == "uint16" else 2.0, 3.0)
-    path = _parametric_map(tmp_path, values.astype(dtype), mapping)
+    mapping = value_mapping(Code("um2/s", "UCUM", "um2/s"), 0.5 if dtype == "uint16" else 2.0, 3.0)
+    path = make_parametric_map(tmp_path, values.astype(dtype), mapping)
     (stack,), (volume,), (form,) = _read(path)
     # What was made of a modality is of another one.
     assert (stack.kind, stack.modality) == (StackKind.VOLUME, "OT")
@@ -247,7 +200,7 @@ def test_a_parametric_map_equals_what_highdicom_says_of_it(tmp_path: Path, dtype
 def test_a_map_without_a_known_unit_or_a_mapping_is_raw(tmp_path: Path) -> None:
     pixels = np.ones((6, 5, 4), np.float32)
     named = Code("123", "99OURS", "a name of a patient")
-    path = _parametric_map(tmp_path, pixels, _mapping(named, 2.0, 0.0, named))
+    path = make_parametric_map(tmp_path, pixels, value_mapping(named, 2.0, 0.0, named))
     (stack,), (volume,), (form,) = _read(path)
     assert (form.unit, volume[0, 0, 0]) == ("raw", 2.0)
     assert read_acquisition(path, stack.slices, limits=_LIMITS).published == {}
@@ -255,7 +208,7 @@ def test_a_map_without_a_known_unit_or_a_mapping_is_raw(tmp_path: Path) -> None:
     def without(dataset: Dataset) -> None:
         del dataset.SharedFunctionalGroupsSequence[0].RealWorldValueMappingSequence
 
-    path = _parametric_map(tmp_path, pixels, _mapping(named, 2.0, 0.0), without)
+    path = make_parametric_map(tmp_path, pixels, value_mapping(named, 2.0, 0.0), without)
     (stack,), (volume,), (form,) = _read(path)
     assert (form.unit, volume[0, 0, 0]) == ("raw", 1.0)
     assert "no_real_world_value" in stack.flags
@@ -269,7 +222,7 @@ def test_what_is_no_number_or_padding_is_filled(tmp_path: Path) -> None:
         dataset.add_new(0x00280122, "FL", -9999.25)
 
     unit = Code("mm2/s", "UCUM", "mm2/s")
-    _, (volume,), _ = _read(_parametric_map(tmp_path, pixels, _mapping(unit, 2.0, 1.0), padded))
+    _, (volume,), _ = _read(make_parametric_map(tmp_path, pixels, value_mapping(unit, 2.0, 1.0), padded))
     assert (volume[2, 1, 1], volume[3, 0, 0], volume[0, 0, 0]) == (0.0, 0.0, 7.0)
     assert np.count_nonzero(volume) == volume.size - 2
 
@@ -281,7 +234,9 @@ def test_a_float_image_that_is_no_map_is_refused(tmp_path: Path) -> None:
         dataset.file_meta.MediaStorageSOPClassUID = dataset.SOPClassUID = "1.2.840.10008.5.1.4.1.1.4.1"
 
     header = read_header(
-        _parametric_map(tmp_path, np.ones((6, 5, 4), np.float32), _mapping(unit, 2.0, 0.0), disguised)
+        make_parametric_map(
+            tmp_path, np.ones((6, 5, 4), np.float32), value_mapping(unit, 2.0, 0.0), disguised
+        )
     )
     assert isinstance(header, BrokenInstance)
     assert header.reason is Reason.INVALID_IMAGE_DESCRIPTION
@@ -290,7 +245,7 @@ def test_a_float_image_that_is_no_map_is_refused(tmp_path: Path) -> None:
         dataset.BitsAllocated = 16
 
     header = read_header(
-        _parametric_map(tmp_path, np.ones((6, 5, 4), np.float32), _mapping(unit, 2.0, 0.0), halved)
+        make_parametric_map(tmp_path, np.ones((6, 5, 4), np.float32), value_mapping(unit, 2.0, 0.0), halved)
     )
     assert isinstance(header, BrokenInstance)
     assert header.reason is Reason.INVALID_IMAGE_DESCRIPTION
