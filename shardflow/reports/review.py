@@ -18,6 +18,7 @@ from shardflow.format import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex
 from shardflow.reports.assertion import Assertion, PhraseIndex, find_cues
+from shardflow.reports.detection import detect_languages
 from shardflow.reports.entity_rows import (
     ALIGNMENT_FIELD,
     CONTENT_FIELD,
@@ -28,7 +29,7 @@ from shardflow.reports.entity_rows import (
     study_rows,
 )
 from shardflow.reports.entity_views import chosen
-from shardflow.reports.language import load_language
+from shardflow.reports.language import LANGUAGES, load_language
 from shardflow.reports.lexicon import Lexicon, load_lexicon
 from shardflow.reports.sections import split_sections
 from shardflow.reports.tokens import fold_words, tokenize
@@ -192,35 +193,61 @@ def write_unknown_phrases(
 
 
 def count_unknown(texts: Iterable[str], lexicon: Lexicon | None = None) -> tuple[Counter[str], int]:
-    """Count the reports that hold each run of words that no table of the language knows."""
-    lexicon = lexicon if lexicon is not None else load_lexicon()
-    language = load_language(lexicon.language)
-    index = PhraseIndex(dict.fromkeys(lexicon.phrases, True))
-    ordinary = language.plain | language.spoken
+    """Count the reports that hold each run of words that no table of its language knows.
+
+    Args:
+        texts: The reports; parts in languages without rules are passed over.
+        lexicon: Names in its language; None: the shipped ones.
+    """
+    readers: dict[str, _KnownWords] = {}
     counts: Counter[str] = Counter()
     num_reports = 0
     for text in texts:
         num_reports += 1
         here: set[str] = set()
-        for section in split_sections(text, lexicon):
+        detected = detect_languages(text)
+        for language in sorted({name for _, _, name in detected.pieces} & {*LANGUAGES}):
+            if language not in readers:
+                is_given = lexicon is not None and lexicon.language == language
+                readers[language] = _KnownWords(
+                    lexicon if lexicon is not None and is_given else load_lexicon(language=language)
+                )
+            here |= readers[language].unknown(detected.blank(text, language))
+        counts.update(here)
+    return counts, num_reports
+
+
+class _KnownWords:
+    """Words that the tables of a language know."""
+
+    def __init__(self, lexicon: Lexicon) -> None:
+        language = load_language(lexicon.language)
+        self._lexicon = lexicon
+        self._index = PhraseIndex(dict.fromkeys(lexicon.phrases, True))
+        self._ordinary = language.plain | language.spoken
+
+    def unknown(self, text: str) -> set[str]:
+        """Return the runs of other words in findings and impressions."""
+        found: set[str] = set()
+        for section in split_sections(text, self._lexicon):
             if section.kind not in ("findings", "impression", "findings_impression"):
                 continue
-            tokens = tokenize(text[slice(*section.body)])
+            tokens = tokenize(text[slice(*section.body)], self._lexicon.language)
             known: set[int] = set()
-            for match in index.find(tokens):
+            for match in self._index.find(tokens):
                 known.update(range(match.first, match.last))
-            for cue in find_cues(tokens, lexicon.language):
+            for cue in find_cues(tokens, self._lexicon.language):
                 known.update(range(cue.first, cue.last))
             run: list[str] = []
             for number, word in enumerate([*tokens.words, "."]):
-                if number < len(tokens) and number not in known and word.isalpha() and word not in ordinary:
+                is_unknown = number not in known and word.isalpha() and word not in self._ordinary
+                if number < len(tokens) and is_unknown:
                     run.append(word)
                     continue
                 if 0 < len(run) <= _LONGEST_PHRASE:
-                    here.add(" ".join(run))
+                    found.add(" ".join(run))
                 run = []
-        counts.update(here)
-    return counts, num_reports
+        return found
 
 
 def write_private(path: Path, text: str) -> None:

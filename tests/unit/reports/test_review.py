@@ -115,6 +115,10 @@ def test_phrases_that_nobody_knows_are_counted_by_reports(tmp_path: Path) -> Non
     assert counts["zorblax"] == 3
     assert "gribble" not in counts
     assert not {"effusion", "small", "lung", "stable", "no", "seen"} & set(" ".join(counts).split())
+    german, _ = count_unknown(
+        ["Befund: Kein Gribbel der rechten Lunge. Kein Pneumothorax.", "Reperti: Non gribbel."]
+    )
+    assert german == {"gribbel": 1}
     data = tmp_path / "data"
     make_entity_dataset(data)
     assert main(["reports", "lint", str(data), "-o", str(tmp_path / "lint.csv")]) == 0
