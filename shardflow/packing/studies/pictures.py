@@ -147,7 +147,7 @@ def _make(
             yield {
                 "input": files.surrogate[file].decode("ascii"),
                 "sample_key": files.studies.keys[int(files.study[file])],
-                "reason": None if "blanked" in notes[file] else reason_name(int(files.reason[file])),
+                "reason": reason_name(int(files.reason[file])),
                 "rules": list(notes[file]["rules"]),
                 "png": made[file],
             }
@@ -159,7 +159,9 @@ def _choose(files: FileTable, notes: Mapping[int, Mapping[str, Any]]) -> Iterato
     of_study: Counter[tuple[str, int]] = Counter()
     for file in sorted(notes):
         code = int(files.reason[file])
-        is_held = code not in (CARRIED, UNDECIDED) and reason_name(code) in HELD_BACK
+        if code in (CARRIED, UNDECIDED):
+            continue
+        is_held = reason_name(code) in HELD_BACK
         if not is_held and "blanked" not in notes[file]:
             continue
         kind = notes[file]["rules"][0] if is_held else "blanked"
