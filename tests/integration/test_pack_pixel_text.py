@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardflow.errors import ConfigError
 from shardflow.format.codecs import decode_array
 from shardflow.format.verification import verify
 from shardflow.packing import PackSummary
+from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, tree_digests
 
@@ -207,6 +209,23 @@ def test_an_accepted_device_keeps_its_text(
         _MEMORY,
     )
     assert summary.reasons == {"BURNED_IN_ANNOTATION": 3}, "the negative's rule, a declared text and the page"
+
+
+def test_a_removed_person_leaves_no_picture_and_no_count(
+    packed: tuple[PackCase, PackSummary, dict[str, MadeStudy]], tmp_path: Path
+) -> None:
+    case, _, studies = packed
+    copy = PackCase(Path(shutil.copytree(case.folder, tmp_path / "copy")))
+    gone = case.sample_key(studies["us"].study_instance_uid)
+    (before,) = copy.private.glob("pictures-*.jsonl")
+    assert before.read_text(encoding="ascii").count(gone) == 2
+    remove(copy.output, copy.private, Withdrawn(studies=[studies["us"].study_instance_uid]))
+    compact(copy.output, copy.private, deletes_old=True)
+    (after,) = copy.private.glob("pictures-*.jsonl")
+    assert len(after.read_text(encoding="ascii").splitlines()) == 4
+    assert gone not in after.read_text(encoding="ascii")
+    extra: Any = copy.open().manifest.extra
+    assert extra["deidentification"]["counts"] == {"text_blanked_slices": 2, "text_searched_slices": 4}
 
 
 def test_settings_say_what_to_write(packed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
