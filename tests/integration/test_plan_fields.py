@@ -317,7 +317,13 @@ def test_the_steps_are_those_of_a_loader_with_these_fields(
 def test_a_budget_charges_for_what_the_fields_deliver(cases: Dataset, plan: Any) -> None:
     """By the images that the cases are made of: a micro-batch of several samples fits, as delivered."""
     fields = BY_ROLE.partition("[fields.report]")[0]
-    lines = plan(cases, fields, *STEPS, *BUDGET, "--tail", "mask", "--json").lines
+    # Whether four small samples share a lane of a shuffle window depends on the order of an epoch.
+    epochs = [("--seed", str(seed), *STEPS[2:]) for seed in range(12)]
+    lines = [
+        line
+        for epoch in epochs
+        for line in plan(cases, fields, *epoch, *BUDGET, "--tail", "mask", "--json").lines
+    ]
     numbers = {sample_key(number): number for number in range(NUM_SAMPLES)}
     delivered = {
         number: min(1, roles["frontal"]) + min(1, roles["lateral"]) + roles["contrast"] + roles["unknown"]
@@ -327,7 +333,7 @@ def test_a_budget_charges_for_what_the_fields_deliver(cases: Dataset, plan: Any)
     lengths = [[2 + 10 * delivered[number] for number in batch] for batch in batches]
     assert all(len(batch) < 2 or max(batch) * len(batch) <= 90 for batch in lengths)
     # Nothing of the budget is spent on localizers, which no field delivers, and on reports.
-    assert any(len(batch) == 4 for batch in lengths)
+    assert any(len(batch) == 4 for batch in lengths), sorted(map(len, lengths))
 
 
 def test_the_crops_of_a_sample_fill_neighboring_slots(cases: Dataset, plan: Any, tmp_path: Path) -> None:
@@ -417,9 +423,13 @@ def test_the_summary_of_steps_follows_what_fields_deliver(cases: Dataset, plan: 
     called = plan(cases, BY_ROLE, *STEPS, *BUDGET, *compared)
     assert called.code == 0
     assert called.out.index("images reachable") < called.out.index("budget used")
-    two = plan(cases, BY_ROLE, *STEPS, *BUDGET, *compared, "--json").lines
-    assert [line["settings"] for line in two] == ["this", "other"]
-    assert two[1]["plan"]["num_steps"] < two[0]["plan"]["num_steps"]
+    counts = []
+    for seed in range(8):
+        steps = ("--seed", str(seed), *STEPS[2:])
+        two = plan(cases, BY_ROLE, *steps, *BUDGET, *compared, "--json").lines
+        assert [line["settings"] for line in two] == ["this", "other"]
+        counts.append([line["plan"]["num_steps"] for line in two])
+    assert sum(other for _, other in counts) < sum(this for this, _ in counts), counts
     text = plan(cases, BY_ROLE, *STEPS, "--micro-batch-size", "2").out
     assert text.index("images reachable") < text.index("steps")
 
