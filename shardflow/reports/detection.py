@@ -215,13 +215,13 @@ def _knowing(words: Sequence[str]) -> str:
 
 
 def _are_known(words: Sequence[str], language: str) -> bool:
-    """Return whether a language with rules knows all words of a piece, short ones aside."""
+    """Return whether a language with rules knows all words of a piece; letters alone do not count."""
     if language not in LANGUAGES:
         return False
     if language == ENGLISH and not all(map(str.isascii, words)):
         return False
     known = _known(language)
-    return all(word in known or len(word) <= _SHORT for word in fold_words(" ".join(words), language))
+    return all(word in known or len(word) == 1 for word in fold_words(" ".join(words), language))
 
 
 @cache

@@ -93,9 +93,9 @@ def test_no_sentence_of_the_english_gold_sets_is_taken_for_another_language() ->
         line.partition("=>")[0]
         for path in sorted((*GOLD.glob("*.txt"), *GOLD.glob("styles/*.txt")))
         for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip() and not line.startswith("#")
+        if line.strip() and not line.startswith(("#", "<"))
     ]
-    assert len(lines) > 1000
+    assert len(lines) > 900
     others = [line for line in lines if detect_languages(line).languages != ("english",)]
     assert others == [
         "Im Bereich der Leber. ",
@@ -241,6 +241,8 @@ def test_places_in_a_report_without_blanks_are_those_of_its_text() -> None:
         "FINDINGS: Pneumothorax nincs.",
         "FINDINGS: Pneumothorax nincs. Infiltratum nincs.\nIMPRESSION: Fractura nincs.",
         "Sen derrame pleural.",
+        "Ei pneumothorax.",
+        "FINDINGS: Ei fraktur. IMPRESSION: Ei pneumothorax.",
     ],
 )
 def test_a_denial_in_a_language_of_no_list_is_left_unread(text: str) -> None:
