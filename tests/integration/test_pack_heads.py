@@ -128,5 +128,6 @@ def test_a_page_of_text_is_held_back_whatever_it_declares(case: PackCase) -> Non
     (ledger,) = case.private.glob("inputs-*.jsonl")
     lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()]
     assert [line["rules"] for line in lines if "rules" in line] == [["page"]]
-    other = ('output="out2"', 'private_dir="private2"', 'deid.accept=["page"]')
+    beside = case.output.parent
+    other = (f'output="{beside}/out2"', f'private_dir="{beside}/private2"', 'deid.accept=["page"]')
     assert case.pack(*LOOSE, *other).studies["packed"] == 2
