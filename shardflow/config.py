@@ -127,13 +127,21 @@ def check_fields(config: object) -> None:
         value = getattr(config, field.name)
         base, marks = _split_annotated(hint)
         arms = get_args(base) if get_origin(base) in {Union, types.UnionType} else (base,)
+        marked = [_split_annotated(arm) for arm in arms]
+        arms = tuple(arm for arm, _ in marked)
+        if isinstance(value, (int, float)):
+            marks = (*marks, *(mark for _, own in marked for mark in own))
         if isinstance(value, str) and str not in arms and arms[0] in _NO_TEXT:
             raise ConfigError(f"{field.name} must be {_NO_TEXT[arms[0]]}, got text; correct it.")
+        if {*arms} <= {str, type(None)} and not isinstance(value, (str, type(None))):
+            raise ConfigError(f"{field.name} must be text, got {type(value).__name__}; correct it.")
         choices = [one for arm in arms if get_origin(arm) is Literal for one in get_args(arm)]
         if choices and value is not None and len(arms) <= 1 + (type(None) in arms) and value not in choices:
             raise ConfigError(f"{field.name} must be {_one_of(choices)}, got {value!r}; correct it.")
         if value is None or (isinstance(value, str) and base is not str):
             continue
+        if int in arms and float not in arms and isinstance(value, (bool, float)) and type(value) not in arms:
+            raise ConfigError(f"{field.name} must be a whole number, got {value!r}; correct it.")
         for mark in marks:
             if isinstance(mark, Bounds) and not mark.holds(value):
                 raise ConfigError(f"{field.name} must be {mark.describe()}, got {value!r}; correct it.")

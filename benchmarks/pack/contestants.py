@@ -154,7 +154,8 @@ def script_scaled(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
 def headers(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
     """The header pass as a packing process runs it: batch by batch, surrogates, rows on disk."""
     from shardflow.packing.deid.pseudonyms import SecretKey
-    from shardflow.packing.scan import BATCH_FILES, Scanner, batch_name
+    from shardflow.packing.header_rows import BATCH_FILES, batch_name
+    from shardflow.packing.scan import Scanner
     from shardflow.packing.sources.dicom.discover import discover
     from shardflow.packing.sources.dicom.elements import HeaderLimits
     from shardflow.packing.studies.tasks import InputFile, ScanTask

@@ -490,12 +490,16 @@ def check_names(fields: Mapping[str, Field]) -> None:
             f"{type(fields).__name__!r}; leave it out for the default fields."
         )
     for name, one in fields.items():
+        if isinstance(one, type) and issubclass(one, Field):
+            raise ConfigError(
+                f"fields[{name!r}] is the class {one.__name__}; call it, such as sf.{one.__name__}()."
+            )
         if not isinstance(one, Field):
             raise ConfigError(
                 f"fields[{name!r}] is {type(one).__name__}, not a field; write for example "
                 "sf.Image(size=(512, 512))."
             )
-        if not FIELD_NAME.fullmatch(name):
+        if not FIELD_NAME.fullmatch(str(name)):
             raise ConfigError(
                 f"The field name {name!r} is not valid: use a-z, 0-9 and _, beginning with a letter."
             )

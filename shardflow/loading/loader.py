@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from shardflow.errors import ConfigError, StateError
-from shardflow.fields.field import Field
+from shardflow.fields.field import Field, check_names
 from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
@@ -249,13 +249,20 @@ class Loader:
         spec: BatchSpec | None = None,
     ) -> None:
         batch = _given_batch(batch, spec)
+        if fields is not None:
+            check_names(fields)
         if lock is not None:
             dataset = open_locked(dataset, lock)
         seed = checked_int("seed", seed, low=0, high=MAX_COUNTER, where="Loader", error=ConfigError)
         self._resolved = resolve_world(world)
         if self._resolved.source:
             _LOGGER.info("%s", self._resolved)
-        config = config or LoaderConfig()
+        config = LoaderConfig() if config is None else config
+        if not isinstance(config, LoaderConfig):
+            raise ConfigError(
+                f"config must be a LoaderConfig, such as sf.LoaderConfig(num_threads=2), got a "
+                f"{type(config).__name__}."
+            )
         selection = select_samples(dataset, split, unit=unit, where=where, keys=keys, fields=fields)
         check_windows(selection, batch, sampling)
         counters = StageCounters()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.field import BoundField, Field
+from shardflow.fields.field import BoundField, Field, check_names
 from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.registry import FieldSet
@@ -49,6 +49,8 @@ class OneSampleReader:
 
     def read(self, key: str | int, fields: Mapping[str, Field] | None, seed: int) -> dict[str, Any]:
         """Read a sample, see `Dataset.sample`."""
+        if fields is not None:
+            check_names(fields)
         if unit_of(self._dataset) == "study" and any(one.has_windows for one in (fields or {}).values()):
             return self._windows(key, fields or {}).read(key, fields, seed)
         row = self._row(key)

@@ -352,6 +352,8 @@ def _text_alone(number: int, **_: Any) -> MadeSample:
         ({"x": "frontal"}, "not a field"),
         ({"x": sf.Image(series="rows > 'a'", missing="pad")}, "field 'x': The column rows"),
         ({"x": sf.Image(series="modality == 'DX'", windows=("lung",), missing="pad")}, "in HU"),
+        ({"x": sf.Text}, r"call it, such as sf\.Text\(\)"),
+        ({3: sf.Text(missing="pad")}, "not valid"),
         ("frontal", "maps names to fields"),
         (sf.Text(), "maps names to fields"),
     ],
@@ -359,6 +361,14 @@ def _text_alone(number: int, **_: Any) -> MadeSample:
 def test_a_slip_in_fields_is_one_sentence_before_step_0(dataset: Dataset, fields: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         _loader(dataset, fields)
+    if "maps" in sentence or "not" in sentence:
+        with pytest.raises(ConfigError, match=sentence):
+            dataset.sample(0, fields)
+
+
+def test_a_configuration_of_another_kind_is_named(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match="LoaderConfig"):
+        sf.Loader(dataset, split="train", seed=1, batch=SPEC, world="single", config={"num_threads": 2})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_only_the_dataset_is_left(case: PackCase) -> None:
     assert names == {"manifest-000001.json", "shards", "samples", "facts", "ledger.jsonl", "report.html"}
     assert {path.name for path in case.output.iterdir()} == names
     left = sorted(path.name for path in case.private.iterdir())
-    assert [name for name in left if not name.startswith(("inputs-", "people-"))] == [
+    assert [name for name in left if not name.startswith(("inputs-", "people-", "pictures-"))] == [
         "lock",
         "packing-processes.log",
         "secret.key",

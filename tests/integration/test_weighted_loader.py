@@ -143,6 +143,22 @@ def test_bad_input_is_one_sentence_before_step_0(dataset: Dataset) -> None:
         sf.Sampling(weights={1: "a"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"limit": -3}, "limit must be at least 1, got -3"),
+        ({"limit": True}, "limit must be a whole number"),
+        ({"limit": "3"}, "limit must be a number, got text"),
+        ({"epoch_samples": 0}, "epoch_samples must be at least 1"),
+        ({"epoch_samples": 7.5}, "epoch_samples must be a whole number"),
+        ({"balance": ["labels.finding"]}, "balance must be text, got list"),
+    ],
+)
+def test_a_slip_in_sampling_is_one_sentence(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        sf.Sampling(**settings)
+
+
 def test_a_loader_process_draws_the_same(dataset: Dataset, tmp_path: Path) -> None:
     sampling = sf.Sampling(weights="t.weight")
     process = sf.LoaderConfig(execution="process")
