@@ -159,16 +159,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tables_store(dataset: Dataset, arguments: argparse.Namespace) -> LocalStore:
     """Return where the tables are whose versions change: beside the dataset, or in the folder of --to."""
+    from shardflow.format.foreign.places import local_folder
     from shardflow.storage import LocalStore
 
     if arguments.to is not None:
         return LocalStore(arguments.to)
-    if not isinstance(dataset.store, LocalStore):
+    store = local_folder(dataset.store)
+    if store is None:
         raise ConfigError(
             "Tables are removed from a dataset in a local folder, this one is remote; write --to DIR for "
             "those of a folder beside it."
         )
-    return LocalStore(dataset.store.root)
+    return store
 
 
 def _remove(dataset: Dataset, arguments: argparse.Namespace) -> None:

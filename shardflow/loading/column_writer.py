@@ -27,6 +27,7 @@ from shardflow.errors import AlreadyExistsError, ConfigError, NotFoundError, Sta
 from shardflow.fields.units import UnitDataset, unit_of
 from shardflow.format import Dataset
 from shardflow.format.facts.columns import image_starts, num_unit_rows
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import Json, canonical_json
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import (
@@ -143,15 +144,15 @@ class ColumnWriter:
                 f"A table has rows of studies, series or images, got a loader of unit {unit!r}; write "
                 "unit='study', 'series' or 'image' for the loader."
             )
-        if to is None and not isinstance(self._dataset.store, LocalStore):
+        store = local_folder(self._dataset.store) if to is None else LocalStore(to)
+        if store is None:
             raise ConfigError(
                 "A table is written into a dataset in a local folder, this one is remote; write to=DIR, and "
                 "open it with sf.open(path, tables=[DIR])."
             )
         self._unit = cast(TableUnit, unit)
         self._world = resolve_world(world).world
-        self._root = Path(self._dataset.store.url if to is None else to)
-        self._store = LocalStore(self._root)
+        self._store, self._root = store, store.root
         self._folder = f"tables/{name}-parts"
         self._timeout_s = timeout_s
         self._rows: list[dict[str, NDArray[Any]]] = []

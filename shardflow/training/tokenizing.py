@@ -21,6 +21,7 @@ import numpy.typing as npt
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import sha256_hex
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tokens import (
@@ -35,7 +36,7 @@ from shardflow.format.tokens import (
     open_manifest,
     tokens_folder,
 )
-from shardflow.storage import ByteRange, LocalStore, write_atomic
+from shardflow.storage import ByteRange, write_atomic
 
 _FILE = "tokenizer.json"
 _MANIFEST = "manifest.json"
@@ -135,11 +136,12 @@ def tokenize_dataset(
         ConfigError: The dataset is not in a local folder.
         ShardflowError: A text cannot be read or trusted.
     """
-    if not isinstance(dataset.store, LocalStore):
+    store = local_folder(dataset.store)
+    if store is None:
         raise ConfigError(
             "DATASET must be a folder, got a remote store; tokenize where the shards were packed."
         )
-    folder = dataset.store.root / tokens_folder(tokenizer.digest, dataset.dataset_id)
+    folder = store.root / tokens_folder(tokenizer.digest, dataset.dataset_id)
     shards = list(_shard_rows(dataset))
     if (folder / _MANIFEST).is_file():
         open_manifest(dataset, tokenizer.digest)

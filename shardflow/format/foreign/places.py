@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 from shardflow.errors import ConfigError, ManifestError, NotFoundError, StorageError
 from shardflow.format.foreign.scan import expand_braces
 from shardflow.format.manifest import Manifest
-from shardflow.storage import ByteRange, ByteStore, open_store
+from shardflow.storage import ByteRange, ByteStore, CachedStore, LocalStore, open_store
 
 LOCATIONS_VERSION: Final = 1
 _WILD: Final = re.compile(r"[*?\[]")
@@ -166,6 +166,16 @@ def located(store: ByteStore, manifests: Iterable[Manifest]) -> ByteStore:
             "a remote dataset's shards must lie in remote stores, got local paths; index them where they lie."
         )
     return RelocatedStore(store, resolved)
+
+
+def local_folder(store: ByteStore) -> LocalStore | None:
+    """Return the local folder that what belongs beside a dataset is written to; None where it is remote.
+
+    Foreign shards may lie anywhere: their tables lie beside the manifest. A cache has no part in writing.
+    """
+    while isinstance(store, CachedStore | RelocatedStore):
+        store = store.origin if isinstance(store, CachedStore) else store.base
+    return store if isinstance(store, LocalStore) else None
 
 
 def split_location(location: str) -> tuple[str, str]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import Columns, open_columns
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.tables import StoredColumn, check_table_name, write_table
 from shardflow.seeds import derive
-from shardflow.storage import LocalStore
 
 COLUMN: Final = "fold"
 _PERSON: Final = "facts.patient_key"
@@ -75,7 +75,8 @@ def write_folds(
     check_table_name(name)
     if k < 2:
         raise ConfigError(f"--k must be at least 2, the number of folds, got {k}.")
-    if not isinstance(dataset.store, LocalStore):
+    store = local_folder(dataset.store)
+    if store is None:
         raise ConfigError(
             "Folds are written beside a dataset in a local folder, this one is remote; copy it with "
             "`shardflow copy` first."
@@ -100,7 +101,7 @@ def write_folds(
     is_missing = np.ones(len(keys), bool)
     values[rows], is_missing[rows] = found, False
     column = StoredColumn(name=COLUMN, kind="int", values=values, is_missing=is_missing)
-    manifest, is_new = write_table(dataset.store, dataset.manifest.dataset_id, name, "study", [column])
+    manifest, is_new = write_table(store, dataset.manifest.dataset_id, name, "study", [column])
     return Folds(
         name=name,
         number=manifest.number,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.tables import ColumnKind, StoredColumn, TableUnit, check_table_name, write_table
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.settings import KeyKind, TableFile
@@ -116,7 +117,8 @@ def attach_table(
         ShardflowError: The dataset cannot be read.
         StorageError: The table cannot be written.
     """
-    if to is None and not isinstance(dataset.store, LocalStore):
+    store = local_folder(dataset.store) if to is None else LocalStore(to)
+    if store is None:
         raise ConfigError(
             "A table is attached to a dataset in a local folder, this one is remote; write --to DIR, and "
             "open it with sf.open(path, tables=[DIR])."
@@ -125,7 +127,6 @@ def attach_table(
     reader = open_table(file)
     index = open_keys(dataset, settings.on, unit, private)
     join = _Join(reader, file, settings, index)
-    store = LocalStore(dataset.store.url if to is None else to)
     return _write(dataset, join, store, None if private is None else private.path)
 
 

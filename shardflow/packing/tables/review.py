@@ -23,6 +23,7 @@ from shardflow.errors import ConfigError, naming_os_errors
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import Columns, ColumnValues, image_starts, num_unit_rows, open_columns
 from shardflow.format.facts.series import open_series
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.manifest import load, versions
 from shardflow.format.tables import (
     COLUMN_NAME,
@@ -303,11 +304,9 @@ def read_review(
     """
     rows = _read_rows(dataset, file)
     name, columns = rows.table, []
-    store = dataset.store
     place = dataset.tables.places.get(name)
-    if place is not None and place.store is not None:
-        store = place.store
-    if not isinstance(store, LocalStore):
+    store = local_folder(dataset.store if place is None else place.store or dataset.store)
+    if store is None:
         raise ConfigError(
             f"The table {name!r} is in a store that is remote; corrections are written beside a dataset in a "
             "local folder, or into a folder of tables= that holds the table."
