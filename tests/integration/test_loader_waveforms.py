@@ -19,12 +19,14 @@ from pydicom.waveforms import multiplex_array
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.format.tables import StoredColumn, write_table
 from shardflow.packing.attachments.waveforms.dicom import read_dicom_recording
 from shardflow.packing.attachments.waveforms.recording import attach_recording
 from shardflow.packing.attachments.waveforms.wfdb_records import read_wfdb_recording
 from shardflow.sampling import BatchSpec
 from tests.factories import MadeSample, make_dataset, sample_key
 from tests.field_cases import make_case
+from tests.integration import test_loader_events
 from tests.integration.loader_support import batches_of, check_everywhere, open_loader, slots_of
 from tests.unit.packing.waveforms.test_recordings import study
 
@@ -152,6 +154,36 @@ def test_waveforms_are_equal_everywhere(dataset: Dataset) -> None:
         "breath": sf.Waveform(channels=["RESP"], rate_hz=50, duration_s=20),
     }
     check_everywhere(lambda **settings: open_loader(dataset, SPEC, fields, **settings))
+
+
+def test_image_label_age_events_and_waveform_come_in_one_batch(tmp_path: Path) -> None:
+    def make_all(number: int, **_: Any) -> MadeSample:
+        facts = {
+            "format_version": 1,
+            "facts": test_loader_events.facts_of(number),
+            "time_origin": "acquisition",
+        }
+        records = {"records.json": json.dumps(facts).encode()}
+        return make_case(number, extra={**records, **(members(number) if has_recordings(number) else {})})
+
+    url = make_dataset(
+        tmp_path / "a", num_samples=NUM_SAMPLES, samples_per_shard=4, make=make_all, facts=True
+    )
+    made, numbers = Dataset.open(url), np.arange(NUM_SAMPLES)
+    columns = [
+        StoredColumn(name="finding", kind="int", values=numbers % 2, is_missing=numbers == 3),
+        StoredColumn(name="age", kind="float", values=40.0 + numbers, is_missing=numbers == 5),
+    ]
+    write_table(made.store, made.dataset_id, "labels", "study", columns)
+    fields = {
+        "image": sf.Image(size=(8, 8), missing="pad"),
+        "label": sf.Column("labels.finding", missing="pad"),
+        "age": sf.Column("labels.age", missing="pad"),
+        "vitals": sf.Events(codes=dict(test_loader_events.KINDS), max_events=6),
+        "ecg": sf.Waveform(channels=["II|MLII", "V1"], rate_hz=250, window=("-15s", "-5s")),
+    }
+    whole = check_everywhere(lambda **settings: open_loader(url, SPEC, fields, **settings))
+    assert len(whole) == 8
 
 
 def test_a_real_record_is_what_wfdb_makes_of_it(tmp_path: Path, shared_data: Path) -> None:
