@@ -234,7 +234,9 @@ def test_a_transform_gets_waveforms(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("change", [{"unit": None}, {"gain": None}, {"unit": "mmHg"}])
-def test_what_has_no_known_unit_is_masked_and_counted(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_has_no_known_unit_is_masked_and_counted(
+    tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = _made(tmp_path / "a", {0: members(0, **change)})
     field = sf.Waveform(channels=["II"], rate_hz=250, duration_s=8, unit="mV")
     with open_loader(dataset, SPEC, {"w": field}) as loader:
@@ -242,6 +244,9 @@ def test_what_has_no_known_unit_is_masked_and_counted(tmp_path: Path, change: di
             for slot, number in slots_of(batch):
                 assert batch["w_mask"][slot].any() == (has_recordings(number) and number != 0)
         assert loader.counters.snapshot()["unknown_units"]["num_items"] == 1
+    told = [one.getMessage() for one in caplog.records if "unknown_units" in one.getMessage()]
+    assert len(told) == 1
+    assert ("in 'mmHg', not 'mV'" in told[0]) == (change == {"unit": "mmHg"})
 
 
 @pytest.mark.parametrize(

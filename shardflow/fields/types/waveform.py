@@ -294,6 +294,8 @@ class BoundWaveform(BoundMember):
         factors = self._factors(channel)
         if factors is None:
             self._counters.add("unknown_units", num_items=1)
+            unit = None if channel.gain is None else channel.unit
+            self._seen.note_unit(self.name, unit, self.spec.unit)
             return
         rate_hz = float(self.spec.rate_hz)
         ratio = (Fraction(rate_hz) / Fraction(array.rate_hz)).limit_denominator(_MAX_DENOMINATOR)
@@ -358,12 +360,23 @@ def _read(array: StoredArray, payloads: Mapping[str, NDArray[np.uint8]]) -> NDAr
 
 
 class _SeenChannels:
-    """Names of channels read so far; warns once of wanted channels that none of the recordings has."""
+    """Names of channels read so far; warns once of wanted channels that none has, and of units."""
 
     def __init__(self, channels: Sequence[str]) -> None:
         self._channels = channels
         self._labels: set[str] = set()
         self._num_samples = 0
+        self._units: set[str | None] = set()
+
+    def note_unit(self, field: str, unit: str | None, wanted: str | None) -> None:
+        """Warn once of channels that are left out: of a unit; None, of no known unit or calibration."""
+        if unit not in self._units:
+            self._units.add(unit)
+            _LOGGER.warning(
+                "field %r: channels %s are left out, and counted as unknown_units",
+                field,
+                "without a known unit or calibration" if unit is None else f"in {unit!r}, not {wanted!r},",
+            )
 
     def note(self, field: str, labels: set[str], wanted: Sequence[Sequence[str]]) -> None:
         """Take the recordings of a sample into account."""
