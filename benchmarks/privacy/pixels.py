@@ -1,6 +1,6 @@
 """Text in pixels: recall on planted text by font, size, contrast, turn and modality; what goes by mistake.
 
-python -m benchmarks.privacy.pixels [--part test] [--num 40] [--data ../shared/data] [--source real ...]
+python -m benchmarks.privacy.pixels [--part test] [--num 80] [--data ../shared/data] [--source real ...]
 
 The development part has other fonts, phrases, bodies and real images than the test part. Ultrasound images of
 devices show text of their own, so that nothing can be said there about what goes by mistake.
@@ -130,7 +130,7 @@ def main() -> None:
     logging.disable(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("development", "test"), default="test")
-    parser.add_argument("--num", type=int, default=40)
+    parser.add_argument("--num", type=int, default=80)
     parser.add_argument(
         "--source", action="append", choices=_SOURCES, help="others stay as they are in --out"
     )

@@ -63,6 +63,8 @@ class InputsConfig:
         check_fields(self)
         if not self.dicom and not self.dicomweb:
             raise ConfigError("inputs.dicom must name at least one folder; add one, or set inputs.dicomweb.")
+        if self.archive != ArchiveConfig() and not self.dicomweb:
+            raise ConfigError("inputs.archive is of an archive, but inputs.dicomweb names none; set it.")
         if self.dicomweb:
             check_address(self.dicomweb, self.archive)
             if self.layout.kind != "headers":

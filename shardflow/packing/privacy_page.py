@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import itertools
 import json
+from collections import deque
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
@@ -99,7 +99,7 @@ def render_privacy_page(
             `shardflow.synthetic.identifiers.Measured.table` returns them.
         pixels: Likewise of text in pixels, as `shardflow.synthetic.identifiers.MeasuredPixels.table` returns
             them; None if pixels are not searched.
-        num_thumbnails: Largest number of images to show that were held back or blanked.
+        num_thumbnails: Largest number of images to show that were held back or blanked; the last ones.
 
     Returns:
         HTML in UTF-8, self-contained. The same version, key, measurement and inputs give the same bytes.
@@ -268,8 +268,11 @@ def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
     path = Workspace(output=private, private=private).pictures(str(manifest.extra.get("plan_digest", "")))
     if not path.is_file():
         return "<p>This version was packed without pictures of what was held back or blanked.</p>"
-    entries = list(itertools.islice(read_pictures(path), limit))
-    if not entries:
+    # A version's own pictures are behind those of the versions before it.
+    entries, num_pictures = deque[dict[str, Any]](maxlen=limit), 0
+    for num_pictures, entry in enumerate(read_pictures(path), start=1):  # noqa: B007 - their number
+        entries.append(entry)
+    if not num_pictures:
         return "<p>No image was held back or blanked.</p>"
     shown = [
         f'<figure><img alt="" src="data:image/png;base64,{entry["png"]}"><figcaption>{escape(entry["reason"] or "packed, boxes blanked")}<br>'
@@ -277,4 +280,6 @@ def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
         for entry in entries
     ]
     remark = f"Some images of each kind: up to {MOST_OF_A_KIND} of each job, two of a study. Boxes that were blanked are red."
+    if num_pictures > len(entries):
+        remark += f" Shown are the last {len(entries)} of {num_pictures:,}; all are in {path.name}."
     return f"<div class=gallery>{''.join(shown)}</div>{note(escape(remark))}"

@@ -441,3 +441,24 @@ def test_mistakes_in_a_bids_dataset_are_named_or_are_one_images(case: PackCase) 
     (tree.images / "dataset_description.json").unlink()
     with pytest.raises(ConfigError, match=r"needs a dataset_description\.json in every input folder"):
         case.pack(*tree.settings)
+
+
+def test_bids_tables_may_leave_out_the_prefix_of_names(case: PackCase) -> None:
+    tree = make_bids(case.folder)
+    participants, sessions = tree.images / "participants.tsv", tree.images / "sub-k1" / "sub-k1_sessions.tsv"
+    for path, prefix in ((participants, "sub-"), (sessions, "ses-")):
+        path.write_text(path.read_text(encoding="utf-8").replace(f"\n{prefix}", "\n"), encoding="utf-8")
+    sidecar = tree.images / "T1w.json"
+    sidecar.write_text('{"RepetitionTime": 1e999, "FlipAngle": 1' + "0" * 400 + "}", encoding="utf-8")
+    case.pack(*tree.settings)
+    dataset = case.open()
+    columns = open_columns(dataset)
+    row = np.array([dataset.samples.find(case.sample_key("sub-k1/ses-b"))])
+    assert columns.gather("participants.score", row).values[0] == 2.5
+    assert columns.gather("facts.age_years", row).values[0] == 34
+
+
+def test_bids_datasets_of_one_name_are_refused(case: PackCase) -> None:
+    roots = [str(make_bids(case.folder / name).images) for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="input folders of different names"):
+        case.pack("inputs.layout.kind=bids", f"inputs.dicom={json.dumps(roots)}", "splits={train = 1}")

@@ -25,6 +25,7 @@ from urllib.parse import SplitResult, quote, urlencode, urljoin, urlsplit
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError, StorageError, os_reason
+from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.storage.requests import PassingFaultError, Retrying, RetryPolicy
 
 TOKEN: Final = "SHARDFLOW_DICOMWEB_TOKEN"  # noqa: S105 - the name of a variable
@@ -41,9 +42,11 @@ _REFUSALS: Final = {429, 503}
 _NO_CONTENT: Final = 204
 _LAST_BYTES: Final = 1 << 12
 """Bytes behind a multipart body that are read rather than ending the connection."""
+_DATE_LENGTH: Final = 8
 _LEAST_BYTES: Final = 1 << 10
 """Bytes that must arrive within each `ArchiveConfig.timeout_s`."""
-_DATES: Final = re.compile(r"(\d{8})?-?(\d{8})?")
+_MODALITY: Final = re.compile(r"[A-Z][A-Z0-9_ ]{0,15}")
+_TAG: Final = re.compile(r"[0-9A-Fa-f]{8}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,19 +87,37 @@ class ArchiveConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        match = _DATES.fullmatch(self.study_dates)
-        if match is None or (self.study_dates and not any(match.groups())):
+        if self.study_dates and not _is_range(self.study_dates):
             raise ConfigError(
-                "study_dates must be a date or a range such as 20240101-20241231, got something else; "
-                "correct it."
+                "study_dates must be a date or a range such as 20240101-20241231, the earlier one first, got "
+                "something else; correct it."
             )
         if self.studies is not None and (self.study_dates or self.match):
             raise ConfigError("studies names the studies itself: remove study_dates and match, or studies.")
-        unknown = sorted(
-            name for name in self.match if not re.fullmatch(r"[A-Z]\w{1,63}|[0-9A-Fa-f]{8}", name)
-        )
+        # In small letters, or two in one, they match nothing.
+        wrong = [name for name in self.modalities if not _MODALITY.fullmatch(name)]
+        if wrong:
+            raise ConfigError(
+                f"modalities must be DICOM terms in capitals such as 'CT', one each, got {wrong[0]!r}; "
+                "correct it."
+            )
+        unknown = sorted(name for name in self.match if not _is_attribute(name))
         if unknown:
             raise ConfigError(f"match must have DICOM keywords, got {unknown[0]!r}; correct it.")
+
+
+def _is_range(dates: str) -> bool:
+    """Whether a text is a date or a range of dates as DICOM writes them."""
+    ends = [end for end in dates.split("-", 1) if end]
+    is_known = all(len(end) == _DATE_LENGTH and parse_date(end) is not None for end in ends)
+    return bool(ends) and is_known and ends == sorted(ends)
+
+
+def _is_attribute(name: str) -> bool:
+    """Whether a name is a DICOM keyword or tag; archives ignore what they do not know, and return all."""
+    from pydicom.datadict import tag_for_keyword
+
+    return _TAG.fullmatch(name) is not None or tag_for_keyword(name) is not None
 
 
 class RefusedError(Exception):

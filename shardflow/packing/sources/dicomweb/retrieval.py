@@ -212,26 +212,27 @@ class _Fetching:
 
     def _study(self, study: str, known: list[Instance] | None) -> Listing:
         """List and fetch one study."""
-        listing = Listing(instances=self._instances(study) if known is None else known)
-        if not listing.instances and self._settings.studies is not None and not self._settings.modalities:
+        found = self._instances(study) if known is None else known
+        listing = Listing(instances=found or [])
+        if found is None and self._settings.studies is not None:
             listing.missing.append(study)
         for _, group in itertools.groupby(sorted(listing.instances), key=lambda one: one.series):
             self._series(list(group), listing.reasons)
         return listing
 
-    def _instances(self, study: str) -> list[Instance]:
+    def _instances(self, study: str) -> list[Instance] | None:
+        """Return the wanted instances of a study; None if the archive lists none at all."""
         query = [("includefield", tag) for tag in (_SERIES, _MODALITY)]
         wanted = self._settings.modalities
         try:
-            return [
-                Instance(study, _named(row, _SERIES), _named(row, _INSTANCE))
-                for row in self._pages(["studies", study, "instances"], query, (_SERIES, _INSTANCE))
-                if not wanted or _named(row, _MODALITY) in wanted
-            ]
+            rows = list(self._pages(["studies", study, "instances"], query, (_SERIES, _INSTANCE)))
         except RefusedError as error:
             if error.status == _NOT_FOUND:
-                return []
+                return None
             raise StorageError(_no_answer(error)) from None
+        chosen = [row for row in rows if not wanted or _named(row, _MODALITY) in wanted]
+        found = [Instance(study, _named(row, _SERIES), _named(row, _INSTANCE)) for row in chosen]
+        return found if rows else None
 
     def _series(self, instances: Sequence[Instance], reasons: dict[Instance, Reason]) -> None:
         """Fetch what is missing of a series, at once or instance by instance."""

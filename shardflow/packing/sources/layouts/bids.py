@@ -71,6 +71,7 @@ _PATH: Final = re.compile(
 _DERIVATIVES: Final = "derivatives/"
 _OTHER_FOLDERS: Final = ("code/", "phenotype/", "sourcedata/", "stimuli/")
 _MAX_B_VALUE: Final = 1e6
+_MAX_NUMBER: Final = 1e9
 _MAX_BYTES: Final = 4 << 20
 _TEXTS: Final = {
     "BodyPart": "BodyPartExamined",
@@ -116,8 +117,18 @@ class Bids(PlacedLayout):
                     f"layout 'bids' needs a {_DESCRIPTION} in every input folder, and one has none; name the "
                     "folder that holds it in inputs.dicom."
                 )
+        if len({root.name for root in self._roots}) < len(self._roots):
+            raise ConfigError(
+                "layout 'bids' needs input folders of different names, because they tell their subjects "
+                "apart, and two are named alike; rename one, or name a link to it in inputs.dicom."
+            )
+        # Tables are found that leave out the prefix.
         self._participants = [
-            _read_table(root / "participants.tsv", "participant_id") for root in self._roots
+            {
+                self.patient_name(subject): row
+                for subject, row in _read_table(root / "participants.tsv", "participant_id").items()
+            }
+            for root in self._roots
         ]
 
     def patient_name(self, text: str) -> str:
@@ -255,7 +266,8 @@ class Bids(PlacedLayout):
                 found.setdefault(keyword, tuple(texts))
         for field, (keyword, factor) in _NUMBERS.items():
             number = said.get(field)
-            if isinstance(number, int | float) and not isinstance(number, bool):
+            # Larger integers than a float holds are numbers in JSON, and so is NaN to Python.
+            if isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < _MAX_NUMBER:
                 found[keyword] = (round(float(number) * factor, 6),)
         if suffix == "dwi":
             found["ImageType"] = (*found.get("ImageType", ("ORIGINAL", "PRIMARY")), "DIFFUSION")
@@ -299,7 +311,7 @@ class Bids(PlacedLayout):
             study = self._study(root, subject, session)
             if study not in rows:
                 table = self._roots[root] / subject / f"{subject}_sessions.tsv"
-                own = self._sessions(table).get(session, {}) if session else {}
+                own = self._sessions(table).get(session, {})
                 rows[study] = {**self._participants[root].get(subject, {}), **own}
         names = sorted({name for row in rows.values() for name in row})
         found = [{_STUDY: study, **{name: row.get(name) for name in names}} for study, row in rows.items()]
@@ -309,7 +321,8 @@ class Bids(PlacedLayout):
 
     def _sessions(self, path: Path) -> Mapping[str, Mapping[str, str]]:
         if path not in self._tables:
-            self._tables[path] = _read_table(path, "session_id")
+            found = _read_table(path, "session_id")
+            self._tables[path] = {f"ses-{name.removeprefix('ses-')}": row for name, row in found.items()}
         return self._tables[path]
 
     @cached_property

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
 from shardflow.format.reasons import Reason
+from shardflow.packing.config import InputsConfig
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.sources.dicomweb import client
 from shardflow.packing.sources.dicomweb.client import (
@@ -271,6 +272,10 @@ def test_a_list_names_the_studies(served: WebArchive, tmp_path: Path) -> None:
     listing, _ = _fetch(served, tmp_path, studies=names)
     assert {one.study for one in listing.instances} == {wanted}
     assert listing.missing == ["1.2.3"]
+    # A study without a wanted series is there; one that the archive does not know is missing all the same.
+    assert served.stored[0].modality != "US"
+    listing, _ = _fetch(served, tmp_path, studies=names, modalities=("US",))
+    assert (listing.instances, listing.missing) == ([], ["1.2.3"])
     assert "/dicom-web/studies" not in served.requests
     names.write_text("1.2.3\nDoe^Jane\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2") as error:
@@ -406,11 +411,28 @@ def test_plain_http_is_for_this_machine_or_by_choice() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"study_dates": "2024"}, {"study_dates": "-"}, {"match": {"Patient ID": "x"}}],
+    [
+        {"study_dates": "2024"},
+        {"study_dates": "-"},
+        {"study_dates": "2024010120241231"},
+        {"study_dates": "20241231-20240101"},
+        {"study_dates": "20241301-"},
+        {"match": {"Patient ID": "x"}},
+        {"match": {"PatientId": "x"}},
+        {"modalities": ("ct",)},
+        {"modalities": ("CT,MR",)},
+        {"modalities": ("",)},
+    ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^{name} must"):
         ArchiveConfig(**settings)
+
+
+def test_settings_of_an_archive_without_its_address_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inputs\.dicomweb names none"):
+        InputsConfig(dicom=(Path("images"),), archive=ArchiveConfig(modalities=("CT",)))
 
 
 _CONTENT = st.binary(max_size=60) | st.lists(
