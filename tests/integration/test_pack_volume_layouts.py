@@ -462,3 +462,19 @@ def test_bids_datasets_of_one_name_are_refused(case: PackCase) -> None:
     roots = [str(make_bids(case.folder / name).images) for name in ("a", "b")]
     with pytest.raises(ConfigError, match="input folders of different names"):
         case.pack("inputs.layout.kind=bids", f"inputs.dicom={json.dumps(roots)}", "splits={train = 1}")
+
+
+def test_a_second_bids_dataset_is_added_without_packing_the_first_again(case: PackCase) -> None:
+    trees = [make_bids(case.folder / name) for name in ("a", "b")]
+    roots = [str(tree.images.rename(tree.images.parent / f"ds{at}")) for at, tree in enumerate(trees)]
+    given = ("inputs.layout.kind=bids", "splits={train = 1, test = 0}")
+    case.pack(*given, f"inputs.dicom={json.dumps(roots[:1])}")
+    summary = case.pack(*given, f"inputs.dicom={json.dumps(roots)}", mode="append")
+    assert summary.studies["packed"] == 6
+    dataset = case.open()
+    people = set()
+    for folder in ("", "ds1/"):
+        for name in ("sub-k1/ses-a", "sub-k1/ses-b", "sub-k2"):
+            row = dataset.samples.find(case.sample_key(folder + name))
+            people.add(json.loads(dataset.read_fields(row)["study.json"])["patient"]["patient_key"])
+    assert len(people) == 4

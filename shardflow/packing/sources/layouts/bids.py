@@ -210,8 +210,9 @@ class Bids(PlacedLayout):
         )
 
     def _patient(self, root: int, subject: str) -> str:
-        # Datasets count their subjects alike.
-        return subject if len(self._roots) == 1 else f"{self._roots[root].name}/{subject}"
+        # Datasets count their subjects alike. Those of the first one have the names that they have alone, so
+        # that a dataset grows by naming a second folder.
+        return subject if root == 0 else f"{self._roots[root].name}/{subject}"
 
     def _study(self, root: int, subject: str, session: str) -> str:
         patient = self._patient(root, subject)
@@ -330,7 +331,10 @@ class Bids(PlacedLayout):
         return {}
 
     def reports(self) -> Iterator[ReportRecord | BrokenReport]:
-        """Read the reports in ``inputs.reports_format``; they name studies as ``sub-01/ses-01``."""
+        """Read the reports in ``inputs.reports_format``.
+
+        They name studies as ``sub-01/ses-01``, those of a further input folder as ``FOLDER/sub-01/ses-01``.
+        """
         return read_reports(self.inputs)
 
 
