@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import SplitResult, quote, urlencode, urljoin, urlsplit
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError, StorageError, os_reason
-from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.storage.requests import PassingFaultError, Retrying, RetryPolicy
 
 TOKEN: Final = "SHARDFLOW_DICOMWEB_TOKEN"  # noqa: S105 - the name of a variable
@@ -42,7 +42,7 @@ _REFUSALS: Final = {429, 503}
 _NO_CONTENT: Final = 204
 _LAST_BYTES: Final = 1 << 12
 """Bytes behind a multipart body that are read rather than ending the connection."""
-_DATE_LENGTH: Final = 8
+_DATE: Final = re.compile(r"\d{8}", re.ASCII)
 _LEAST_BYTES: Final = 1 << 10
 """Bytes that must arrive within each `ArchiveConfig.timeout_s`."""
 _MODALITY: Final = re.compile(r"[A-Z][A-Z0-9_ ]{0,15}")
@@ -109,8 +109,15 @@ class ArchiveConfig:
 def _is_range(dates: str) -> bool:
     """Whether a text is a date or a range of dates as DICOM writes them."""
     ends = [end for end in dates.split("-", 1) if end]
-    is_known = all(len(end) == _DATE_LENGTH and parse_date(end) is not None for end in ends)
-    return bool(ends) and is_known and ends == sorted(ends)
+    return bool(ends) and all(map(_is_date, ends)) and ends == sorted(ends)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        datetime.strptime(text, "%Y%m%d")  # noqa: DTZ007 - a date alone
+    except ValueError:
+        return False
+    return _DATE.fullmatch(text) is not None
 
 
 def _is_attribute(name: str) -> bool:
