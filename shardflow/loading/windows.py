@@ -108,14 +108,13 @@ def select_windows(selection: Selection, fields: Mapping[str, Field] | None) -> 
 
 
 def check_window_fields(selection: Selection, fields: Mapping[str, Field]) -> None:
-    """Refuse fields of windows where samples are none, and windows without such a field.
+    """Refuse fields of windows where samples are none.
 
     Raises:
-        ConfigError: They do not go together.
+        ConfigError: There is such a field.
     """
     grid = next((name for name, one in fields.items() if one.has_windows), None)
-    is_window = "window" in selection.units
-    if grid is not None and not is_window:
+    if grid is not None and "window" not in selection.units:
         raise ConfigError(
             f"The field {grid!r} with center='grid' delivers one window of a volume as a sample; write "
             "unit='window' for the loader, or another center."

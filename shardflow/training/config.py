@@ -672,7 +672,14 @@ class TrainConfig:
                 "task.type 'segment' evaluates the volumes of one dataset, and data.dataset is a blend file; "
                 "leave out data.eval_split, and evaluate each dataset by a run of its own."
             )
-        self.augment_volumes.check(check_segment_fields(self.fields))
+        volume = check_segment_fields(self.fields, self.task)
+        for name, refused in (("center", "whole"), ("irregular", "resample")):
+            if self.data.eval_split and getattr(volume, name) == refused:
+                raise ConfigError(
+                    f"Evaluations cut windows that fields.image.{name} = {refused!r} does not fit; remove "
+                    "it, or leave out data.eval_split."
+                )
+        self.augment_volumes.check(volume)
 
     def _keep_folders_apart(self) -> None:
         """Refuse to write into the dataset, or a run and a cache into one folder."""

@@ -25,6 +25,8 @@ LABEL_FIELD: Final = "label"
 MASK_FIELD: Final = "mask"
 """Names of the fields that tasks take."""
 
+_MAX_CLASSES: Final = 255
+"""A map of classes takes a byte for each voxel, and 0 is the background."""
 _TAKEN: Final = {
     "labels": ("classify", "segment"),
     "ignore": ("classify",),
@@ -164,17 +166,19 @@ def check_classify_fields(fields: Mapping[str, Field]) -> None:
         )
 
 
-def check_segment_fields(fields: Mapping[str, Field]) -> Volume:
+def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig) -> Volume:
     """Refuse fields from which the classes of voxels cannot be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
+        task: The table ``[task]``.
 
     Returns:
         The field ``image``.
 
     Raises:
-        ConfigError: ``image`` or ``mask`` is missing or of a wrong type, or they do not go together.
+        ConfigError: ``image`` or ``mask`` is missing or of a wrong type, they do not go together, or there
+            are too many labels.
     """
     for name, kind, written in ((IMAGE_FIELD, Volume, "volume"), (MASK_FIELD, Mask, "mask")):
         if not isinstance(fields.get(name), kind):
@@ -192,6 +196,12 @@ def check_segment_fields(fields: Mapping[str, Field]) -> Volume:
         )
     if mask.like != IMAGE_FIELD:
         raise ConfigError('fields.mask must follow the volume; write like = "image".')
+    num_labels = len(mask.labels or ()) if mask.merge == "stack" else 1
+    if num_labels > _MAX_CLASSES and task.labels != "multi_label":
+        raise ConfigError(
+            f"fields.mask.labels has {num_labels} labels that exclude each other, and {_MAX_CLASSES} are "
+            "allowed; leave some out, or set task.labels = 'multi_label'."
+        )
     return volume
 
 

@@ -164,7 +164,7 @@ def test_slips_are_told(dataset: Dataset, tmp_path: Path) -> None:
     refused(r"write labels=\['nodule'\]", labels="nodule")
     refused("pos is a weight from 0", pos=-1)
     refused("write center='random'", pos=0)
-    refused("labels, pos and neg need center='foreground'", center="random")
+    refused("labels need center='foreground' or within='foreground'", center="random")
     bare = make_volumes(tmp_path / "bare", series_of, num_samples=2)
     with pytest.raises(ConfigError, match="run: shardflow attach DATASET --voxels"):
         open_loader(bare, SPEC, {"ct": sf.Volume(**SETTINGS)})

@@ -313,11 +313,25 @@ def test_a_window_that_comes_twice_is_refused(dataset: Dataset) -> None:
             (batch["ct"][0], r"takes outputs \(B, C, D, H, W\) of 3 windows"),
             (np.full_like(batch["ct"], np.nan, np.float32), "not finite"),
             (batch["ct"] * np.float32(100), "beyond 32,768"),
+            (batch["ct"][..., ::2, ::2, ::2], r"as large as the windows, \(6, 7, 9\), got \(3, 4, 5\)"),
         ):
             with pytest.raises(ConfigError, match=message):
                 Stitcher("ct").add(batch, wrong)
+        with pytest.raises(ConfigError, match="got a tuple of several; give it the one at full resolution"):
+            Stitcher("ct").add(batch, (batch["ct"], batch["ct"][..., ::2, ::2, ::2]))
         with pytest.raises(ConfigError, match="no windows of a field 'mr'"):
             Stitcher("mr").add(batch, batch["ct"])
+
+
+def test_outputs_of_a_volume_have_as_many_channels_in_every_batch(dataset: Dataset) -> None:
+    stitcher = Stitcher("ct")
+    with windows_of(dataset) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        assert stitcher.add(first, first["ct"]) == []  # so the next windows are of the same volume
+        second = next(batches)
+        with pytest.raises(ConfigError, match="2 channels, and those of other windows of the volume 1"):
+            stitcher.add(second, np.repeat(second["ct"], 2, axis=1))
 
 
 # ---- slips -------------------------------------------------------------------------------------------

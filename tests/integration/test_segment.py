@@ -289,8 +289,9 @@ def test_a_volume_with_a_bad_window_is_counted_and_named(
             _MONAI,
         ),
         ("fields.image.windows=[]", "fields.image.num_samples=2", "fields.image.spacing_mm=[2, 1.5, 1.5]"),
+        ("fields.image.center=random", "fields.image.within=foreground", "augment_volumes.preset=geometry"),
     ],
-    ids=["multi_label", "monai", "range"],
+    ids=["multi_label", "monai", "range", "within"],
 )
 def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
     summary = run(folder, tmp_path, "run.max_steps=1", *settings)
@@ -309,6 +310,12 @@ def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: t
             "evaluations cut windows of the same roi_size by themselves",
         ),
         (("fields.image.margin=4",), "regions without a margin"),
+        (
+            ("fields.image={type='volume', roi_size=[8, 8, 8], center='whole'}",),
+            "cut windows that .*center = 'whole'",
+        ),
+        (("fields.image.irregular=resample",), "cut windows that .*irregular = 'resample'"),
+        ((f"fields.mask.labels={[f'l{n}' for n in range(256)]}",), "256 labels that exclude each other"),
         (("data.unit=series",), "takes volumes of studies"),
         (("augment_volumes.preset=nnUnet",), "did you mean 'nnunet'"),
         (

@@ -234,7 +234,7 @@ class VolumeAugmentSettings:
         Raises:
             ConfigError: There is no such preset, or a setting is out of range.
         """
-        if name not in PRESETS:
+        if name not in [*PRESETS]:
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"preset is one of {', '.join(map(repr, PRESETS))}, got {name!r}{hint}")

@@ -202,8 +202,7 @@ class Volume(Field):
         if self.num_samples > 1 and not (self.center in _DRAWN or self.has_column):
             raise ConfigError(
                 f"num_samples={self.num_samples} regions of a sample are drawn, and center={self.center!r} "
-                f"draws "
-                "none; write center='random', or leave num_samples out."
+                "draws none; write center='random', or leave num_samples out."
             )
         is_labeled = self.within == "foreground" and (self.pos, self.neg) == (1, 1)
         check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground" or is_labeled)
@@ -327,8 +326,8 @@ class BoundVolume(BoundField):
         self.selected.check(name, spec.series, pads=spec.missing == "pad")
         self._check_units(context)
         self._check_series()
+        self._samples, self._populations = context.samples, context.populations
         self._num_samples = context.num_samples
-        self._populations = context.populations
         self._num_missing = context.count_missing(self.has_content)
         if self._num_missing and spec.missing == "error":
             where = "" if spec.series is None else f" (series={spec.series!r})"
@@ -356,7 +355,6 @@ class BoundVolume(BoundField):
         )
         self.shape: Shape = (depth, rows, columns)
         self._tables = [VolumeTable(table) for table in self.selected.catalog.tables]
-        self._samples, self._populations = context.samples, context.populations
         self._foreground: Foreground | None = None
         if spec.center == "foreground":
             self._foreground = Foreground(

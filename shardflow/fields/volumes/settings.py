@@ -135,7 +135,7 @@ def checked_center(center: Any, choices: tuple[str, ...]) -> bool:
 
 
 def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_used: bool) -> None:
-    """Refuse weights that are none, and settings without ``center="foreground"``.
+    """Refuse weights that are none, and settings that nothing uses.
 
     Raises:
         ConfigError: They are such.
@@ -146,4 +146,7 @@ def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_use
     if not pos:
         raise ConfigError("pos=0 asks for no region around a voxel of labels; write center='random'.")
     if not is_used and (labels is not None or (pos, neg) != (1, 1)):
-        raise ConfigError("labels, pos and neg need center='foreground'; write it, or leave them out.")
+        raise ConfigError(
+            "labels need center='foreground' or within='foreground', and pos and neg the former; write it, "
+            "or leave them out."
+        )

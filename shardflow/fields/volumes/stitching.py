@@ -247,13 +247,25 @@ class Stitcher:
             ConfigError: The batch holds no windows, outputs have another shape, are not finite or too large.
             StateError: A window came twice.
         """
-        found = _as_array(outputs)
+        try:
+            found = _as_array(outputs)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "The stitcher takes one tensor or array (B, C, D, H, W), got a "
+                f"{type(outputs).__name__} of several; give it the one at full resolution."
+            ) from None
         units, weight = batch.info.units, np.asarray(batch.info.weight)
         index, starts, shapes, affines = self._beside(batch, units)
         if found.ndim != 5 or len(found) != len(units):
             raise ConfigError(
                 f"The stitcher takes outputs (B, C, D, H, W) of {len(units)} windows, got "
                 f"{tuple(found.shape)}; give it what the model returned for the batch."
+            )
+        sides = self._window_sides(batch)
+        if sides is not None and found.shape[2:] != sides:
+            raise ConfigError(
+                f"The stitcher takes outputs as large as the windows, {sides}, got {tuple(found.shape[2:])}; "
+                "resize them, or let the model return a value for each voxel."
             )
         if self._weights is None or self._weights.shape != found.shape[2:]:
             self._weights = WindowWeights(found.shape[2:], self._mode, self._sigma_scale)
@@ -272,6 +284,11 @@ class Stitcher:
                 shape = tuple(shapes[slot].tolist())
                 part.sums = np.zeros((found.shape[1], *shape), np.int64)
                 part.weights = np.zeros(shape, np.int64)
+            elif len(part.sums) != found.shape[1]:
+                raise ConfigError(
+                    f"The outputs have {found.shape[1]} channels, and those of other windows of the volume "
+                    f"{len(part.sums)}; give a stitcher the outputs of one model."
+                )
             start = starts[slot].tolist()
             self._weights.add(found[slot], (start[0], start[1], start[2]), part.sums, part.weights)
             if part.first < 0 or number < part.first:
@@ -313,6 +330,14 @@ class Stitcher:
 
     def _decided(self, touched: Mapping[str, PartialVolume]) -> list[StitchedVolume]:
         return [self._open.pop(key).finish() for key, part in touched.items() if part.is_decided]
+
+    def _window_sides(self, batch: WindowBatch) -> tuple[int, ...] | None:
+        """Return the voxels (D, H, W) of a window; None where a transform keeps no regions."""
+        try:
+            shape = tuple(batch[self._name].shape)
+        except KeyError:
+            return None
+        return shape[2:] if len(shape) == 5 else None
 
     def _beside(self, batch: WindowBatch, units: Sequence[Unit | None]) -> list[NDArray[Any]]:
         known = [one for one in units if one is not None]

@@ -29,6 +29,7 @@ from shardflow.fields.volumes.augmentation import (
 )
 from shardflow.fields.volumes.geometry import FRACTION_BITS, ONE
 from shardflow.fields.volumes.resampling import Interpolation
+from shardflow.sampling.permutation import MAX_COUNTER, checked_int
 
 if TYPE_CHECKING:
     from shardflow.loading import Batch
@@ -90,6 +91,12 @@ class VolumeAugmentation(VolumeAugmentSettings):
     seed: int = 0
     """Seed of the run."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = type(self).__name__
+        seed = checked_int("seed", self.seed, low=0, high=MAX_COUNTER, where=where, error=ConfigError)
+        object.__setattr__(self, "seed", seed)
+
     def __call__(self, batch: Batch, device: Device = None) -> dict[str, Any]:
         """Return the entries of a batch as tensors, see `shardflow.Batch.torch`, with augmented volumes.
 
@@ -104,7 +111,8 @@ class VolumeAugmentation(VolumeAugmentSettings):
         Raises:
             ConfigError: The batch has no volume, or ``spacing_mm`` is set and a series has no known geometry.
         """
-        return self.apply(batch.torch(device), self.draw_batch(batch))
+        drawn = self.draw_batch(batch)
+        return self.apply(batch.torch(device), drawn)
 
     def draw_batch(self, batch: Batch) -> list[VolumeDraw]:
         """Draw how the volumes of a batch are augmented: the half of a call that is the host's.
@@ -115,6 +123,11 @@ class VolumeAugmentation(VolumeAugmentSettings):
         Raises:
             ConfigError: See `__call__`.
         """
+        if not hasattr(batch, "descriptor"):
+            raise ConfigError(
+                f"An augmentation takes a batch of a loader, got a {type(batch).__name__}; write "
+                "augmentation(batch, 'cuda') in place of batch.torch('cuda')."
+            )
         entries = [entry for entry in batch.descriptor["entries"] if isinstance(entry, Mapping)]
         names = [str(entry["name"]) for entry in entries if entry["type"] == "volume"]
         if not names:

@@ -100,6 +100,7 @@ class SegmentTask(ArrayTask):
             center="grid",
             overlap=self._task.overlap,
             num_samples=1,
+            within=None,
             labels=None,
             pos=1.0,
             neg=1.0,
@@ -111,7 +112,7 @@ class SegmentTask(ArrayTask):
         augmentation, volume = self.augmentation, self._volume
         if augmentation is None:
             return volume
-        anywhere = replace(volume, center="random", labels=None, pos=1.0, neg=1.0)
+        anywhere = replace(volume, center="random", within=None, labels=None, pos=1.0, neg=1.0)
         _, bound = bind_fields(selection, {IMAGE_FIELD: anywhere}, StageCounters())
         (field,) = bound.bound
         assert isinstance(field, BoundVolume)  # noqa: S101 - of a volume

@@ -406,8 +406,22 @@ def test_a_slip_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
         settings(**given)
 
 
+@pytest.mark.parametrize("seed", ["7", 1.5, -1, True])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed must be an integer of at least 0"):
+        VolumeAugmentation(roi_size=ROI, seed=seed)
+
+
+def test_tensors_in_place_of_a_batch_are_refused() -> None:
+    tensors: Any = {"ct": torch.zeros(1, 1, 4, 4, 4)}
+    with pytest.raises(ConfigError, match="takes a batch of a loader, got a dict"):
+        VolumeAugmentation(roi_size=ROI)(tensors)
+
+
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'nnunet'"):
         VolumeAugmentSettings.preset("nnUNet", roi_size=ROI)
+    with pytest.raises(ConfigError, match="preset is one of"):
+        VolumeAugmentSettings.preset(["nnunet"], roi_size=ROI)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no setting 'flip'; did you mean 'flip_prob'"):
         VolumeAugmentSettings.preset("nnunet", roi_size=ROI, flip=(0, 0, 0))
