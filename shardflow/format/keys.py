@@ -47,6 +47,11 @@ _SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
 _MIDDLE = re.compile(r"(s\d{3,6})\.(small|v\d{2,4}|m\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
 
+def encode_json(value: Mapping[str, Any]) -> bytes:
+    """Encode an object of a sample as `canonical_json` does, numbers with fractions too."""
+    return _ENCODER.encode(value).encode("ascii")
+
+
 def canonical_json(value: Json) -> bytes:
     """Encode a value without floating-point numbers as canonical JSON, without a line end.
 

@@ -34,6 +34,7 @@ from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
     ANNOTATIONS_FIELD,
     STUDY_FIELD,
+    encode_json,
     parse_mask_field,
     parse_slice_field,
     parse_small_field,
@@ -324,9 +325,7 @@ def _with_codecs(study: Mapping[str, Any], codecs: Mapping[int, str]) -> bytes:
     series = [
         {**one, "codec": codecs.get(number, one["codec"])} for number, one in enumerate(study["series"])
     ]
-    found = {**study, "series": series}
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.encode("ascii")
+    return encode_json({**study, "series": series})
 
 
 def _slice_codec(source: Dataset) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import codec_for, codec_rank, decode_array, encode_array
-from shardflow.format.keys import mask_field, mask_prefix, parse_mask_field, volume_field
+from shardflow.format.keys import encode_json, mask_field, mask_prefix, parse_mask_field, volume_field
 from shardflow.format.regions import Region, read_regions
 from shardflow.format.volumes.bricks import EncodedVolume, Extents
 from shardflow.format.volumes.encoder import BRICK_SHAPE, VolumeEncoder
@@ -105,7 +105,7 @@ def join_masks(
     rois = [{**roi, **facts.get((int(roi["series"]), int(roi["roi"])), {})} for roi in content["rois"]]
     former = {name for place in facts for found in stored[place].values() for name in found}
     return ConvertedMasks(
-        annotations=_encode({**content, "rois": rois}), fields=fields, former=frozenset(former)
+        annotations=encode_json({**content, "rois": rois}), fields=fields, former=frozenset(former)
     )
 
 
@@ -162,13 +162,7 @@ def split_masks(
             }
         rois.append(roi)
     former = frozenset(volume_field(*place) for place in volumes)
-    return ConvertedMasks(annotations=_encode({**content, "rois": rois}), fields=fields, former=former)
-
-
-def _encode(content: Mapping[str, Any]) -> bytes:
-    """Encode ``annotations.json`` as packing does."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.encode("ascii")
+    return ConvertedMasks(annotations=encode_json({**content, "rois": rois}), fields=fields, former=former)
 
 
 def _joinable(
