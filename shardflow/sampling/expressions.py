@@ -293,7 +293,8 @@ def _literal(node: ast.expr, text: str) -> Literal:
 
 def _pointed(text: str, column: int, problem: str) -> ConfigError:
     """Return an error with a caret under the place."""
-    return ConfigError(f"{problem}.\n  {text}\n  {' ' * max(column, 0)}^")
+    end = "" if problem.endswith("?") else "."
+    return ConfigError(f"{problem}{end}\n  {text}\n  {' ' * max(column, 0)}^")
 
 
 class _Evaluation:

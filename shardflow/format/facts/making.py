@@ -43,6 +43,7 @@ from shardflow.format.facts.studies import (
     facts_of_study,
     merge_study_facts,
 )
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import STUDY_FIELD, parse_slice_field
 from shardflow.format.manifest import load, versions
@@ -367,14 +368,15 @@ def attach_facts(
         ConfigError: The dataset is not in a local folder, or others wrote its shards.
         ShardflowError: A field cannot be read or trusted.
     """
-    if not isinstance(dataset.store, LocalStore):
+    if dataset.is_foreign:
+        raise ConfigError("Shards that others wrote have no study.json, so there are no facts of series.")
+    store = local_folder(dataset.store)
+    if store is None:
         raise ConfigError(
             "Facts are attached to a dataset in a local folder, this one is remote; run the command where "
             "it was packed, or copy it first."
         )
-    if dataset.is_foreign:
-        raise ConfigError("Shards that others wrote have no study.json, so there are no facts of series.")
-    root = dataset.store.root
+    root = store.root
     folder = root / SeriesManifest.folder(dataset.manifest.dataset_id)
     attached = write_facts(
         dataset,

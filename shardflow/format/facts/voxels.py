@@ -23,6 +23,7 @@ from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.sampling import BODY, BodyFinder, ClassVoxels, voxels_of_study
 from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series
+from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import ANNOTATIONS_FIELD, Json, parse_mask_field
 from shardflow.format.manifest import load, versions
 from shardflow.format.table import Table, encode_table
@@ -228,13 +229,14 @@ def attach_voxels(
         ConfigError: The dataset is not in a local folder, or has no series table.
         ShardflowError: A field cannot be read or trusted.
     """
-    if not isinstance(dataset.store, LocalStore):
+    store = local_folder(dataset.store)
+    if store is None:
         raise ConfigError(
             "Voxels are attached to a dataset in a local folder, this one is remote; run the command where "
             "it was packed, or copy it first."
         )
     series, _ = open_series(dataset)
-    known, num_samples = _known(dataset, dataset.store), dataset.studies.num_samples
+    known, num_samples = _known(dataset, store), dataset.studies.num_samples
     found: list[tuple[VoxelTable, int] | None] = [known.get(place) for place in _places(dataset)]
     missing = [sample for sample, former in enumerate(found) if former is None]
     num_kept = num_samples - len(missing)
@@ -246,7 +248,7 @@ def attach_voxels(
                 found[sample] = table, place
             if on_samples is not None:
                 on_samples(num_kept + first + len(part), num_samples)
-    table = _write(dataset, dataset.store.root, [one for one in found if one is not None])
+    table = _write(dataset, store.root, [one for one in found if one is not None])
     owners = np.repeat(np.arange(num_samples), np.diff(table.first_entry))
     is_body = table.name == (table.names.index(BODY) if BODY in table.names else len(table.names))
     counts = np.bincount(table.name, minlength=len(table.names)).tolist()
