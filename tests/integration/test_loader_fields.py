@@ -344,7 +344,7 @@ def _text_alone(number: int, **_: Any) -> MadeSample:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"x": sf.Image(series="rol == 'frontal'")}, "did you mean role"),
+        ({"x": sf.Image(series="rol == 'frontal'")}, r"did you mean role or rows or group\?\n"),
         ({"x": sf.Image(series="role == 'sagittal'")}, "Roles of their images"),
         ({"weight": sf.Text(missing="pad")}, "reserved"),
         ({"x": sf.Text(missing="pad"), "x_mask": sf.Text(missing="pad")}, "beside 'x'"),
