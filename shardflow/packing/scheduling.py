@@ -517,8 +517,8 @@ class StudyPass:
         return self.crash_log.find(self._key(study), self._study_bytes(study))
 
     def _task(self, kind: str, payload: StudyTask | ShardTask | CheckTask, handle: int) -> Task:
-        # A file may be decoded twice: once more to find all bad ones.
-        num_steps = 2 * len(payload.files) + 1 if isinstance(payload, StudyTask) else 1
+        # A file is decoded for its slices and its pages, for text or heads, and again to find all bad ones.
+        num_steps = 4 * len(payload.files) + 1 if isinstance(payload, StudyTask) else 1
         return Task(
             kind=kind, payload=payload, timeout_s=self.task_timeout_s, num_steps=num_steps, handle=handle
         )
