@@ -26,6 +26,7 @@ from shardflow.format.keys import (
     REPORT_FIELD,
     REPORT_JSON_FIELD,
     STUDY_FIELD,
+    encode_json,
     parse_slice_field,
     parse_variant_field,
 )
@@ -171,13 +172,6 @@ def series_axis(stack: Stack, numbers: Mapping[tuple[str, int], int]) -> dict[st
         return {}
     axis = asdict(stack.axis)
     return {"axis": {**axis, "group": numbers[stack.series_instance_uid, axis.pop("first")]}}
-
-
-def encode_json(value: Mapping[str, Any]) -> bytes:
-    """Encode an object canonically: keys sorted, ASCII, no blanks."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()
 
 
 def stored_series(number: int, stack: Stack, facts: Mapping[str, Any]) -> StoredSeries:

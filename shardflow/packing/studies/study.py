@@ -20,7 +20,7 @@ import numpy as np
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.codecs import FAST, codec_for, encode_array, stored_codec
 from shardflow.format.facts.sampling import BodyFinder, ClassVoxels
-from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, slice_field, volume_field
+from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, encode_json, slice_field, volume_field
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
 from shardflow.format.samples import SampleFacts
 from shardflow.format.volumes.bricks import BRICKS_CODEC
@@ -73,7 +73,6 @@ from shardflow.packing.studies.records import (
     ContextMaker,
     attach,
     describe_series,
-    encode_json,
     place_masks,
     series_axis,
     series_times,
