@@ -122,6 +122,12 @@ def detect_languages(text: str) -> Detected:
     total: Counter[str] = Counter()
     for one in votes:
         total.update(one)
+    if not total.keys() - {ENGLISH}:
+        for one, (_, _, words) in zip(votes, pieces, strict=True):
+            num_units = sum(word in _units() for word in words)
+            if num_units:
+                one[ENGLISH] = one.get(ENGLISH, 0.0) + num_units
+                total[ENGLISH] += num_units
     main = _best(total)
     if not main:
         words = [word for _, _, some in pieces for word in some]
@@ -242,11 +248,19 @@ def _votes(words: list[str]) -> dict[str, float]:
     known = _words()
     votes: dict[str, float] = {}
     for word in words:
+        if word in _units():
+            continue
         found = known.get(word) or (None if word.isascii() else _by_script(word))
         if found:
             for language in found:
                 votes[language] = votes.get(language, 0.0) + (1 if ENGLISH in found else _OWN) / len(found)
     return votes
+
+
+@cache
+def _units() -> frozenset[str]:
+    """Return units of sizes: written alike everywhere, they are English only where nothing else speaks."""
+    return frozenset(load_language(ENGLISH).pieces["unit"].split("|"))
 
 
 def _best(votes: Mapping[str, float]) -> str:

@@ -14,12 +14,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Final, cast, get_args
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.reports.assertion import Assertion, Match
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.findings import Entity, EntityFinder, kind_of
@@ -59,6 +58,7 @@ class ModelExtractor:
         lexicon: Lexicon | None = None,
     ) -> None:
         self._lexicon = lexicon if lexicon is not None else load_lexicon()
+        self._finders = {self._lexicon.language: EntityFinder(self._lexicon)}
         self._digest, self._cache = model_digest(folder, SETTING), cache
         self._model = TokenClassifier(
             folder, setting=SETTING, extra="report-model", device=device, batch_size=batch_size
@@ -69,7 +69,7 @@ class ModelExtractor:
                 cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"reports.model_cache must be a folder, got {type(error).__name__}; name another."
+                    f"reports.model_cache must be a folder, got {os_reason(error)}; name another."
                 ) from None
 
     def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
@@ -103,6 +103,11 @@ class ModelExtractor:
             )
         return concept, cast("Assertion", said) if said else None
 
+    def _finder(self, language: str) -> EntityFinder:
+        if language not in self._finders:
+            self._finders[language] = EntityFinder(load_lexicon(language=language))
+        return self._finders[language]
+
     def _path(self, text: str) -> Path | None:
         if self._cache is None:
             return None
@@ -129,7 +134,7 @@ class ModelExtractor:
             os.replace(file.name, path)  # noqa: PTH105 - the name of a temporary file is a string
         except OSError as error:
             raise ConfigError(
-                f"reports.model_cache cannot be written ({type(error).__name__}); make room or name another."
+                f"reports.model_cache cannot be written ({os_reason(error)}); make room or name another."
             ) from None
 
     def _entities(self, text: str, found: Sequence[Labeled]) -> list[Entity]:
@@ -141,7 +146,7 @@ class ModelExtractor:
         made: list[Entity] = []
         for language in sorted({name for _, _, name in detected.pieces} & {*LANGUAGES}):
             tokens = tokenize(detected.blank(text, language), language)
-            finder = _finder(language)
+            finder = self._finder(language)
             named: dict[tuple[int, int], Assertion | None] = {}
             matches: list[Match[Concept]] = []
             for start, end, concept, said in spans:
@@ -181,8 +186,3 @@ def _tokens_of(tokens: Tokens, start: int, end: int) -> tuple[int, int] | None:
         number for number in range(len(tokens)) if tokens.starts[number] < end and start < tokens.ends[number]
     ]
     return (inside[0], inside[-1] + 1) if inside else None
-
-
-@cache
-def _finder(language: str) -> EntityFinder:
-    return EntityFinder(load_lexicon(language=language))

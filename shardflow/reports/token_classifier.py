@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 
 _PREFIX: Final = re.compile(r"^[BIESLU]-", re.IGNORECASE)
 _OUTSIDE: Final = frozenset({"o", "out", "outside", "none"})
@@ -36,8 +36,8 @@ class TokenClassifier:
         batch_size: Windows at a time.
 
     Raises:
-        ConfigError: transformers is missing, the folder holds no such model, labels have no names, or there
-            is no such device.
+        ConfigError: transformers is missing, the folder holds no such model or not all of it, labels have no
+            names, or there is no such device.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class TokenClassifier:
     ) -> None:
         try:
             import torch
+            from safetensors import SafetensorError
             from transformers import AutoModelForTokenClassification, AutoTokenizer
         except ImportError:
             raise ConfigError(
@@ -54,14 +55,24 @@ class TokenClassifier:
             raise ConfigError(f"{setting} must be a folder with a config.json; save a model there.")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            self._model: Any = AutoModelForTokenClassification.from_pretrained(
-                str(folder), local_files_only=True, use_safetensors=True
+            self._model: Any
+            self._model, loaded = AutoModelForTokenClassification.from_pretrained(
+                str(folder), local_files_only=True, use_safetensors=True, output_loading_info=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(
                 f"{setting} cannot be loaded as a token classifier ({type(error).__name__}); save it with "
                 "save_pretrained, its tokenizer too."
             ) from None
+        # transformers fills what is missing with random weights, and with a tokenizer that knows no words.
+        if loaded["missing_keys"]:
+            raise ConfigError(
+                f"{setting} lacks weights of a token classifier, {len(loaded['missing_keys'])} in all; save "
+                "a model that was trained to label tokens."
+            )
+        files = {"tokenizer.json", *self._tokenizer.vocab_files_names.values()}
+        if not any((folder / name).is_file() for name in files):
+            raise ConfigError(f"{setting} has no tokenizer; save it with save_pretrained in the same folder.")
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{setting} has a slow tokenizer, which knows no places; save a fast one.")
         names = {int(at): str(name) for at, name in self._model.config.id2label.items()}
@@ -158,7 +169,7 @@ def model_digest(folder: Path, setting: str) -> str:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
         raise ConfigError(
-            f"{setting} must be a readable folder, got {type(error).__name__}; check the path."
+            f"{setting} must be a readable folder, got {os_reason(error)}; check the path."
         ) from None
     return digest.hexdigest()
 

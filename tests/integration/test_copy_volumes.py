@@ -135,6 +135,17 @@ def test_a_codec_without_a_change_of_storage_is_refused(
     assert "add --volumes" in capsys.readouterr().err
 
 
+def test_a_codec_that_changes_no_volume_is_said(
+    in_slices: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--volumes", "slices", "--codec", "fast"]
+    assert cli.main(["copy", in_slices.store.url, str(tmp_path / "x"), *options]) == 0
+    assert "note: no volume of SRC changes to slices, so none is in fast" in capsys.readouterr().out
+    options[1] = "bricks"
+    assert cli.main(["copy", in_slices.store.url, str(tmp_path / "y"), *options]) == 0
+    assert "note: no volume" not in capsys.readouterr().out
+
+
 def test_without_other_members_the_manifest_names_the_codec(tmp_path: Path) -> None:
     """No small version says what the slices were."""
     made = _pack(tmp_path / "job", "")

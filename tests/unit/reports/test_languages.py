@@ -107,6 +107,20 @@ def test_no_sentence_of_the_english_gold_sets_is_taken_for_another_language() ->
     ]  # no rule could tell them from an unlisted language, were they all of a report
 
 
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("BEFUND: Rundherd 8 mm, zuvor 6 mm.", "german"),
+        ("HALLAZGOS: N\u00f3dulo de 8 mm en LSD, antes 6 mm.", "spanish"),
+        ("R\u00c9SULTATS: Nodule de 8 mm, 6 mm en 2019.", "french"),
+    ],
+)
+def test_sizes_do_not_make_a_sentence_english(text: str, language: str) -> None:
+    content = READER.read(text)
+    assert content.languages == (language,)
+    assert [(one.concept.split()[-1], one.size_mm) for one in content.entities] == [("nodule", (8.0,))]
+
+
 def test_each_part_of_a_mixed_report_is_read_by_its_own_rules() -> None:
     text = (
         "FINDINGS: No effusion. A nodule (series 3, image 4).\n"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from shardflow.errors import ConfigError
 from shardflow.packing.settings import ReportsConfig
 from shardflow.packing.studies.report_content import ReportParser, reading_basis, reading_setup
 from shardflow.reports import ReportReader
 from shardflow.reports.alignment.evidence import AlignmentRules
+from shardflow.reports.lexicon import load_lexicon
 from shardflow.reports.model_extractor import ModelExtractor
 from shardflow.reports.token_classifier import TokenClassifier, model_digest
 from tests.tiny_classifier import save_classifier
@@ -93,6 +97,53 @@ def test_labels_and_devices_that_cannot_serve_are_refused_by_name(tmp_path: Path
         ModelExtractor(save_classifier(tmp_path / "c", LABELS, WORDS), device="nowhere")
     with pytest.raises(ConfigError, match=r"reports\.model must be a readable folder"):
         ModelExtractor(tmp_path / "none")
+
+
+def _cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def _drop_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: one for name, one in weights.items() if not name.startswith("classifier")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _drop_labels(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["id2label"], config["label2id"] = {"0": "O", "1": "nodule"}, {"O": 0, "nodule": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _drop_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut_weights, r"cannot be loaded as a token classifier \(SafetensorError\)"),
+        (_drop_labels, r"cannot be loaded as a token classifier \(RuntimeError\)"),
+        (_drop_head, r"lacks weights of a token classifier, 2 in all"),
+        (_drop_tokenizer, r"has no tokenizer"),
+    ],
+)
+def test_a_folder_that_holds_only_some_of_a_model_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(save_classifier(tmp_path, LABELS, WORDS))
+    with pytest.raises(ConfigError, match=rf"reports\.model {message}"):
+        ModelExtractor(tmp_path)
+
+
+def test_words_without_a_name_have_that_of_a_table_of_ones_own(tmp_path: Path) -> None:
+    table = tmp_path / "own.csv"
+    table.write_text("name,kind,parent,synonyms\nzorblax,finding,,fuzz\n", encoding="utf-8")
+    folder = save_classifier(tmp_path / "model", LABELS, WORDS)
+    model = ModelExtractor(folder, lexicon=load_lexicon([table]))
+    assert [one.concept for one in model(["There is fuzz in the lung."])[0]] == ["zorblax"]
 
 
 def test_the_model_decides_what_a_dataset_holds_and_its_device_does_not(tmp_path: Path) -> None:
