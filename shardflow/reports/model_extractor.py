@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -22,7 +22,7 @@ from shardflow.errors import ConfigError, os_reason
 from shardflow.reports.assertion import Assertion, Match
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.findings import Entity, EntityFinder, kind_of
-from shardflow.reports.language import LANGUAGES
+from shardflow.reports.language import ENGLISH, LANGUAGES
 from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
 from shardflow.reports.token_classifier import Labeled, TokenClassifier, model_digest
 from shardflow.reports.tokens import Tokens, fold_words, tokenize
@@ -42,7 +42,7 @@ class ModelExtractor:
         device: ``"cpu"``, or a device of torch such as ``"cuda"``.
         batch_size: Windows of 512 tokens at a time.
         cache: Folder of what was found before, by the digest of model and text; it is created. None: none.
-        lexicon: Names of findings in English; None: the shipped ones.
+        lexicon_of: Returns the lexicon of a language; None: the shipped ones. Labels are named in English.
 
     Raises:
         ConfigError: The model cannot be used, or a label names no finding of the lexicon.
@@ -55,10 +55,11 @@ class ModelExtractor:
         device: str = "cpu",
         batch_size: int = 16,
         cache: Path | None = None,
-        lexicon: Lexicon | None = None,
+        lexicon_of: Callable[[str], Lexicon] | None = None,
     ) -> None:
-        self._lexicon = lexicon if lexicon is not None else load_lexicon()
-        self._finders = {self._lexicon.language: EntityFinder(self._lexicon)}
+        self._lexicon_of = lexicon_of or (lambda language: load_lexicon(language=language))
+        self._lexicon = self._lexicon_of(ENGLISH)
+        self._finders = {ENGLISH: EntityFinder(self._lexicon)}
         self._digest, self._cache = model_digest(folder, SETTING), cache
         self._model = TokenClassifier(
             folder, setting=SETTING, extra="report-model", device=device, batch_size=batch_size
@@ -105,7 +106,7 @@ class ModelExtractor:
 
     def _finder(self, language: str) -> EntityFinder:
         if language not in self._finders:
-            self._finders[language] = EntityFinder(load_lexicon(language=language))
+            self._finders[language] = EntityFinder(self._lexicon_of(language))
         return self._finders[language]
 
     def _path(self, text: str) -> Path | None:

@@ -7,7 +7,7 @@ reports loads neither.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,11 +212,15 @@ class ReportParser:
                 f"reports.extractors must name installed extractors, got {missing[0]!r}; install its package."
             )
         extractors: list[tuple[str, Extractor]] = [(name, offered[name]) for name in wanted]
-        if setup.model is not None:
-            extractors.append(("model", self._model(setup.model, load_lexicon(*tables, setup.lexicon))))
-        return ReportReader(lambda language: load_lexicon(*tables, setup.lexicon, language), extractors)
 
-    def _model(self, folder: Path, lexicon: Lexicon) -> Extractor:
+        def lexicon_of(language: str) -> Lexicon:
+            return load_lexicon(*tables, setup.lexicon, language)
+
+        if setup.model is not None:
+            extractors.append(("model", self._model(setup.model, lexicon_of)))
+        return ReportReader(lexicon_of, extractors)
+
+    def _model(self, folder: Path, lexicon_of: Callable[[str], Lexicon]) -> Extractor:
         from shardflow.reports.model_extractor import ModelExtractor
         from shardflow.reports.token_classifier import model_digest
 
@@ -226,7 +230,9 @@ class ReportParser:
                 "the folder of reports.model must not change while a job runs, got another one; start the "
                 "job again."
             )
-        return ModelExtractor(folder, device=setup.model_device, cache=setup.model_cache, lexicon=lexicon)
+        return ModelExtractor(
+            folder, device=setup.model_device, cache=setup.model_cache, lexicon_of=lexicon_of
+        )
 
 
 def _unchanged(tables: Sequence[TableFile], name: str) -> list[Path]:

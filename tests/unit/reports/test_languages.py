@@ -211,6 +211,15 @@ def test_every_word_of_another_language_names_a_concept_of_english() -> None:
         assert len(lexicon.phrases) > 500
 
 
+@pytest.mark.parametrize("change", ["\u7531{}\u589e\u5927\u81f3{}", "\u4ece{}\u589e\u81f3{}"])
+def test_a_size_that_was_is_not_the_size_in_chinese(change: str) -> None:
+    """From 8 mm to 12 mm, in two wordings."""
+    text = (
+        f"\u5f71\u50cf\u6240\u89c1:\u53f3\u80ba\u4e0a\u53f6\u7ed3\u8282{change.format('8mm', '12mm')}\u3002"
+    )
+    assert [one.size_mm for one in READER.read(text).entities] == [(12.0,)]
+
+
 def test_a_report_in_german_has_sections_attributes_and_mentions() -> None:
     text = (
         "Klinische Angaben: Husten. Pneumonie?\n\n"

@@ -142,8 +142,9 @@ def test_words_without_a_name_have_that_of_a_table_of_ones_own(tmp_path: Path) -
     table = tmp_path / "own.csv"
     table.write_text("name,kind,parent,synonyms\nzorblax,finding,,fuzz\n", encoding="utf-8")
     folder = save_classifier(tmp_path / "model", LABELS, WORDS)
-    model = ModelExtractor(folder, lexicon=load_lexicon([table]))
-    assert [one.concept for one in model(["There is fuzz in the lung."])[0]] == ["zorblax"]
+    model = ModelExtractor(folder, lexicon_of=lambda language: load_lexicon([table], language=language))
+    for text in ("There is fuzz in the lung.", "BEFUND: Es zeigt sich fuzz in der Lunge."):
+        assert [one.concept for one in model([text])[0]] == ["zorblax"], text
 
 
 def test_the_model_decides_what_a_dataset_holds_and_its_device_does_not(tmp_path: Path) -> None:
