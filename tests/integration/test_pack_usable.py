@@ -39,6 +39,8 @@ def _write_pet(folder: Path, patient: str) -> None:
             StudyDate="20240102",
             SeriesDate="20240102",
             SeriesTime="100000",
+            SeriesDescription="WB Doe uncorrected",
+            CorrectedImage=["DECY", "SCAT"],
             AcquisitionDate="20240102",
             AcquisitionTime=f"1000{10 + number}",
             ContentDate="20240102",
@@ -77,6 +79,8 @@ def test_uptake_of_a_pet_is_a_factor_away(tmp_path: Path, capsys: pytest.Capture
     assert series["pet"]["suvbw_factor"] == pytest.approx(WEIGHT_KG * 1000 / decayed, rel=1e-9)
     assert series["timing"] == {"acquired_after_s": 0, "content_after_s": 50}
     assert "20240102" not in json.dumps(series)
+    assert "Doe" not in json.dumps(series)
+    assert series["technical"]["description_class"] == "not_attenuation_corrected"
 
     assert main(["columns", str(case.output), "series.suvbw_factor", "--json"]) == 0
     (value,) = json.loads(capsys.readouterr().out)["counts"]
@@ -86,7 +90,11 @@ def test_uptake_of_a_pet_is_a_factor_away(tmp_path: Path, capsys: pytest.Capture
     (split,) = [name for name, rows in dataset.splits.items() if len(rows)]
     spec = sf.BatchSpec.simple(global_batch_size=1, micro_batch_size=1, tail="mask")
     fields: dict[str, sf.Field] = {
-        "pet": sf.Slices(series="suvbw_factor > 0 and decay_correction == 'START'", num_slices=4, size=(6, 5))
+        "pet": sf.Slices(
+            series="role == 'not_attenuation_corrected' and decay_correction == 'START'",
+            num_slices=4,
+            size=(6, 5),
+        )
     }
     loader = sf.Loader(
         dataset,
@@ -94,7 +102,7 @@ def test_uptake_of_a_pet_is_a_factor_away(tmp_path: Path, capsys: pytest.Capture
         seed=1,
         batch=spec,
         fields=fields,
-        where="any(series.injected_dose_bq > 1e8) and any(series.b_value_s_mm2 is missing)",
+        where="any(series.description_class == 'not_attenuation_corrected') and any(series.b_value_s_mm2 is missing)",
         transform=_to_suv,
         outputs={"suv": ("float32", (4, 1, 6, 5))},
         world="single",

@@ -1,9 +1,9 @@
 """Facts of a dataset's series from their ``study.json``, and the job that writes the tables of facts.
 
 A role is what an image is for: the view of a radiograph, the side and view of a mammogram, the weighting of
-an MR series, the contrast of a CT. The rules (docs/fields.md lists them) read technical attributes alone,
-never a description, and `unknown` is an answer. A series has the role that all its images share, otherwise
-`mixed`.
+an MR series, the contrast of a CT, the correction of a PET. The rules (docs/fields.md lists them) read
+technical attributes alone, never a description, and `unknown` is an answer. A series has the role that all its
+images share, otherwise `mixed`.
 """
 
 from __future__ import annotations
@@ -135,9 +135,17 @@ def _mammogram_role(technical: Mapping[str, Any]) -> str:
 
 
 def _ct_role(technical: Mapping[str, Any]) -> str:
-    """Contrast of a CT; the phase stands in descriptions, which are not published."""
+    """Contrast of a CT; the phase stands in descriptions alone, see `description_class`."""
     has_contrast = technical.get("has_contrast")
     return ROLE_UNKNOWN if has_contrast is None else "contrast" if has_contrast else "non_contrast"
+
+
+def _pet_role(technical: Mapping[str, Any]) -> str:
+    """Whether a PET is corrected for attenuation: Corrected Image (PS3.3 C.8.9.1)."""
+    corrections = technical.get("corrected_image")
+    if not corrections:
+        return ROLE_UNKNOWN
+    return "attenuation_corrected" if "ATTN" in corrections else "not_attenuation_corrected"
 
 
 def _mr_role(technical: Mapping[str, Any]) -> str:
@@ -172,6 +180,7 @@ _ROLES: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "MG": _mammogram_role,
     "CT": _ct_role,
     "MR": _mr_role,
+    "PT": _pet_role,
     "RTDOSE": lambda _: "dose",
 }
 
@@ -245,6 +254,7 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
         "view": _view(technical) if technical["modality"] == "MG" else technical.get("view_position"),
         "decay_correction": pet.get("decay_correction"),
         "channel": series.get("channel"),
+        "description_class": technical.get("description_class"),
     }
     regions = series.get("ultrasound_regions") or []
     optional = {

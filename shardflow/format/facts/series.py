@@ -58,7 +58,7 @@ MEASURES: Final = (
 """Columns of numbers; NaN is a missing value."""
 ANSWERS: Final = ("has_contrast",)
 """Columns of yes or no: 1, 0, and -1 for a missing value."""
-OPTIONAL_STRINGS: Final = ("axis", "view", "decay_correction", "channel")
+OPTIONAL_STRINGS: Final = ("axis", "view", "decay_correction", "channel", "description_class")
 OPTIONAL_COUNTS: Final = ("group", "axis_index", "axis_num", "num_regions")
 """Columns of integers; -1 is a missing value."""
 OPTIONAL_MEASURES: Final = (
@@ -88,7 +88,7 @@ OPTIONAL_MEASURES: Final = (
 OPTIONAL_ANSWERS: Final = ("has_implant",)
 OPTIONAL: Final = (*OPTIONAL_STRINGS, *OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS)
 """Columns that a table stores only if a series has a value of them; elsewhere all values are missing."""
-REVISION: Final = 2
+REVISION: Final = 3
 """Of the facts that a table may hold; tables of an earlier one (without: 1) are made again by
 ``shardflow attach DATASET --facts``."""
 FLAG_PREFIX: Final = "flags."

@@ -3,7 +3,8 @@
 Two gates, both fail closed: an attribute is published only if its keyword is listed here, and only with a
 value of the listed kind: a number within plausible bounds, or a word of a closed vocabulary. A name typed
 into the field for the body part is rejected, and so is a date in the one for the weight. Free text is never
-published. Values come from `shardflow.packing.sources.dicom.attributes.read_attributes`.
+published: of a description at most its class leaves. Values come from
+`shardflow.packing.sources.dicom.attributes.read_attributes`.
 
 Source: DICOM PS3.3 (defined terms of each attribute), PS3.16 annex L (body parts) and CID 4010 (mammography
 views), edition 2024b; manufacturers and kernels as found in public collections.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+
+from shardflow.packing.deid.descriptions import description_class
 
 
 def _of(text: str) -> frozenset[str]:
@@ -39,6 +42,7 @@ UNITS = _of(
     "CNTS NONE CM2 CM2ML PCNT CPS BQML MGMINML UMOLMINML MLMING MLG 1CM UMOLML PROPCNTS PROPCPS MLMINML"
     " MLML GML STDDEV"
 )
+CORRECTIONS = _of("ATTN CLN DCAL DECY DTIM MOTN NORM PMOT RADL RAN SCAT SENS")
 SCANNING_SEQUENCES = _of("SE IR GR EP RM")
 SEQUENCE_VARIANTS = _of("SK MTC SS TRSS SP MP OSP NONE")
 
@@ -197,6 +201,7 @@ _RULES: dict[str, Rule] = {
     "CTDIvol": _numbers(0, 10_000),
     "CompressionForce": _numbers(0, 1000),
     "ConvolutionKernel": _pattern(KERNEL_PATTERN),
+    "CorrectedImage": _word_list(CORRECTIONS),
     "DataCollectionDiameter": _numbers(0, 5000),
     "DetectorType": _words(DETECTORS),
     "DistanceSourceToDetector": _numbers(0, 10_000),
@@ -255,10 +260,11 @@ _RULES: dict[str, Rule] = {
 }
 _PRESENCE = {"ContrastBolusAgent": "has_contrast"}
 """Free text of which only the presence is published."""
+_DESCRIPTION = "SeriesDescription"
 _SPELLINGS = {"CTDIvol": "ctdi_vol"}
 _PATIENT = ("PatientAge", "PatientSex")
 
-KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT}))
+KEYWORDS: tuple[str, ...] = tuple(sorted({*_RULES, *_PRESENCE, *_PATIENT, _DESCRIPTION}))
 """DICOM keywords to read with `shardflow.packing.sources.dicom.attributes.read_attributes`."""
 VIEW_KEYWORDS: tuple[str, ...] = ("ImageLaterality", "PatientOrientation", "ViewPosition")
 """Those that may differ between the images of a series and say what each one shows."""
@@ -285,6 +291,11 @@ def allow_technical(attributes: Mapping[str, Values]) -> dict[str, Allowed | boo
             allowed[_snake_case(keyword)] = value
         elif keyword in _PRESENCE:
             allowed[_PRESENCE[keyword]] = any(str(value).strip() for value in values)
+        elif keyword == _DESCRIPTION:
+            modality = str(next(iter(attributes.get("Modality", ())), ""))
+            found = description_class(modality.strip().upper(), " ".join(map(str, values)))
+            if found is not None:
+                allowed["description_class"] = found
     return dict(sorted(allowed.items()))
 
 

@@ -69,6 +69,9 @@ pytestmark = pytest.mark.fast
         ),
         ("volume", {"modality": "MR"}, "unknown"),
         ("frames", {"modality": "US"}, "unknown"),
+        ("volume", {"modality": "PT", "corrected_image": ["DECY", "ATTN"]}, "attenuation_corrected"),
+        ("volume", {"modality": "PT", "corrected_image": ["DECY"]}, "not_attenuation_corrected"),
+        ("volume", {"modality": "PT"}, "unknown"),
     ],
 )
 def test_a_role_follows_from_technical_attributes(kind: str, technical: dict[str, object], role: str) -> None:
