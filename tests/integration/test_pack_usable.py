@@ -102,7 +102,8 @@ def test_uptake_of_a_pet_is_a_factor_away(tmp_path: Path, capsys: pytest.Capture
         seed=1,
         batch=spec,
         fields=fields,
-        where="any(series.description_class == 'not_attenuation_corrected') and any(series.b_value_s_mm2 is missing)",
+        where="any(series.injected_dose_bq > 1e8 and series.description_class == 'not_attenuation_corrected')"
+        " and any(series.b_value_s_mm2 is missing)",
         transform=_to_suv,
         outputs={"suv": ("float32", (4, 1, 6, 5))},
         world="single",

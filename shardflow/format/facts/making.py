@@ -2,8 +2,8 @@
 
 A role is what an image is for: the view of a radiograph, the side and view of a mammogram, the weighting of
 an MR series, the contrast of a CT, the correction of a PET. The rules (docs/fields.md lists them) read
-technical attributes alone, never a description, and `unknown` is an answer. A series has the role that all its
-images share, otherwise `mixed`.
+technical attributes alone, never a description, and `unknown` is an answer. A series has the role that all
+its images share, otherwise `mixed`.
 """
 
 from __future__ import annotations
