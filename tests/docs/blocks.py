@@ -61,7 +61,9 @@ def write_script(page: Path) -> str:
             case "sh":
                 body = block.text
             case "python":
-                body = f"python -W error - <<'END OF BLOCK'\n{block.text}END OF BLOCK\n"
+                # MONAI says on every LoadImage which readers of its own cannot be had.
+                quiet = "-W ignore:NvImgCodecPydicomReader:UserWarning" if "monai" in block.text else ""
+                body = f"python -W error {quiet} - <<'END OF BLOCK'\n{block.text}END OF BLOCK\n"
             case _ if title:
                 body = f"cat > {title[1]} <<'END OF BLOCK'\n{block.text}END OF BLOCK\n"
             case _:
