@@ -130,6 +130,7 @@ KNOWN: Final[dict[str, tuple[int, str]]] = {
     "ContrastBolusAgent": (0x00180010, "LO"),
     "ConversionType": (0x00080064, "CS"),
     "ConvolutionKernel": (0x00181210, "SH"),
+    "CorrectedImage": (0x00280051, "CS"),
     "CurrentObserverTrial": (0x0040A307, "PN"),
     "DataCollectionDiameter": (0x00180090, "DS"),
     "DetectorType": (0x00187004, "CS"),
