@@ -74,8 +74,6 @@ _PROCESSES: Final = (
 _PREFIX, _HELD = "shardflow-launch-", "held"
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEFAULTS: Final = {
-    # Else the first restart after a kill fails on stale addresses in the shared store (pytorch #135712).
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # Those that are not ours: a handler of torchrun's own would take the place of ours when the ranks start.
     "PET_SIGNALS_TO_HANDLE": "SIGQUIT",
 }

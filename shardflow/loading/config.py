@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
@@ -59,6 +59,9 @@ class World:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Read ``RANK`` and ``WORLD_SIZE`` as torchrun sets them; a world of one rank if neither is set.
 
+        Processes that srun or mpirun started without them are refused: each would be a world of its own, and
+        all of them would train on the same batches.
+
         ``LOCAL_WORLD_SIZE``, if set, is the number of ranks of a node; it is left out where nodes have
         different numbers, as far as ``GROUP_WORLD_SIZE`` tells.
 
@@ -66,12 +69,14 @@ class World:
             environment: Variables to read; the process environment by default.
 
         Raises:
-            ConfigError: Only one of the two is set, or a value is not a number in range.
+            ConfigError: Only one of the two is set, a value is not a number in range, or this is one of
+                several processes of a launcher that sets neither.
         """
         names = ("RANK", "WORLD_SIZE")
         variables = os.environ if environment is None else environment
         found = [variables.get(name) for name in names]
         if found == [None, None]:
+            _refuse_equal_batches(variables)
             return cls()
         numbers: list[int] = []
         for name, text in zip(names, found, strict=True):
@@ -86,6 +91,25 @@ class World:
         if nodes.isascii() and nodes.isdigit() and int(nodes) * ranks_per_node != numbers[1]:
             ranks_per_node = 0
         return cls(rank=numbers[0], world_size=numbers[1], ranks_per_node=ranks_per_node)
+
+
+_LAUNCHERS: Final = (
+    ("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+)
+"""Launchers that number their processes, but not in torchrun's variables: number, and how many there are."""
+
+
+def _refuse_equal_batches(variables: Mapping[str, str]) -> None:
+    for launcher, rank, sizes in _LAUNCHERS:
+        size = next((name for name in sizes if name in variables), None)
+        if size is not None and rank in variables and variables[size] not in {"0", "1"}:
+            raise ConfigError(
+                f"This is process {variables[rank]} of {variables[size]} of {launcher}, but RANK and "
+                f"WORLD_SIZE are not set, so all of them would get the same batches; export RANK=${rank} "
+                f"WORLD_SIZE=${size} in each, start torchrun or shardflow train once a node, or pass "
+                "world='single' where each process is to get everything."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +185,7 @@ def _default_world() -> ResolvedWorld:
         return ResolvedWorld(world, "torch.distributed", is_default=True)
     if {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return ResolvedWorld(from_environment(), "the environment (RANK, WORLD_SIZE)", is_default=True)
-    return ResolvedWorld(World(), "no process group (a single process)", is_default=True)
+    return ResolvedWorld(from_environment(), "no process group (a single process)", is_default=True)
 
 
 def _mesh_world(mesh: Any, dimensions: Any) -> ResolvedWorld:

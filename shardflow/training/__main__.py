@@ -160,6 +160,9 @@ def _propose(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig, rank: int) -> int:
+    # As torchrun does where it starts several: OpenMP would take every processor of the machine, those of the
+    # loader's threads too and more than a container may use, and add in another order on another machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Torch takes seconds to import; a wrong setting is reported before that.
     from shardflow.training.distributed import StopRequest
     from shardflow.training.run import train

@@ -26,6 +26,8 @@ import logging
 import os
 import re
 import signal
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -295,21 +297,30 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
         refuse_unknown_names(os.environ)
         _set_flight_recorder(traces)
     _init_default_group(backend, timeouts.startup_s)
-    group = dist.group.WORLD
-    if group is None:  # never after a successful init; for the type checker
-        raise ShardflowError("the default process group must exist after joining, got none; this is a bug.")
-    ranks = Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=device,
-        group=group,
-        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.control_s)),
-        timeouts=timeouts,
-    )
-    _LOGGER.info("joined as rank %d of %d on %s with %s", ranks.rank, ranks.world_size, device, backend)
-    yield ranks
-    # Not reached after a failure, on purpose: the other ranks may be stuck in a collective that an orderly
-    # shutdown would wait for. The process ends, its connections close, and the others notice at once.
+    is_alone = dist.get_world_size() == 1
+    try:
+        group = dist.group.WORLD
+        if group is None:  # never after a successful init; for the type checker
+            raise ShardflowError(
+                "the default process group must exist after joining, got none; this is a bug."
+            )
+        ranks = Ranks(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=device,
+            group=group,
+            control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.control_s)),
+            timeouts=timeouts,
+        )
+        of = f"{ranks.rank} of {ranks.world_size} on {device}"
+        _LOGGER.info("joined as rank %s with %s, %d threads", of, backend, torch.get_num_threads())
+        yield ranks
+    except BaseException:
+        # Several ranks leave their groups alone: others may be stuck in a collective that an orderly shutdown
+        # would wait for. The process ends, its connections close, and the others notice at once.
+        if is_alone:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
@@ -336,13 +347,52 @@ def _init_default_group(backend: str, timeout_s: float) -> None:
             backend, timeout=timedelta(seconds=timeout_s), store=store, rank=0, world_size=1
         )
         return
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_start(store, rank, world_size, timeout_s)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     except dist.DistStoreError as error:
         raise WaitTimeoutError(
             f"not all ranks joined within {timeout_s:g} s ({type(error).__name__}); start every rank, check "
             "that it reaches the rendezvous address, or raise timeouts.startup_s."
         ) from None
+
+
+_POLL_S: Final = 0.05
+
+
+def _store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Return a part of torchrun's store that is new with each start of the ranks.
+
+    torchrun keeps one store for all its restarts, in which a restarted rank would find the addresses of
+    killed ones and connect to nobody (pytorch #135712). Nothing in the environment numbers the starts: the
+    restarts that it counts are those of one machine. So each rank leaves a name that it made up, rank 0
+    answers every name with its own, and what all of them have got names their part of the store. Names of
+    killed ranks are answered too, to no effect.
+
+    Raises:
+        DistStoreError: Not all ranks came within ``timeout_s``.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"shardflow/rank/{rank}", own)
+        first = store.get(f"shardflow/answer/{own}").decode()
+        store.add(f"shardflow/joined/{first}", 1)
+        return dist.PrefixStore(first, store)
+    names = [f"shardflow/rank/{other}" for other in range(1, world_size)]
+    answered: set[bytes] = set()
+    deadline = time.monotonic() + timeout_s
+    while store.add(f"shardflow/joined/{own}", 0) < len(names):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError("ranks are missing")
+        for name in store.multi_get(names) if store.check(names) else ():
+            if name not in answered:
+                store.set(f"shardflow/answer/{name.decode()}", own)
+                answered.add(name)
+        time.sleep(_POLL_S)
+    return dist.PrefixStore(own, store)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -628,14 +628,6 @@ def _check_launcher(environment: Environment) -> Iterator[Finding]:
     if stale and "TORCHELASTIC_RUN_ID" not in variables:
         found, fix = "values of another launcher or an older shell", f"unset {' '.join(stale)}"
         yield Finding("warning", ", ".join(stale), "be set by torchrun alone", found, fix)
-    restarts, shared = variables.get("PET_MAX_RESTARTS", "0"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if restarts.isdigit() and int(restarts) > 0 and variables.get(shared) != "1":
-        must = "be 1 where torchrun restarts ranks (pytorch #135712)"
-        found, fix = (
-            "it unset: the first restart after a kill fails",
-            f"export {shared}=1, or use shardflow train",
-        )
-        yield Finding("error", shared, must, found, fix)
     timeout = variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) < _LEAST_SHUTDOWN_S:
         must = f"be at least {_LEAST_SHUTDOWN_S}: a step and a checkpoint must finish before SIGKILL"

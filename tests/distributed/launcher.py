@@ -127,8 +127,6 @@ def job_environment() -> dict[str, str]:
         **kept,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Else the first restart after a kill fails on stale addresses in the shared store (pytorch #135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONWARNINGS": "error",
     }
 

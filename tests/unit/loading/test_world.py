@@ -38,6 +38,25 @@ def test_a_wrong_environment_is_refused_by_name(environment: dict[str, str], nam
         World.from_environment(environment)
 
 
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize("variables", [SRUN, MPIRUN], ids=["srun", "mpirun"])
+def test_processes_that_would_all_get_the_same_batches_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"process 3 of 8 .*export RANK=\$.* world='single'"):
+        World.from_environment(variables)
+    ranks = {"RANK": "3", "WORLD_SIZE": "8"}
+    assert World.from_environment({**variables, **ranks}) == World(rank=3, world_size=8)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"SLURM_NTASKS": "8"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}]
+)
+def test_a_shell_or_a_step_of_one_process_is_a_world_of_one(variables: dict[str, str]) -> None:
+    assert World.from_environment(variables) == World()
+
+
 def test_ranks_of_a_node_are_left_out_where_nodes_differ() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}
     assert World.from_environment(variables).ranks_per_node == 4
@@ -66,6 +85,12 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_is_the_environment_else_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = resolve_world()
     assert (alone.world, alone.is_default) == (World(), True)
+    with monkeypatch.context() as srun:
+        for name, value in SRUN.items():
+            srun.setenv(name, value)
+        with pytest.raises(ConfigError, match="SLURM_PROCID"):
+            resolve_world()
+        assert resolve_world("single").world == World()
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="WORLD_SIZE"):
         resolve_world()

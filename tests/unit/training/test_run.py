@@ -74,6 +74,12 @@ def assert_equal_models(first: Path, second: Path) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+def test_a_refused_run_leaves_no_process_group(tiny: TinyInput, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        run(tiny, tmp_path, "data.train_split=nothing")
+    assert not torch.distributed.is_initialized()
+
+
 def samples(steps: list[LedgerStep]) -> list[tuple[int, int, object]]:
     return [(step.epoch, step.step, step.micro_batches) for step in steps]
 
