@@ -41,7 +41,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
@@ -298,12 +300,10 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
         _set_flight_recorder(traces)
     _init_default_group(backend, timeouts.startup_s)
     is_alone = dist.get_world_size() == 1
+    group = dist.group.WORLD
+    if group is None:  # never after a successful init; for the type checker
+        raise ShardflowError("the default process group must exist after joining, got none; this is a bug.")
     try:
-        group = dist.group.WORLD
-        if group is None:  # never after a successful init; for the type checker
-            raise ShardflowError(
-                "the default process group must exist after joining, got none; this is a bug."
-            )
         ranks = Ranks(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -349,7 +349,7 @@ def _init_default_group(backend: str, timeout_s: float) -> None:
         return
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _store_of_start(store, rank, world_size, timeout_s)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
@@ -363,7 +363,7 @@ def _init_default_group(backend: str, timeout_s: float) -> None:
 _POLL_S: Final = 0.05
 
 
-def _store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def _store_of_start(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
     """Return a part of torchrun's store that is new with each start of the ranks.
 
     torchrun keeps one store for all its restarts, in which a restarted rank would find the addresses of
@@ -380,7 +380,7 @@ def _store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: fl
         store.set(f"shardflow/rank/{rank}", own)
         first = store.get(f"shardflow/answer/{own}").decode()
         store.add(f"shardflow/joined/{first}", 1)
-        return dist.PrefixStore(first, store)
+        return PrefixStore(first, store)
     names = [f"shardflow/rank/{other}" for other in range(1, world_size)]
     answered: set[bytes] = set()
     deadline = time.monotonic() + timeout_s
@@ -392,7 +392,7 @@ def _store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: fl
                 store.set(f"shardflow/answer/{name.decode()}", own)
                 answered.add(name)
         time.sleep(_POLL_S)
-    return dist.PrefixStore(own, store)
+    return PrefixStore(own, store)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -51,7 +51,8 @@ def test_processes_that_would_all_get_the_same_batches_are_refused(variables: di
 
 
 @pytest.mark.parametrize(
-    "variables", [{"SLURM_NTASKS": "8"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}]
+    "variables",
+    [{"SLURM_NTASKS": "8"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}],
 )
 def test_a_shell_or_a_step_of_one_process_is_a_world_of_one(variables: dict[str, str]) -> None:
     assert World.from_environment(variables) == World()
