@@ -341,13 +341,11 @@ def _set_flight_recorder(traces: Path | None) -> None:
 
 
 def _init_default_group(backend: str, timeout_s: float) -> None:
-    if "RANK" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=timeout_s), store=store, rank=0, world_size=1
-        )
-        return
     timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
+        return
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyInput:
     return make_tiny_input(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def goodbye() -> Iterator[None]:
-    """A failed run leaves its process group, because the process ends; this one lives on."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -6,7 +6,7 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["attach", *command]) == 0
     (folder / "train.toml").write_text(_SETTINGS)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_group_remains() -> Iterator[None]:
-    """A refused run leaves its process group, because the process ends; this one lives on."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def config(folder: Path, output: Path, *overrides: str) -> TrainConfig:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.types.text import Text
@@ -60,14 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(Dataset.open(notes.output), "train", 300, folder / "bpe")
     (folder / "blend.toml").write_text(BLEND, encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def goodbye() -> Iterator[None]:
-    """A failed run leaves its process group."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def test_a_patient_is_in_the_same_split_in_both(folder: Path) -> None:

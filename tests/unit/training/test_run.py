@@ -258,7 +258,6 @@ def test_killed_run_repeats_only_what_no_checkpoint_holds(
     settings = ("run.num_epochs=2", "data.eval_split=val", "run.checkpoint_every_steps=3")
     with pytest.raises(Killed):
         run(tiny, tmp_path, *settings, on_step=kill)
-    torch.distributed.destroy_process_group()
     resumed = run(tiny, tmp_path, *settings)
     assert resumed.resumed_from == "step-00000006"
     assert [step.attempt for step in read_ledger(tmp_path)] == [1] * 6 + [2] * 6
@@ -682,5 +681,4 @@ def test_a_disk_that_is_full_ends_the_run_at_a_later_step_and_the_older_checkpoi
         "latest",
         "step-00000002",
     ]
-    torch.distributed.destroy_process_group()
     assert run(tiny, tmp_path).resumed_from == "step-00000002"
