@@ -18,8 +18,8 @@ RESP_HZ = 25
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 DOCUMENT = "Discharge summary <b>of nobody</b>.\nThe nodule was seen again.\n"
 SIZE = 64
-REPORT = "FINDINGS: A 9 mm nodule (series 1, image 6) \U0001f600. No effusion.\n"
-"""A character of two halves stands before a finding: places are characters, not halves."""
+REPORT = "FINDINGS: A 9 mm nodule (series 1, image 6) \U0001f600. No effusion. <img src=x onerror=alert(1)>\n"
+"""A character of two halves stands before a finding: places are characters, not halves. Markup is text."""
 
 
 def make_viewed_sample(number: int, **settings: object) -> MadeSample:

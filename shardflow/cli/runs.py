@@ -20,13 +20,14 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
-from shardflow.monitoring import MetricsServer, read_metrics_text, require_prometheus
+from shardflow.monitoring import MetricsServer, parse_address, read_metrics_text, require_prometheus
 from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.history import RunFile, read_settings
 from shardflow.monitoring.lines import MetricsTail, damage_note
 from shardflow.monitoring.verdict.judging import judge_each
 from shardflow.telemetry import Verdict
 from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records
+from shardflow.viewing.web import is_loopback, new_token, read_token
 
 LEDGER_DESCRIPTION = """\
 Reads the committed steps of a training run: those that its newest checkpoint counts, each once, as the
@@ -238,13 +239,13 @@ def _judge(found: Iterable[list[Verdict]]) -> tuple[list[Verdict], list[tuple[in
 METRICS_DESCRIPTION = """\
 Serves the numbers of a training run under /metrics, as a run with [monitor] prometheus does itself: for a run
 that was started without it, from another machine that sees its folder, and on after the run has ended. The
-folder may still be empty. Only numbers are served; on an address beyond this machine (--listen) everybody who
-reaches it can read them.
+folder may still be empty. Only numbers are served. On an address beyond this machine (--listen) scrapers need
+a token: the one in the printed address, that of --token-file, or, with --no-token, none.
 """
 METRICS_EXAMPLES = """\
 examples:
   shardflow metrics run
-  shardflow metrics run --listen 0.0.0.0:9464
+  shardflow metrics run --listen 0.0.0.0:9464 --token-file scrape.token
   shardflow metrics run --once
 """
 _LISTEN = "127.0.0.1:9464"
@@ -259,6 +260,11 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
         default=_LISTEN,
         help=f"where to serve; port 0 for any free one ({_LISTEN})",
     )
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument(
+        "--token-file", metavar="FILE", help="ask scrapers for the token in this file, on any address"
+    )
+    tokens.add_argument("--no-token", action="store_true", help="serve everybody who reaches the address")
     parser.add_argument(
         "--once",
         action="store_true",
@@ -274,7 +280,12 @@ def run_metrics(arguments: argparse.Namespace) -> int:
     if arguments.once:
         sys.stdout.write(read_metrics_text(arguments.folder))
         return 0
-    with MetricsServer(arguments.folder, arguments.listen, asked_by="--listen") as server:
+    if arguments.token_file is not None:
+        token = read_token(arguments.token_file, "--token-file")
+    else:
+        is_open = arguments.no_token or is_loopback(parse_address(arguments.listen, "--listen")[0])
+        token = "" if is_open else new_token()
+    with MetricsServer(arguments.folder, arguments.listen, asked_by="--listen", token=token) as server:
         show_lines([f"Metrics are at {server.url} until Ctrl-C."])
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):

@@ -16,9 +16,9 @@ its findings marked and the slices that show them, three planes of volumes, regi
 packed, and the samples of any step of an epoch, with --fields also the crops that it takes. Voxels are read
 from the shards on demand. Nothing is written, and no other server is contacted.
 
-The page shows pixels and text of patients, unless it says GENERATED. On an address other than this machine's
-own (--host), requests need a token, which is part of the printed address. The connection is not encrypted:
-use a tunnel.
+The page shows pixels and text of patients, unless it says GENERATED. Requests need a token, which is part of
+the printed address, because other users of this machine reach its ports too; --no-token leaves it out where
+there are none. The connection is not encrypted: instead of another address (--host), prefer a tunnel.
 """
 EXAMPLES = """\
 examples:
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (127.0.0.1)"
+    )
+    parser.add_argument(
+        "--no-token",
+        action="store_true",
+        help="let every user of this machine read; only on this machine's own address",
     )
     parser.add_argument(
         "--port",
@@ -63,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         contextlib.suppress(KeyboardInterrupt),
         interruptible(),
-        Viewer(dataset, host=arguments.host, port=arguments.port, steps=steps) as viewer,
+        Viewer(
+            dataset, host=arguments.host, port=arguments.port, steps=steps, token=not arguments.no_token
+        ) as viewer,
     ):
         show_lines([f"{viewer.url} shows {dataset.samples.num_samples:,} samples; Ctrl-C ends it."])
         threading.Event().wait()

@@ -31,6 +31,7 @@ from shardflow.monitoring.lines import MetricsLine, MetricsTail
 from shardflow.monitoring.prometheus import MetricsServer, parse_address, require_prometheus
 from shardflow.storage import write_atomic
 from shardflow.telemetry import Interval, Verdict
+from shardflow.viewing.web import is_loopback, read_token
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -390,37 +391,60 @@ class MlflowSink:
 
 
 _ADDRESS = "monitor.prometheus"
+_TOKEN_SETTING = "monitor.prometheus_token_file"  # noqa: S105 - its name
+_EVERYBODY = "none"
 
 
-def check_outlets(prometheus: str, sinks: Sequence[str]) -> None:
+def check_metrics_address(prometheus: str, token_file: str) -> None:
+    """Refuse an address that is none, or that serves everybody unasked; arguments as in `open_outlets`.
+
+    Raises:
+        ConfigError: It is one of these.
+    """
+    if prometheus and not is_loopback(parse_address(prometheus, _ADDRESS)[0]) and not token_file:
+        raise ConfigError(
+            f"{_ADDRESS} beyond this machine needs {_TOKEN_SETTING}, a file with the token that scrapers "
+            f"send; write {_EVERYBODY!r} there to serve everybody, or listen on 127.0.0.1."
+        )
+
+
+def check_outlets(prometheus: str, sinks: Sequence[str], token_file: str = "") -> None:
     """Refuse exporters that cannot work; arguments as in `open_outlets`.
 
     Raises:
-        ConfigError: The address is none, a sink is unknown, or a package is missing.
+        ConfigError: The address is none, a sink is unknown, a package is missing, or the file holds no token.
     """
     if prometheus:
-        parse_address(prometheus, _ADDRESS)
+        check_metrics_address(prometheus, token_file)
         require_prometheus(_ADDRESS)
+        _read_token(token_file)
     require_sinks(sinks)
 
 
+def _read_token(token_file: str) -> str:
+    return read_token(token_file, _TOKEN_SETTING) if token_file not in ("", _EVERYBODY) else ""
+
+
 @contextmanager
-def open_outlets(run: Path, prometheus: str, sinks: Sequence[str]) -> Iterator[None]:
+def open_outlets(run: Path, prometheus: str, sinks: Sequence[str], token_file: str = "") -> Iterator[None]:
     """Export the measurements of a run until the block ends; for rank 0.
 
     Args:
         run: The run folder, in which this start has begun to write.
         prometheus: Where to serve numbers; empty for nowhere.
         sinks: Names of `SINKS`.
+        token_file: Holds the token that scrapers must send; ``none`` or empty asks for none.
     """
     with ExitStack() as stack:
         if prometheus:
             try:
-                server = stack.enter_context(MetricsServer(run, prometheus, asked_by=_ADDRESS))
+                server = stack.enter_context(
+                    MetricsServer(run, prometheus, asked_by=_ADDRESS, token=_read_token(token_file))
+                )
             except ConfigError as error:
                 _LOGGER.warning("%s The run continues without it.", error.message)
             else:
-                _LOGGER.info("metrics for Prometheus at %s", server.url)
+                _LOGGER.info("metrics for Prometheus at %s", server.url.partition("?")[0])
         if sinks:
             stack.enter_context(SinkFollower(run, {name: _sink(name) for name in sinks}))
         yield

@@ -1,14 +1,16 @@
 """Prometheus endpoint of a run: served by the run itself, or from its folder by anyone who can read it.
 
 Every scrape reads what the run wrote since the last one, in its own thread: the training loop is never
-involved. Only numbers are served, under the names of `shardflow.monitoring.meter`; on a public address
-everyone who can connect can read them.
+involved. Only numbers are served, under the names of `shardflow.monitoring.meter`: without a token on a
+loopback address, where a collector of the same machine asks, and for a token on any other.
 """
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,7 @@ from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.lines import MetricsTail, check_holds_metrics
 from shardflow.monitoring.meter import METRICS, STEP_BUCKETS_S, MetricsMeter, MetricValues
+from shardflow.viewing.web import Answer, NoSuchPage, Request, WebServer
 
 _PATH: Final = "/metrics"
 _MOST_PORT: Final = 65535
@@ -139,6 +142,24 @@ def read_metrics_text(run: Path) -> str:
     return str(generate_latest(registry).decode())
 
 
+def _scrape(registry: Any, request: Request) -> Answer:
+    from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+    from prometheus_client.openmetrics import exposition as openmetrics
+
+    if request.path != _PATH:
+        raise NoSuchPage
+    if request.values:
+        raise ConfigError(f"{_PATH} takes no parameters but the token; leave them out.")
+    accepted = {name.lower(): value for name, value in request.headers.items()}
+    if "application/openmetrics-text" in accepted.get("accept", ""):
+        body, kind = openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+    else:
+        body, kind = generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+    if "gzip" not in accepted.get("accept-encoding", ""):
+        return Answer(body=body, content_type=kind)
+    return Answer(body=gzip.compress(body, 1), content_type=kind, headers={"Content-Encoding": "gzip"})
+
+
 class MetricsServer:
     """Serves ``/metrics`` of a run, in threads of its own, until it is closed.
 
@@ -146,6 +167,7 @@ class MetricsServer:
         run: The run folder.
         address: Where to listen, see `parse_address`.
         asked_by: The setting or the option that names the address.
+        token: What scrapers must send, as bearer token or as parameter ``token``; empty asks for none.
 
     Raises:
         ConfigError: The library is missing, or the address is none that can be listened on.
@@ -156,15 +178,19 @@ class MetricsServer:
         ...     print(server.url)
     """
 
-    def __init__(self, run: Path, address: str, *, asked_by: str = "the address to listen on") -> None:
+    def __init__(
+        self, run: Path, address: str, *, asked_by: str = "the address to listen on", token: str = ""
+    ) -> None:
         require_prometheus(asked_by)
         host, port = parse_address(address, asked_by)
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RunCollector(run))
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = WebServer(
+                partial(_scrape, registry), host=host, port=port, token=token, name="shardflow-metrics"
+            )
         except OSError as error:
             raise ConfigError(
                 f"{asked_by} must be an address of this machine with a free port, got {error.strerror} "
@@ -173,16 +199,12 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where to scrape, with the port that was chosen."""
-        host, port = self._server.server_address[:2]
-        name = f"[{host!s}]" if ":" in str(host) else host
-        return f"http://{name!s}:{port}{_PATH}"
+        """Where to scrape, with the port that was chosen, and the token if one is required."""
+        return f"{self._server.address}{_PATH}{self._server.query}"
 
     def close(self) -> None:
         """Stop serving; closing twice is harmless."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self

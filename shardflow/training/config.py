@@ -21,7 +21,7 @@ from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.loading.selection import FULL_STUDY
-from shardflow.monitoring import SINKS, parse_address
+from shardflow.monitoring import SINKS, check_metrics_address
 from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig
 from shardflow.training.model_fields import (
@@ -428,13 +428,15 @@ class MonitorConfig:
     prometheus: str = ""
     """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus during the run, see
     docs/monitoring.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
+    prometheus_token_file: str = ""
+    """File with the token that scrapers must send, needed where `prometheus` is an address beyond this
+    machine; ``none`` serves everybody who reaches it."""
     sinks: tuple[str, ...] = ()
     """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.prometheus:
-            parse_address(self.prometheus, "monitor.prometheus")
+        check_metrics_address(self.prometheus, self.prometheus_token_file)
         if unknown := [name for name in self.sinks if name not in SINKS]:
             raise ConfigError(
                 f"monitor.sinks must name some of {', '.join(SINKS)}, got {unknown[0]!r}; correct it."

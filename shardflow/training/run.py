@@ -416,7 +416,10 @@ def _open_metrics(
         device=device_name(ranks.device),
     )
     stack.callback(metrics.close)
-    stack.enter_context(open_outlets(config.run.output, config.monitor.prometheus, config.monitor.sinks))
+    monitor = config.monitor
+    stack.enter_context(
+        open_outlets(config.run.output, monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
+    )
     return metrics
 
 
@@ -536,7 +539,8 @@ def _decide(
     if ranks.rank == 0:
         try:
             stack.callback(RunLock(config.run.output).release)
-            check_outlets(config.monitor.prometheus, config.monitor.sinks)
+            monitor = config.monitor
+            check_outlets(monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
             checkpoints.remove_unfinished()
             run = config.run
             decision = decide_start(run, checkpoints)

@@ -456,11 +456,12 @@ def _thumbnail(thumbnail: Thumbnail) -> str:
     data = base64.b64encode(picture.jpeg).decode("ascii")
     amount = "1 image" if thumbnail.num_slices == 1 else counted(thumbnail.num_slices, "slice")
     what = f"{escape(thumbnail.modality)} {amount}".strip()
-    badge = f"<b>{thumbnail.generated}</b>" if thumbnail.generated else ""
+    badge = f"<b>{escape(thumbnail.generated)}</b>" if thumbnail.generated else ""
+    place = escape(thumbnail.place)
     return (
         f'<figure><div class=film><img width={picture.width} height={picture.height} alt="slice of '
-        f'{thumbnail.place}" src="data:image/jpeg;base64,{data}"></div>'
-        f"<figcaption><code>{thumbnail.place}</code> {what}{badge}</figcaption></figure>"
+        f'{place}" src="data:image/jpeg;base64,{data}"></div>'
+        f"<figcaption><code>{place}</code> {what}{badge}</figcaption></figure>"
     )
 
 

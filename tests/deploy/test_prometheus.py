@@ -131,8 +131,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     settings["rule_files"] = [str(ALERTS)]
     run = folder / "run"
     run.mkdir()
-    with MetricsServer(run, "127.0.0.1:0") as server:
-        target = server.url.removeprefix("http://").removesuffix("/metrics")
+    (folder / "token").write_text("0123456789abcdef")
+    settings["scrape_configs"][0]["authorization"] = {"credentials_file": str(folder / "token")}
+    with MetricsServer(run, "127.0.0.1:0", token="0123456789abcdef") as server:
+        target = server.url.removeprefix("http://").partition("/")[0]
         settings["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
         with run_prometheus(folder / "server", settings) as found:
             num_steps = 0

@@ -357,6 +357,8 @@ async function findings() {
 }
 
 async function start() {
+  // A cookie holds the token from here on; the address bar and the history need not.
+  if (location.search) history.replaceState(null, "", location.pathname + location.hash);
   listen();
   state.about = await ask("api/dataset");
   const { dataset_id: id, version, num_samples: count, splits, modalities } = state.about;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def test_the_port_that_was_chosen_is_logged(tmp_path: Path, caplog: pytest.LogCa
             assert b"shardflow_steps_total 60.0\n" in answer.read()
 
 
+def test_a_token_is_asked_for_and_never_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token, path = "0123456789abcdef", tmp_path / "token"
+    path.write_text(f"{token}\n")
+    run = write_run(tmp_path / "run")
+    with caplog.at_level(logging.INFO), open_outlets(run, "127.0.0.1:0", (), str(path)):
+        (url,) = re.findall(r"http://\S+", caplog.text)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(url, timeout=300)
+        with urllib.request.urlopen(f"{url}?token={token}", timeout=300) as answer:
+            assert answer.status == 200
+    assert token not in caplog.text
+
+
 def test_a_port_in_use_is_a_warning_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -41,6 +55,13 @@ def test_what_is_missing_is_refused_before_anything_starts(monkeypatch: pytest.M
         check_outlets("9464", ())
     with pytest.raises(ConfigError, match=r"monitor\.sinks names the unknown service"):
         check_outlets("", ("tensorboard",))
+    with pytest.raises(ConfigError, match=r"monitor\.prometheus beyond this machine needs"):
+        check_outlets("0.0.0.0:9464", ())
+    check_outlets("0.0.0.0:9464", (), "none")
+    with pytest.raises(
+        ConfigError, match=r"monitor\.prometheus_token_file must be a file that holds a token"
+    ):
+        check_outlets("0.0.0.0:9464", (), "no-such-file")
     monkeypatch.setattr("shardflow.monitoring.prometheus.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"install 'shardflow\[prometheus\]'"):
         check_outlets("127.0.0.1:9464", ())

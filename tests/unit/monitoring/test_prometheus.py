@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import re
 import socket
 import threading
@@ -170,6 +171,65 @@ def test_openmetrics_is_told_to_who_asks_for_it(tmp_path: Path) -> None:
     assert len(told - set(families)) <= 6  # what a run without masks, pinned memory, ... does not have
     (total,) = families["shardflow_steps"].samples
     assert (total.name, total.value) == ("shardflow_steps_total", 60.0)
+
+
+def _status(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        is_strict = "default-src 'none'" in error.headers["Content-Security-Policy"]
+        return error.code if is_strict else 0
+
+
+def test_a_token_is_asked_for_as_a_bearer_or_in_the_address(tmp_path: Path) -> None:
+    token = "0123456789abcdef"
+    with MetricsServer(write_run(tmp_path), "0.0.0.0:0", token=token) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        bare = url.partition("?")[0]
+        assert url == f"{bare}?token={token}"
+        assert (_status(bare), _status(url), _status(f"{bare}?token={token}x")) == (403, 200, 403)
+        # What `authorization: credentials_file` of Prometheus sends.
+        assert _status(bare, Authorization=f"Bearer {token}") == 200
+        assert _status(bare, Authorization="Bearer other") == 403
+
+
+def test_other_pages_names_and_parameters_are_refused(tmp_path: Path) -> None:
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
+        base = server.url.removesuffix("/metrics")
+        assert _status(server.url, Host="evil.example") == 403
+        for path in ("/", "/metrics/", "/../metrics", "/%2e%2e/etc/passwd", "/metrics.json", "/favicon.ico"):
+            assert _status(base + path) == 404, path
+        for query in ("a=1", "name[]=" + "x" * 9000, "%00", "&".join(f"a{n}=1" for n in range(21))):
+            assert _status(f"{server.url}?{query}") == 400, query[:20]
+        for accept in (
+            "application/openmetrics-text; version=x",
+            ";;,,q=",
+            "\xff",
+            "text/plain; version=1e9",
+        ):
+            assert _status(server.url, Accept=accept) == 200
+
+
+def test_an_answer_is_compressed_for_who_asks(tmp_path: Path) -> None:
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
+        asked = urllib.request.Request(server.url, headers={"Accept-Encoding": "gzip"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            assert "shardflow_steps_total 60.0\n" in gzip.decompress(answer.read()).decode()
+
+
+def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.viewing.web._MAX_CONNECTIONS", 3)
+    num_threads = threading.active_count()
+    with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, contextlib.ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
+        strangers = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(9)
+        ]
+        assert not any(stranger.recv(1) for stranger in strangers[:6])  # closed by the server
+        assert _status(server.url) == 200
+    assert threading.active_count() == num_threads
 
 
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def test_a_package_that_is_missing_is_refused_before_the_run_writes(
         tiny_config(tiny, tmp_path / "run", 'monitor.sinks=["neptune"]')
     with pytest.raises(ConfigError, match=r"monitor\.prometheus must be an address and a port"):
         tiny_config(tiny, tmp_path / "run", "monitor.prometheus=9464")
+    with pytest.raises(ConfigError, match=r"needs monitor\.prometheus_token_file"):
+        tiny_config(tiny, tmp_path / "run", "monitor.prometheus=0.0.0.0:9464")
     monkeypatch.setitem(SINKS, "wandb", "no_such_module")
     with pytest.raises(ConfigError, match=r"install 'shardflow\[wandb\]'"):
         train(tiny_config(tiny, tmp_path / "run", 'monitor.sinks=["wandb"]'))

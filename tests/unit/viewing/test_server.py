@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,24 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.processes import waited_for
 from shardflow.viewing import Viewer
-from shardflow.viewing.server import Answer, Routes
+from shardflow.viewing.server import Routes
+from shardflow.viewing.web import Answer, Request, read_token
 from tests.corpora_case import CorpusCase
 from tests.viewing_case import DOCUMENT, ECG_HZ, LEADS, NUM_SLICES, REPORT, RESP_HZ, SIZE, make_viewed_dataset
 
 DEADLINE_S = 60.0
+MARKUP_FROM_TEXT = (
+    *(
+        b"innerHTML",
+        b"outerHTML",
+        b"insertAdjacentHTML",
+        b"document.write",
+        b"DOMParser",
+        b"srcdoc",
+        b"setHTML",
+    ),
+    *(b"createContextualFragment", b"eval(", b"new Function", b"javascript:", b'setAttribute("on'),
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +58,19 @@ def viewer(folder: Path) -> Iterator[Viewer]:
 def get(
     viewer: Viewer, path: str, *, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    host = urlsplit(viewer.url).netloc
-    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    address = urlsplit(viewer.url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=DEADLINE_S)
     try:
-        connection.request(method, path, headers=headers)
+        token = {"Authorization": f"Bearer {_token(viewer)}"}
+        connection.request(method, path, headers=token | headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
     finally:
         connection.close()
+
+
+def _token(viewer: Viewer) -> str:
+    return urlsplit(viewer.url).query.removeprefix("token=")
 
 
 def ask(viewer: Viewer, path: str) -> Any:
@@ -75,7 +95,8 @@ def test_page_asks_for_nothing_from_elsewhere(viewer: Viewer) -> None:
         assert status == 200
         assert b"http:" not in body
         assert b"https:" not in body
-        assert b"innerHTML" not in body  # text of a report must never become markup
+        for way in MARKUP_FROM_TEXT:  # text of a report must never become markup
+            assert way not in body, way
 
 
 @pytest.mark.parametrize(
@@ -118,8 +139,9 @@ def test_names_of_the_loopback_are_served(viewer: Viewer, host: str) -> None:
     assert get(viewer, "/", Host=host)[0] == 200
 
 
-def test_beyond_this_machine_a_token_is_needed(folder: Path) -> None:
-    with Viewer(Dataset.open(folder), host="0.0.0.0") as viewer:
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_a_token_is_needed_on_every_address(folder: Path, host: str) -> None:
+    with Viewer(Dataset.open(folder), host=host) as viewer:
         address = urlsplit(viewer.url)
         token = address.query.removeprefix("token=")
         assert len(token) >= 32
@@ -136,12 +158,26 @@ def test_beyond_this_machine_a_token_is_needed(folder: Path) -> None:
         assert status("/")[0] == 403
         assert status("/api/dataset")[0] == 403
         assert status("/?token=" + "x" * 32)[0] == 403
-        assert status("/", Cookie="shardflow_view=wrong")[0] == 403
+        name = f"shardflow_{address.port}"
+        assert status("/", Cookie=f"{name}=wrong")[0] == 403
+        assert status("/", Authorization=f"Bearer {token[:-1]}")[0] == 403
+        assert status("/", Authorization=f"Basic {token}")[0] == 403
+        assert status("/?token=%ff%00%E9")[0] == 403
         code, cookie = status(f"/?token={token}")
         assert code == 200
+        assert cookie.startswith(f"{name}={token};")
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
         assert status("/api/dataset", Cookie=cookie.split(";")[0])[0] == 200
+        assert status("/api/dataset", Authorization=f"Bearer {token}")[0] == 200
+
+
+def test_without_a_token_only_this_machine_is_served(folder: Path) -> None:
+    with Viewer(Dataset.open(folder), token=False) as viewer:
+        assert "token" not in viewer.url
+        assert get(viewer, "/api/dataset", Authorization="")[0] == 200
+    with pytest.raises(ConfigError, match="keep the token, or listen"):
+        Viewer(Dataset.open(folder), host="0.0.0.0", token=False)
 
 
 def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None:
@@ -350,10 +386,10 @@ class _HeldRoutes(Routes):
         super().__init__(dataset)
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
 
-    def answer(self, path: str, values: Mapping[str, str]) -> Answer:
+    def answer(self, request: Request) -> Answer:
         self.is_asked.set()
         self.may_answer.wait(DEADLINE_S)
-        return super().answer(path, values)
+        return super().answer(request)
 
 
 def _held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Viewer, _HeldRoutes]:
@@ -369,7 +405,7 @@ def test_the_end_waits_for_what_is_being_answered(folder: Path, monkeypatch: pyt
         answer = threads.submit(get, viewer, "/")
         assert held.is_asked.wait(DEADLINE_S)
         closing = threads.submit(viewer.close)
-        while viewer._thread.is_alive():  # it listens no more, and answers still
+        while viewer._server.is_listening:  # it listens no more, and answers still
             time.sleep(0.01)
         assert not closing.done()
         held.may_answer.set()
@@ -384,7 +420,7 @@ def test_the_end_waits_for_nobody_who_says_nothing(folder: Path) -> None:
     with Viewer(Dataset.open(folder)) as viewer:
         host, port = urlsplit(viewer.url).netloc.split(":")
         kept = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
-        kept.request("GET", "/")
+        kept.request("GET", "/", headers={"Authorization": f"Bearer {_token(viewer)}"})
         assert kept.getresponse().read()
         stranger = socket.create_connection((host, int(port)))
         while len(set(_request_threads()) - before) < 2:
@@ -395,7 +431,7 @@ def test_the_end_waits_for_nobody_who_says_nothing(folder: Path) -> None:
 
 
 def test_the_end_leaves_alone_what_takes_too_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardflow.viewing.server._CLOSE_S", 0.05)
+    monkeypatch.setattr("shardflow.viewing.web._CLOSE_S", 0.05)
     before = set(_request_threads())
     viewer, held = _held(folder, monkeypatch)
     with ThreadPoolExecutor(1) as threads:
@@ -419,7 +455,7 @@ def _connect(viewer: Viewer) -> socket.socket:
 def test_half_open_connections_are_bounded_and_keep_nobody_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("shardflow.viewing.web._MAX_CONNECTIONS", 4)
     before = set(_request_threads())
     with Viewer(Dataset.open(folder)) as viewer:
         slow = [_connect(viewer) for _ in range(12)]
@@ -437,7 +473,7 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(
 def test_a_connection_too_many_is_closed_if_all_are_being_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardflow.viewing.server._MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("shardflow.viewing.web._MAX_CONNECTIONS", 1)
     viewer, held = _held(folder, monkeypatch)
     with viewer, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(get, viewer, "/")
@@ -452,3 +488,144 @@ def test_a_connection_too_many_is_closed_if_all_are_being_answered(
 def test_an_address_that_cannot_be_parsed_is_a_bad_request(folder: Path, path: str) -> None:
     with Viewer(Dataset.open(folder)) as viewer:
         assert get(viewer, path)[0] == 400
+
+
+LONG = "9" * 5000
+HOSTILE = (
+    *(
+        f"/api/samples?{name}={value}"
+        for name in ("start", "count")
+        for value in ("-1", "1e9", LONG, "%00", "x")
+    ),
+    *(
+        f"/api/samples?text={value}"
+        for value in ("%00", "%ff%fe", "'%22%3Cb%3E", LONG, "train:" + LONG, ":", "::1")
+    ),
+    *(
+        f"/api/samples?where={value}"
+        for value in ("(" * 4000, "not%20" * 9000, "__import__('os')", "%00", LONG)
+    ),
+    *(f"/api/samples?split={value}" for value in ("none", "%00", "../..", LONG)),
+    *("/api/samples?concept=%00&assertion=%ff", "/api/samples?modality=" + LONG, "/api/samples?unknown=1"),
+    *("/api/dataset?inputs=1&inputs=2", "/api/findings?start=1", "/app.js?x=1", "/api/samples/0?start=0"),
+    *(f"/api/samples/{value}" for value in ("999999999999", LONG, "-1", "0x0", "%30", "1.0", "1e3", "")),
+    *(
+        f"/api/samples/0/slices/{value}"
+        for value in ("999999999999/0", "0/999999999999", "0/" + LONG, "0/-1")
+    ),
+    *(f"/api/samples/0/planes/{value}" for value in ("0/9/0", "0/1/999999999999", "999999999999/0/0")),
+    *("/api/samples/0/regions/0/0/3/0", "/api/samples/0/regions/999999999999/999999999999/0/0"),
+    *("/api/samples/0/documents/999999999999", "/api/samples/0/waveforms/999999999999/0"),
+    *(
+        f"/api/samples/0/waveforms/0/0?{value}"
+        for value in ("columns=0", "count=0", "start=999999999999999999")
+    ),
+    *(f"/api/steps?{value}" for value in ("step=999999999999999999", "epoch=999999999999999999&split=train")),
+    *(
+        f"/api/steps?split=train&{value}"
+        for value in ("seed=999999999999999999", "size=0", "count=0", "seed=-1")
+    ),
+    *("/api/inputs?outcome=%00&reason=" + LONG, "/api/inputs?start=999999999999999999"),
+    *("/..%2f..%2fetc%2fpasswd", "/%2e%2e/%2e%2e/etc/passwd", "/....//etc/passwd", "/index.html/../app.js"),
+    *("*", "//[", "/%", "/%zz?%zz=%zz", "/?=&=&=", "/#/../x", "/\\..\\app.js", ";/app.js"),
+)
+
+
+def test_hostile_queries_are_answered_and_never_a_fault(
+    viewer: Viewer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in HOSTILE:
+        status, headers, body = get(viewer, path)
+        assert status in {200, 400, 404}, (path[:80], status, body[:200])
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        if status != 200:
+            assert headers["Content-Type"].startswith("text/plain")
+            assert b"Traceback" not in body
+            assert len(body) < 5000
+    assert get(viewer, "/api/samples?unknown=1")[0] == 400
+    assert get(viewer, "/api/dataset?inputs=1&inputs=2")[0] == 400
+    assert not caplog.records
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 505),
+        (b"GET / HTTP/x\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls hello\r\n\r\n", 400),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nA: " + b"b" * 70_000 + b"\r\n\r\n", 431),
+        (b"<img src=x> / HTTP/1.1\r\n\r\n", 400),
+        (b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
+        (b"GET / HTTP/1.1\r\nHost: \xff\xfe\r\nCookie: =;\xff\r\nAuthorization: Bearer \xe9\r\n\r\n", 403),
+    ],
+    ids=["path", "version", "versions", "TLS", "long", "headers", "header", "markup", "method", "text"],
+)
+def test_what_is_no_request_gets_a_status_and_nothing_of_it_back(
+    viewer: Viewer,
+    sent: bytes,
+    status: int,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with _connect(viewer) as connection:
+        connection.sendall(sent)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):  # the rest of a long one was never read
+            while part := connection.recv(1 << 16):
+                received += part
+                if b"\r\n\r\n" in received and status == 403:
+                    break
+    head, _, body = received.partition(b"\r\n\r\n")
+    if b"HTTP/1.1" in head:  # to one that states no version there is no head
+        assert head.split()[1] == str(status).encode()
+        assert b"Content-Security-Policy: default-src 'none'" in head
+    assert b"img" not in body
+    assert b"<" not in body
+    assert not caplog.records
+    assert capfd.readouterr().err == ""
+
+
+def test_clients_that_leave_in_the_middle_are_no_faults(
+    viewer: Viewer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for sent in (
+        b"",
+        b"GE",
+        b"GET / HTTP/1.1\r\nHost: loc",
+        b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ):
+        connection = _connect(viewer)
+        # A reset instead of an orderly end.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(sent)
+        connection.close()
+    assert ask(viewer, "/api/dataset")["num_samples"] == 10
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_body_is_not_taken_for_the_next_request(viewer: Viewer) -> None:
+    head = f"GET /?token={_token(viewer)} HTTP/1.1\r\nHost: localhost\r\n"
+    with _connect(viewer) as connection:
+        connection.sendall(f"{head}Content-Length: {len(head) + 2}\r\n\r\n{head}\r\n".encode())
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                received += part
+    assert received.count(b"HTTP/1.1 200") == 1
+    assert b"Connection: close" in received
+
+
+def test_a_token_file_holds_a_token_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef\n")
+    assert read_token(path, "--token-file") == "0123456789abcdef"
+    for text in ("short", "", "two words of enough letters", "0123456789abcdef;x", "\u0663" * 20):
+        path.write_text(text, "utf-8")
+        with pytest.raises(ConfigError, match="--token-file must be a file with one token of 16"):
+            read_token(path, "--token-file")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(tmp_path / "none", "--token-file")

@@ -46,9 +46,11 @@ def viewers(datasets: dict[str, Dataset]) -> Iterator[dict[str, Viewer]]:
 
 
 def get(viewer: Viewer, path: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(urlsplit(viewer.url).netloc, timeout=60)
+    address = urlsplit(viewer.url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=60)
     try:
-        connection.request("GET", path)
+        joint = "&" if "?" in path else "?"
+        connection.request("GET", f"{path}{joint}{address.query}")
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
     finally:
