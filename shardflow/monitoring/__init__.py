@@ -7,7 +7,7 @@ nothing of how a step is taken.
 from __future__ import annotations
 
 from shardflow.monitoring.history import RunHistory, read_history, read_settings
-from shardflow.monitoring.outlets import SINKS, check_metrics_address, check_outlets, open_outlets
+from shardflow.monitoring.outlets import SINKS, check_outlets, open_outlets
 from shardflow.monitoring.prometheus import (
     MetricsServer,
     RunCollector,
@@ -21,7 +21,6 @@ __all__ = [
     "MetricsServer",
     "RunCollector",
     "RunHistory",
-    "check_metrics_address",
     "check_outlets",
     "open_outlets",
     "parse_address",
