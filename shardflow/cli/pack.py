@@ -249,6 +249,8 @@ def _describe_texts(summary: CorpusSummary) -> Iterator[str]:
         case _:
             shards = counted(summary.num_shards, "shard")
             yield f"{shards}, {human_bytes(summary.num_bytes)}, samples: {_splits(summary.splits)}."
+            if summary.forms:
+                yield f"Conversations by form: {_splits(summary.forms)}."
     yield f"dataset_id {summary.dataset_id}"
 
 

@@ -41,6 +41,15 @@ class LineReason(StrEnum):
     WORKER_KILLED = "WORKER_KILLED"
     WORKER_OUT_OF_MEMORY = "WORKER_OUT_OF_MEMORY"
     WORKER_TIMEOUT = "WORKER_TIMEOUT"
+    UNKNOWN_FORM = "UNKNOWN_FORM"
+    TURN_ORDER = "TURN_ORDER"
+    EMPTY_TURN = "EMPTY_TURN"
+    UNSUPPORTED_CONTENT = "UNSUPPORTED_CONTENT"
+    SAME_ANSWERS = "SAME_ANSWERS"
+    IMAGE_COUNT = "IMAGE_COUNT"
+    IMAGE_MISSING = "IMAGE_MISSING"
+    IMAGE_ELSEWHERE = "IMAGE_ELSEWHERE"
+    NOT_AN_IMAGE = "NOT_AN_IMAGE"
 
 
 class ReasonInfo(NamedTuple):
@@ -105,7 +114,51 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
     LineReason.WORKER_TIMEOUT: ReasonInfo(
         "quarantined", "a part took longer than its time, twice; one for each file of it", "raise the time"
     ),
+    LineReason.UNKNOWN_FORM: ReasonInfo(
+        "quarantined",
+        "its fields show no form of a conversation",
+        "name the fields in [fields] and [conversations], or correct the line",
+    ),
+    LineReason.TURN_ORDER: ReasonInfo(
+        "quarantined",
+        "turns are out of order: a system text that is not first, two users in a row, no answer at the end",
+        "correct the line",
+    ),
+    LineReason.EMPTY_TURN: ReasonInfo(
+        "quarantined", "a turn or an answer is empty or white space", "correct the line"
+    ),
+    LineReason.UNSUPPORTED_CONTENT: ReasonInfo(
+        "quarantined",
+        "content that is neither text nor image: sound, video, a call of a tool",
+        "leave it out",
+    ),
+    LineReason.SAME_ANSWERS: ReasonInfo(
+        "quarantined", "the chosen and the rejected answer are the same", "leave the pair out"
+    ),
+    LineReason.IMAGE_COUNT: ReasonInfo(
+        "quarantined",
+        "another number of images than of places for them, such as <image>",
+        "correct the line, conversations.marker, or conversations.unplaced_images",
+    ),
+    LineReason.IMAGE_MISSING: ReasonInfo(
+        "quarantined",
+        "an image that it names is not there",
+        "fetch the image, or correct conversations.image_root, and run the job again",
+    ),
+    LineReason.IMAGE_ELSEWHERE: ReasonInfo(
+        "quarantined",
+        "an image is named by an address, or by a path out of conversations.image_root",
+        "fetch the image and name its file; packing reads no network",
+    ),
+    LineReason.NOT_AN_IMAGE: ReasonInfo(
+        "quarantined",
+        "an image is no whole JPEG or PNG, or larger than conversations.max_image_bytes",
+        "convert the image to PNG, or fetch it again, and run the job again",
+    ),
 }
+
+IMAGE_REASONS: Final = (LineReason.IMAGE_MISSING, LineReason.NOT_AN_IMAGE)
+"""Reasons that files beside the lines can remove: parts with them are packed again."""
 
 PACKED: Final = 0
 """Number of a packed line."""
@@ -132,6 +185,20 @@ class LineError(Exception):
         self.reason = reason
 
 
+FORMS: Final = (
+    "messages",
+    "llava",
+    "sharegpt",
+    "alpaca",
+    "pair",
+    "document",
+    "preference",
+    "reward",
+    "prompt",
+)
+"""Forms of conversations, as docs/corpora.md describes them."""
+ROLES: Final = ("system", "user", "assistant", "tool")
+_FORMER_KINDS: Final = ("pair", "dialogue", "preference")
 _ROLE: Final = re.compile(r"[a-z0-9_]{1,32}")
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
@@ -156,9 +223,8 @@ class CorpusInputsConfig:
 class FieldsConfig:
     """Names of the fields of a line. A dot enters an object: ``note.text``."""
 
-    kind: Literal["text", "pair", "dialogue", "preference"] = "text"
-    """``text``: one text. ``pair``: prompt and response. ``dialogue``: a list of turns. ``preference``: a
-    prompt, the chosen response and the rejected one; each a text or a list of turns."""
+    kind: Literal["text", "conversations"] = "text"
+    """``text``: one text. ``conversations``: turns, with images; ``[conversations]`` has the settings."""
     text: str = "text"
     prompt: str = "prompt"
     response: str = "response"
@@ -190,6 +256,10 @@ class FieldsConfig:
     """Fields that go into ``corpus.json`` as they are, texts scrubbed; none by default."""
 
     def __post_init__(self) -> None:
+        if self.kind in _FORMER_KINDS:
+            raise ConfigError(
+                f'kind = "{self.kind}" is one form of conversations now; write kind = "conversations".'
+            )
         check_fields(self)
         for name in self.roles.values():
             if not _ROLE.fullmatch(name):
@@ -206,6 +276,67 @@ class FieldsConfig:
         if not (has_role and has_content):
             raise ConfigError("turn_format must contain {role} and then {content}; correct it.")
         return before, between, behind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationsConfig:
+    """Settings of ``fields.kind = "conversations"``. An empty name of a field: known names are tried."""
+
+    form: Literal[
+        "auto",
+        "messages",
+        "llava",
+        "sharegpt",
+        "alpaca",
+        "pair",
+        "document",
+        "preference",
+        "reward",
+        "prompt",
+    ] = "auto"
+    """Form of every line; ``auto``: the one that its fields show."""
+    images: str = ""
+    """Field of the images of a line: a name, bytes, an object with ``bytes``, ``path`` or ``url``, or a list
+    of them. Empty: ``images``, else ``image``."""
+    image_root: Path | None = None
+    """Folder that the names of images begin in; the folder of the line's file if not given."""
+    marker: str = "<image>"
+    """What stands in a text in place of an image."""
+    unplaced_images: Literal["refuse", "first"] = "refuse"
+    """What becomes of the images of a line whose texts have no place for them: IMAGE_COUNT, or they go
+    before the first user's words."""
+    max_image_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 64 * _MIB
+    instruction: str = "instruction"
+    """Of a line of Alpaca, as are ``input`` and ``output``."""
+    input: str = "input"
+    output: str = "output"
+    answer: str = "answer"
+    """Verifiable answer to a prompt."""
+    score: str = ""
+    """Score of a conversation. Empty: ``reward``."""
+    texts: str = "texts"
+    """Texts of an interleaved document, each null where its images have one."""
+    source: str = ""
+    """Name of where the lines come from; it is published."""
+    source_field: str = ""
+    """Field with that name, before ``source``."""
+    license: str = ""
+    """License of the lines, such as ``CC-BY-4.0``; it is published."""
+    license_field: str = ""
+    """Field with the license, before ``licenses`` and ``license``."""
+    licenses: dict[str, str] = field(default_factory=dict)
+    """License by source."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.marker:
+            raise ConfigError('marker is empty; write what stands for an image, such as "<image>".')
+
+    def content(self) -> dict[str, Any]:
+        """Return the settings that decide the dataset's bytes; where images lie is none of them."""
+        settings = asdict(self)
+        del settings["image_root"]
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +427,7 @@ class CorpusConfig:
     """Folder outside the dataset (mode 0700) for the key and the list of the input files."""
     inputs: CorpusInputsConfig
     fields: FieldsConfig = field(default_factory=FieldsConfig)
+    conversations: ConversationsConfig = field(default_factory=ConversationsConfig)
     identity: IdentityConfig = field(default_factory=IdentityConfig)
     splits: CorpusSplitsConfig = field(default_factory=CorpusSplitsConfig)
     shards: CorpusShardsConfig = field(default_factory=CorpusShardsConfig)
@@ -308,6 +440,17 @@ class CorpusConfig:
         check_fields(self)
         if self.execution.engine != "local":
             raise ConfigError("a corpus is packed on one machine; remove execution.engine.")
+        unknown = sorted(set(self.fields.roles.values()) - set(ROLES))
+        if self.has_conversations and unknown:
+            raise ConfigError(
+                f"a conversation has the roles {', '.join(ROLES)}, and fields.roles gives {unknown[0]!r}; "
+                "map it to one of them."
+            )
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether lines are conversations."""
+        return self.fields.kind == "conversations"
 
     @property
     def key_file(self) -> Path:
@@ -316,7 +459,10 @@ class CorpusConfig:
 
     def content(self) -> dict[str, Any]:
         """Return the settings that decide the dataset's bytes, as JSON without fractions."""
+        # What old corpora do not have stays out of their digest.
+        conversations = {"conversations": self.conversations.content()} if self.has_conversations else {}
         return {
+            **conversations,
             "deid": asdict(self.deid),
             "duplicates": self.policy.duplicates,
             "fields": asdict(self.fields),

@@ -1,8 +1,8 @@
-"""Samples from the fields of a line: texts, roles, split and sample key, with texts scrubbed.
+"""Samples from the fields of a line: texts, pictures, split and sample key, with texts scrubbed.
 
-``report.txt`` is what a model reads, as in every dataset, so that loader, tokens and training need nothing
-new. ``corpus.json`` locates the content of each turn in it; a single text with nothing kept has none, and
-costs one member of the tar. A line that cannot be packed is a `LineError` with its reason.
+``report.txt`` is what is read in every dataset, so that tokens and training on texts need nothing new. A
+single text with nothing kept has nothing beside it, and costs one member of the tar; a conversation has
+``conversation.json`` and its pictures. A line that cannot be packed is a `LineError` with its reason.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from shardflow.format.keys import REPORT_FIELD
+from shardflow.format.keys import CONVERSATION_FIELD, REPORT_FIELD, encode_json
 from shardflow.packing.corpora.config import (
     CorpusConfig,
     CorpusDeidConfig,
@@ -23,6 +24,15 @@ from shardflow.packing.corpora.config import (
     LineError,
     LineReason,
 )
+from shardflow.packing.corpora.conversations import (
+    Conversation,
+    ConversationReader,
+    Part,
+    Slot,
+    Turn,
+    value_at,
+)
+from shardflow.packing.corpora.pictures import PictureFinder, StoredPicture
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.deid.report_text import scrub
@@ -30,116 +40,25 @@ from shardflow.packing.plan import split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
 
 CORPUS_FIELD: Final = "corpus.json"
-REJECTED_FIELD: Final = "rejected.txt"
 _MAX_VALUE_BYTES: Final = 4096
+_MAX_NAME: Final = 256
+"""Characters of the name of a source or a license."""
 _MAX_LEVELS: Final = 100
 """Levels of a kept field: each takes one of the interpreter's stack, here and in every reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of a dialogue."""
-
-    role: str
-    content: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The texts of one line."""
+    """The content of one line: a text or a conversation."""
 
     text: str | None = None
-    """The text of a line that is one text."""
-    turns: tuple[Turn, ...] = ()
-    """Turns of any other line; those of a preference end with the chosen answer."""
-    rejected: tuple[Turn, ...] = ()
-    """Turns that end with the rejected answer."""
+    conversation: Conversation | None = None
 
     def texts(self) -> list[str]:
         """Return all texts, in order."""
-        if self.text is not None:
-            return [self.text]
-        return [turn.content for turn in (*self.turns, *self.rejected)]
-
-
-def value_at(fields: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a field, or None; a dot enters an object, unless a field has that name."""
-    if path in fields:
-        return fields[path]
-    value: Any = fields
-    for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
-
-
-def read_record(fields: Mapping[str, Any], config: FieldsConfig) -> Record:
-    """Read the texts of a line.
-
-    Raises:
-        LineError: The fields are not those of the kind.
-    """
-    if config.kind == "text":
-        return Record(text=_text(fields, config.text))
-    system = _system(fields, config)
-    if config.kind == "dialogue":
-        return Record(turns=(*system, *_turns(fields, config.turns, None, config)))
-    if config.kind == "pair":
-        prompt = _turns(fields, config.prompt, "user", config)
-        return Record(turns=(*system, *prompt, *_turns(fields, config.response, "assistant", config)))
-    # Some write the prompt apart, some repeat it before both answers.
-    has_prompt = bool(config.prompt) and value_at(fields, config.prompt) is not None
-    before = (*system, *(_turns(fields, config.prompt, "user", config) if has_prompt else ()))
-    chosen = _turns(fields, config.chosen, "assistant", config)
-    rejected = _turns(fields, config.rejected, "assistant", config)
-    return Record(turns=_behind(before, chosen), rejected=_behind(before, rejected))
-
-
-def _behind(before: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    return answer if answer[: len(before)] == before else (*before, *answer)
-
-
-def _text(fields: Mapping[str, Any], path: str) -> str:
-    value = value_at(fields, path)
-    if value is None:
-        raise LineError(LineReason.MISSING_FIELD)
-    if not isinstance(value, str):
-        raise LineError(LineReason.WRONG_TYPE)
-    return value
-
-
-def _system(fields: Mapping[str, Any], config: FieldsConfig) -> tuple[Turn, ...]:
-    if not config.system or value_at(fields, config.system) is None:
-        return ()
-    return (Turn("system", _text(fields, config.system)),)
-
-
-def _turns(
-    fields: Mapping[str, Any], path: str, text_role: str | None, config: FieldsConfig
-) -> tuple[Turn, ...]:
-    """Read a list of turns; where a role is given, a text alone is a turn of it."""
-    value = value_at(fields, path)
-    if value is None:
-        raise LineError(LineReason.MISSING_FIELD)
-    if isinstance(value, str) and text_role is not None:
-        return (Turn(text_role, value),)
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise LineError(LineReason.WRONG_TYPE)
-    return tuple(_turn(each, config) for each in value)
-
-
-def _turn(value: Any, config: FieldsConfig) -> Turn:
-    if not isinstance(value, dict):
-        raise LineError(LineReason.WRONG_TYPE)
-    role, content = value.get(config.role), value.get(config.content)
-    if role is None or content is None:
-        raise LineError(LineReason.MISSING_FIELD)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise LineError(LineReason.WRONG_TYPE)
-    if role not in config.roles:
-        raise LineError(LineReason.UNKNOWN_ROLE)
-    return Turn(config.roles[role], content)
+        if self.conversation is not None:
+            return list(self.conversation.texts())
+        return [self.text or ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +70,27 @@ class Identity:
 
 
 def texts_digest(record: Record) -> bytes:
-    """Return a digest of 16 bytes of a line's texts and roles, before scrubbing."""
-    turns = [[turn.role, turn.content] for turn in record.turns]
-    rejected = [[turn.role, turn.content] for turn in record.rejected]
-    text = record.text if record.text is not None else json.dumps([turns, rejected])
-    kind = b"text\0" if record.text is not None else b"turns\0"
+    """Return a digest of 16 bytes of a line's texts, roles and pictures, before scrubbing."""
+    if record.conversation is None:
+        kind, text = b"text\0", record.text or ""
+    else:
+        found = record.conversation
+        turns = [
+            [[turn.role, [_part_digest(part) for part in turn.content]] for turn in turns]
+            for turns in (found.messages, found.chosen, found.rejected)
+        ]
+        kind, text = b"turns\0", json.dumps([found.kind, turns, found.answer, found.score])
     return hashlib.blake2b(kind + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _part_digest(part: Part) -> Any:
+    return _slot_digest(part) if isinstance(part, Slot) else part
+
+
+def _slot_digest(slot: Slot) -> list[str]:
+    """Return what tells a picture from others: its name, or a digest of its bytes."""
+    data = b"" if slot.data is None else hashlib.blake2b(slot.data, digest_size=16).digest()
+    return [slot.name, data.hex()]
 
 
 class ContentMaker:
@@ -169,6 +103,8 @@ class ContentMaker:
     Attributes:
         config: All settings.
         tallies: Places that were scrubbed, by category.
+        forms: Packed conversations by form.
+        sources: Packed conversations by source and license, with a tab between.
     """
 
     def __init__(self, config: CorpusConfig, key: SecretKey) -> None:
@@ -177,20 +113,33 @@ class ContentMaker:
         self._deid = config.deid
         self._key = key
         self._nobody = KnownValues(())
+        self._reader = ConversationReader(config.fields, config.conversations)
+        self._pictures = PictureFinder(
+            config.conversations.image_root,
+            config.conversations.max_image_bytes,
+            keeps_notes=config.deid.text == "keep",
+        )
         self._label = "split" if not config.splits.seed else f"split-{config.splits.seed}"
         self.tallies: Counter[str] = Counter()
+        self.forms: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
 
     @property
     def columns(self) -> list[str]:
         """Top-level fields that are read of a line."""
         fields, deid, splits = self._fields, self._deid, self.config.splits
-        texts = {
-            "text": [fields.text],
-            "pair": [fields.system, fields.prompt, fields.response],
-            "dialogue": [fields.system, fields.turns],
-            "preference": [fields.system, fields.prompt, fields.chosen, fields.rejected],
-        }[fields.kind]
-        paths = [*texts, fields.key, splits.group, *fields.keep, *deid.names, *deid.identifiers]
+        told = self.config.conversations
+        texts = [fields.text] if fields.kind == "text" else ["text", *self._reader.columns]
+        paths = [
+            *texts,
+            fields.key,
+            splits.group,
+            *fields.keep,
+            *deid.names,
+            *deid.identifiers,
+            told.source_field,
+            told.license_field,
+        ]
         # A column may itself have a dot in its name.
         return sorted({name for path in paths if path for name in (path, path.partition(".")[0])})
 
@@ -201,7 +150,10 @@ class ContentMaker:
             LineError: Its fields do not fit, it has no text or too much, or JSON cannot hold a field that is
                 to be kept.
         """
-        record = read_record(fields, self._fields)
+        if self.config.has_conversations:
+            record = Record(conversation=self._reader.read(fields))
+        else:
+            record = Record(text=_text(fields, self._fields.text))
         num_bytes = 0
         is_empty = True
         for text in record.texts():
@@ -210,7 +162,7 @@ class ContentMaker:
             except UnicodeEncodeError:
                 raise LineError(LineReason.INVALID_UTF8) from None
             is_empty = is_empty and (not text or text.isspace())
-        if is_empty:
+        if is_empty and record.conversation is None:
             raise LineError(LineReason.EMPTY_TEXT)
         if num_bytes > self.config.limits.max_text_bytes:
             raise LineError(LineReason.TEXT_TOO_LONG)
@@ -246,37 +198,106 @@ class ContentMaker:
         splits = self.config.splits
         if splits.group:
             bucket = self._key.bucket(self._label, _name(fields, splits.group), NUM_BUCKETS)
+        elif record.conversation is not None and (slot := next(record.conversation.slots(), None)):
+            # Several conversations about one picture stay together.
+            bucket = self._key.bucket(f"image-{self._label}", json.dumps(_slot_digest(slot)), NUM_BUCKETS)
         else:
             bucket = self._key.bucket(f"text-{self._label}", texts_digest(record).hex(), NUM_BUCKETS)
         return Identity(sample_key, split_of_bucket(splits.parts, bucket))
 
-    def fields(self, fields: Mapping[str, Any], record: Record) -> list[tuple[str, bytes]]:
+    def fields(
+        self, fields: Mapping[str, Any], record: Record, folder: Path = Path()
+    ) -> list[tuple[str, bytes]]:
         """Return the fields of a sample with their bytes, in the order of a shard.
 
         Args:
             fields: Fields of the line.
             record: What `read` made of them.
+            folder: Of the line's file: names of pictures begin there.
+
+        Raises:
+            LineError: A picture is not there, or none.
+            StorageError: A picture cannot be read.
         """
         has_names = bool(self._deid.names or self._deid.identifiers)
         known = KnownValues([_known_values(fields, self._deid)]) if has_names else self._nobody
-        about: dict[str, Any] = {"format_version": 1, "kind": self._fields.kind}
-        members: list[tuple[str, bytes]] = []
-        if record.text is not None:
-            members.append((REPORT_FIELD, self._clean(record.text, known).encode("utf-8")))
-            if not self._fields.keep:
-                return members
-        for name, entry, turns in (
-            (REJECTED_FIELD, "rejected", record.rejected),
-            (REPORT_FIELD, "turns", record.turns),
+        kept = {path: self._kept(value_at(fields, path), known) for path in self._fields.keep}
+        if record.conversation is not None:
+            return self._conversation(fields, record.conversation, folder, known, kept)
+        report = (REPORT_FIELD, self._clean(record.text or "", known).encode("utf-8"))
+        if not kept:
+            return [report]
+        return [
+            (CORPUS_FIELD, encode_json({"format_version": 1, "kind": "text", "fields": kept})),
+            report,
+        ]
+
+    def _conversation(
+        self,
+        fields: Mapping[str, Any],
+        found: Conversation,
+        folder: Path,
+        known: KnownValues,
+        kept: Mapping[str, Any],
+    ) -> list[tuple[str, bytes]]:
+        """Return the fields of a conversation, with its pictures."""
+        source, license_name = self._origin(fields, known)
+        places: dict[Slot, int] = {}
+        for slot in found.slots():
+            places.setdefault(slot, len(places))
+        pictures = [self._pictures.find(slot, folder) for slot in places]
+        names = [f"image.{number:03d}.{one.kind}" for number, one in enumerate(pictures)]
+        about: dict[str, Any] = {
+            "format_version": 1,
+            "kind": found.kind,
+            "form": found.form,
+            "images": [_image_entry(name, one) for name, one in zip(names, pictures, strict=True)],
+        }
+        for what, turns in (
+            ("messages", found.messages),
+            ("chosen", found.chosen),
+            ("rejected", found.rejected),
         ):
-            if turns:
-                payload, places = _render(turns, self._fields, lambda text: self._clean(text, known))
-                members.append((name, payload))
-                about[entry] = places
-        if self._fields.keep:
-            about["fields"] = {path: self._kept(value_at(fields, path), known) for path in self._fields.keep}
-        encoded = json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return [(CORPUS_FIELD, encoded.encode("ascii")), *members]
+            if turns or what == "messages":
+                about[what] = [self._message(turn, places, known) for turn in turns]
+        if found.answer is not None:
+            about["answer"] = self._clean(found.answer, known)
+        optional = {"score": found.score, "source": source, "license": license_name, "fields": kept}
+        about |= {name: value for name, value in optional.items() if value not in (None, "", {})}
+        self.forms[found.form] += 1
+        if source or license_name:
+            self.sources[f"{source}\t{license_name}"] += 1
+        payloads = [one.payload for one in pictures]
+        return [
+            (CONVERSATION_FIELD, encode_json(about)),
+            *sorted(zip(names, payloads, strict=True)),
+            (REPORT_FIELD, rendered(about, self._fields, self.config.conversations.marker).encode("utf-8")),
+        ]
+
+    def _message(self, turn: Turn, places: Mapping[Slot, int], known: KnownValues) -> dict[str, Any]:
+        content = [
+            {"type": "image", "image": places[part]}
+            if isinstance(part, Slot)
+            else {"type": "text", "text": self._clean(part or "", known)}
+            for part in turn.content
+        ]
+        weight = {} if turn.weight is None else {"weight": turn.weight}
+        return {"role": turn.role, "content": content, **weight}
+
+    def _origin(self, fields: Mapping[str, Any], known: KnownValues) -> tuple[str, str]:
+        """Return the source and the license of a line; empty where unknown."""
+        told = self.config.conversations
+        source = self._named(fields, told.source_field, known) or told.source
+        license_name = self._named(fields, told.license_field, known)
+        return source, license_name or told.licenses.get(source, told.license)
+
+    def _named(self, fields: Mapping[str, Any], path: str, known: KnownValues) -> str:
+        value = value_at(fields, path) if path else None
+        if value is None:
+            return ""
+        if not isinstance(value, str) or len(value) > _MAX_NAME or not value.isprintable():
+            raise LineError(LineReason.WRONG_TYPE)
+        return " ".join(self._clean(value, known).split())
 
     def _clean(self, text: str, known: KnownValues) -> str:
         if self._deid.text == "keep":
@@ -348,19 +369,31 @@ def _name(fields: Mapping[str, Any], path: str) -> str:
     return str(value)
 
 
-def _render(
-    turns: Sequence[Turn], config: FieldsConfig, clean: Callable[[str], str]
-) -> tuple[bytes, list[dict[str, Any]]]:
-    """Join turns; return the text, and the byte range of each content in it."""
+def _image_entry(name: str, picture: StoredPicture) -> dict[str, Any]:
+    return {"member": name, "rows": picture.rows, "columns": picture.columns}
+
+
+def rendered(about: Mapping[str, Any], config: FieldsConfig, marker: str) -> str:
+    """Render a stored conversation as plain text, of a preference with the chosen answer.
+
+    Args:
+        about: Content of ``conversation.json``.
+        config: Has the form of a turn.
+        marker: What stands for a picture.
+    """
     before, between, behind = config.turn_parts
-    pieces: list[bytes] = []
-    places: list[dict[str, Any]] = []
-    position = 0
-    for turn in turns:
-        head = f"{before}{turn.role}{between}".encode()
-        content = clean(turn.content).encode("utf-8")
-        pieces += [head, content, behind.encode()]
-        start = position + len(head)
-        places.append({"role": turn.role, "start": start, "stop": start + len(content)})
-        position = start + len(content) + len(behind.encode())
-    return b"".join(pieces), places
+    turns: list[str] = []
+    for message in (*about["messages"], *about.get("chosen", ())):
+        content = "".join(part.get("text", marker) for part in message["content"])
+        is_document = about["kind"] == "document"
+        turns.append(content if is_document else f"{before}{message['role']}{between}{content}{behind}")
+    return "".join(turns)
+
+
+def _text(fields: Mapping[str, Any], path: str) -> str:
+    value = value_at(fields, path)
+    if value is None:
+        raise LineError(LineReason.MISSING_FIELD)
+    if not isinstance(value, str):
+        raise LineError(LineReason.WRONG_TYPE)
+    return value

@@ -25,7 +25,7 @@ from shardflow.format.reasons import OUTCOMES, OutcomeCounts
 from shardflow.format.samples import SamplesTable
 from shardflow.format.shard_files import write_file, write_samples
 from shardflow.format.table import Table
-from shardflow.packing.corpora.config import REASON_TABLE
+from shardflow.packing.corpora.config import IMAGE_REASONS, REASON_TABLE
 from shardflow.packing.corpora.duplicates import ResolveTask, ScanDone, num_buckets, write_existing
 from shardflow.packing.corpora.inputs import InputFile, PartTask, list_path, write_list
 from shardflow.packing.corpora.parts import (
@@ -33,6 +33,7 @@ from shardflow.packing.corpora.parts import (
     NumberTask,
     PartRecord,
     load_part,
+    most_frequent,
     outcome_blocks,
     part_folder,
 )
@@ -89,9 +90,27 @@ class Tally:
         return self.outcomes["quarantined"] > math.floor(share * self.num_lines + 1e-9)
 
 
+def _without_images(record: PartRecord | None) -> PartRecord | None:
+    """Return a record, but None if images were missing: they may have come since."""
+    is_final = record is not None and not any(reason in record.outcomes for reason in IMAGE_REASONS)
+    return record if is_final else None
+
+
 def unpacked(counts: Mapping[str, int]) -> dict[str, int]:
     """Return the reasons among counts by name, sorted: all but ``PACKED``."""
     return {name: count for name, count in sorted(counts.items()) if _CLASSES[name] != "packed"}
+
+
+def _told(forms: Counter[str], sources: Counter[str]) -> dict[str, Any]:
+    """Describe conversations for a manifest; nothing for texts."""
+    if not forms:
+        return {}
+    listed = [
+        {"source": source, "license": license_name, "num_samples": count}
+        for name, count in most_frequent(sources).items()
+        for source, _, license_name in [name.partition("\t")]
+    ]
+    return {"forms": dict(sorted(forms.items())), "sources": listed}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
@@ -137,7 +156,9 @@ class Execution:
         if self._has_scan:
             self._find_duplicates(tasks, crash_log)
         parts = self.workspace.work / "parts"
-        records = {number: load_part(parts, number, tasks[number].digest) for number in numbers}
+        records = {
+            number: _without_images(load_part(parts, number, tasks[number].digest)) for number in numbers
+        }
         waiting = [number for number in numbers if records[number] is None]
         self.progress.phase("parts", len(numbers))
         self.progress.advance(len(numbers) - len(waiting))
@@ -186,8 +207,13 @@ class Execution:
         lines = self._write_outcomes(number, files, tally)
         counts = tally.counts
         tallies = _added(record.tallies for record in tally.records)
+        forms = _added(record.forms for record in tally.records)
+        sources = _added(record.sources for record in tally.records)
         if base is not None:
             former: Any = base.extra
+            forms.update(former["corpus"].get("forms", {}))
+            for each in former["corpus"].get("sources", ()):
+                sources[f"{each['source']}\t{each['license']}"] += each["num_samples"]
             counts.update(former["reasons"])
             counts["PACKED"] += base.counts.packed
             tallies.update(former["deidentification"]["counts"])
@@ -203,7 +229,11 @@ class Execution:
             key_id=self.key.key_id,
             extra={
                 "config": self.config.content(),
-                "corpus": {"kind": self.config.fields.kind, "num_files": len(files)},
+                "corpus": {
+                    "kind": self.config.fields.kind,
+                    "num_files": len(files),
+                    **_told(forms, sources),
+                },
                 "deidentification": {
                     "counts": dict(sorted(tallies.items())),
                     "dates": "REMOVED" if self.config.deid.text != "keep" else "UNMODIFIED",

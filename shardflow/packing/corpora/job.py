@@ -56,6 +56,8 @@ class CorpusSummary:
     """Lines: ``total``, ``packed``, ``skipped``, ``quarantined``."""
     reasons: dict[str, int]
     """Lines by reason code, for those that are not packed."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Packed conversations by form."""
     dataset_id: str | None = None
     manifest_version: int | None = None
     splits: dict[str, int] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class CorpusSummary:
             status=status,
             inputs={"total": sum(counts.values()), **counts},
             reasons=dict(extra["reasons"]),
+            forms=dict(extra["corpus"].get("forms", {})),
             dataset_id=manifest.dataset_id,
             manifest_version=manifest.manifest_version,
             splits={name: numbers["num_samples"] for name, numbers in manifest.splits.items()},
@@ -168,11 +171,12 @@ class _Job:
         if finished is not None:
             check_same_settings(self.key, self.config.content_digest(), finished)
         self.progress.phase("inputs", 0)
-        files = discover(self.config.inputs.files)
+        has_conversations = self.config.has_conversations
+        files = discover(self.config.inputs.files, has_conversations=has_conversations)
         if all(file.format == "other" for file in files):
             raise ConfigError(
-                "inputs.files has no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, only "
-                f"{len(files)} others; correct the folders."
+                f"inputs.files has no .jsonl, .jsonl.gz, .jsonl.zst{', .json' if has_conversations else ''} or "
+                f".parquet file, only {len(files)} others; correct the folders."
             )
         files = self._inspect(files)
         if finished is None:

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -36,7 +36,15 @@ from shardflow.packing.corpora.duplicates import (
     make_fresh,
     resolve_bucket,
 )
-from shardflow.packing.corpora.inputs import Fields, FileProbe, InputFile, PartTask, inspect_file, part_lines
+from shardflow.packing.corpora.inputs import (
+    FileProbe,
+    InputFile,
+    PartTask,
+    Piece,
+    inspect_file,
+    part_lines,
+)
+from shardflow.packing.corpora.lines import Fields
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.engines.worker import answering
@@ -51,6 +59,9 @@ HANDLERS: Final = "corpus"
 _RECORD: Final = "record.json"
 _OUTCOMES: Final = "outcomes"
 _BLOCK_LINES: Final = 1 << 20
+_MAX_SOURCES: Final = 1000
+OTHERS: Final = "(others)\t"
+"""Source and license of those that are not counted one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +116,10 @@ class PartRecord:
     shards: tuple[ShardEntry, ...]
     tallies: dict[str, int]
     """Scrubbed places by category."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Conversations by form."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Conversations by source and license, with a tab between; the rarer ones of very many as one."""
 
 
 def make_handler(fields: Mapping[str, Any]) -> Handler:
@@ -193,6 +208,8 @@ def pack_part(
         outcomes_crc32=checksum,
         shards=tuple(entries),
         tallies=dict(sorted(maker.tallies.items())),
+        forms=dict(sorted(maker.forms.items())),
+        sources=most_frequent(maker.sources),
     )
     text = json.dumps(encode(record), separators=(",", ":")).encode("ascii")
     write_plainly(folder / _RECORD, text, mode=0o644)
@@ -220,19 +237,29 @@ def _pack_lines(
         elif isinstance(found, LineReason):
             yield number_of(found)
         else:
-            yield _pack_line(maker, shards, found, task.pieces[number].file, place)
+            yield _pack_line(maker, shards, found, task.pieces[number], place)
 
 
 def _pack_line(
-    maker: ContentMaker, shards: Mapping[str, SplitFiles], fields: Fields, file: str, place: int
+    maker: ContentMaker, shards: Mapping[str, SplitFiles], fields: Fields, piece: Piece, place: int
 ) -> int:
     try:
         record = maker.read(fields)
-        identity = maker.identify(fields, record, file, place)
+        identity = maker.identify(fields, record, piece.file, place)
+        members = maker.fields(fields, record, Path(piece.path).parent)
     except LineError as error:
         return number_of(error.reason)
-    shards[identity.split].add(identity.sample_key, maker.fields(fields, record))
+    shards[identity.split].add(identity.sample_key, members)
     return PACKED
+
+
+def most_frequent(counts: Counter[str]) -> dict[str, int]:
+    """Return the counts of the most frequent names, and the sum of all others under `OTHERS`."""
+    ranked = sorted(counts.items(), key=lambda item: (item[0] == OTHERS, -item[1], item[0]))
+    kept = dict(sorted(ranked[:_MAX_SOURCES]))
+    if len(ranked) > _MAX_SOURCES:
+        kept[OTHERS] = kept.get(OTHERS, 0) + sum(count for _, count in ranked[_MAX_SOURCES:])
+    return kept
 
 
 def outcome_blocks(folder: Path, record: PartRecord) -> Iterator[bytes]:

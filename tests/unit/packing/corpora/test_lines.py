@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import StorageError
-from shardflow.packing.corpora.inputs import (
+from shardflow.packing.corpora.lines import (
     DamagedFileError,
     gzip_chunks,
     plain_lines,

@@ -26,7 +26,7 @@ from shardflow.packing.corpora.config import (
     number_of,
 )
 from shardflow.packing.corpora.content import ContentMaker, Record, Turn, texts_digest, value_at
-from shardflow.packing.corpora.inputs import parse_line
+from shardflow.packing.corpora.lines import parse_line
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.plan import split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
