@@ -83,7 +83,7 @@ def pack(name: str, inputs: Path, scratch: Path) -> int:
             output=scratch / "corpus",
             private_dir=scratch / "private",
             inputs=CorpusInputsConfig(files=(folder,)),
-            fields=FieldsConfig(kind="pair" if name == "pairs" else "text"),
+            fields=FieldsConfig(kind="conversations" if name == "pairs" else "text"),
             policy=CorpusPolicyConfig(duplicates="skip" if name == "distinct" else "keep"),
             shards=CorpusShardsConfig(target_bytes=64 << 20, part_bytes=64 << 20),
             deid=CorpusDeidConfig(text="scrub" if name == "scrub" else "keep"),

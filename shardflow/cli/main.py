@@ -57,7 +57,7 @@ class Command:
 COMMANDS: Final = {
     "synth": Command("shardflow.cli.synth", "generate studies, reports and their truth, for tests and demos"),
     "pack": Command("shardflow.cli.pack", "pack DICOM studies and reports into a dataset"),
-    "pack-text": Command("shardflow.cli.pack", "pack JSONL and Parquet texts into a dataset", "text"),
+    "pack-text": Command("shardflow.cli.pack", "pack texts and conversations into a dataset", "text"),
     "index": Command(
         "shardflow.cli.index", "make a dataset of WebDataset tars that others wrote, without copying them"
     ),

@@ -1,4 +1,4 @@
-"""Commands that pack a dataset: ``pack`` of studies and reports, ``pack-text`` of texts alone."""
+"""Commands that pack a dataset: ``pack`` of anything, ``pack-text`` of texts and conversations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION: Final = """\
 Packs folders of DICOM files, and the reports that name their studies, into a dataset. FILE names
-their folders and the output; copy pipelines/recipes/pack_folders.toml to begin one.
+their folders and the output; copy pipelines/recipes/pack_folders.toml to begin one. A FILE with [fields] is
+one of texts or conversations, and is packed as shardflow pack-text does.
 
 Run the same command again to resume a stopped job. That is no --append, which makes the next version
 of a dataset that is finished. The key that makes all surrogates is made in private_dir at the first run: keep
@@ -98,6 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; returns the exit code."""
+    if _is_of_lines(args.config):
+        _refuse_studies_options(args)
+        return run_text(args)
     from shardflow.packing import ArrayTask, PackConfig, pack  # needs pydicom, which the training image lacks
 
     configure_logging(withhold_foreign_text=True)
@@ -135,6 +141,24 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_describe(summary)))
     print(json.dumps(summary.to_json()))
     return summary.exit_code
+
+
+def _is_of_lines(config: str) -> bool:
+    """Return whether a file has the settings of texts or conversations: no other job has ``[fields]``."""
+    try:
+        with Path(config).expanduser().open("rb") as file:
+            return "fields" in tomllib.load(file)
+    except (OSError, ValueError):
+        return False  # reading the settings says what is wrong
+
+
+def _refuse_studies_options(args: argparse.Namespace) -> None:
+    for name in ("engine", "retry", "task", "merge", "dry_run"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of jobs that pack studies, and this file has [fields], so it "
+                "packs lines of text; leave the option out."
+            )
 
 
 def _fail(status: str, message: str, code: int, *, as_json: bool = True) -> int:
@@ -185,9 +209,10 @@ def _describe(summary: PackSummary) -> Iterator[str]:
 
 
 TEXT_DESCRIPTION: Final = """\
-Packs files of JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) and Parquet files into a dataset of texts: texts to
-learn language from, instruction pairs, dialogues, preferences. FILE says where they lie, which field is what,
-and where the dataset goes; copy pipelines/recipes/pack_corpus.toml to begin one.
+Packs files of JSON lines (.jsonl, .jsonl.gz, .jsonl.zst), JSON and Parquet into a dataset: texts to learn
+language from, or conversations with their images (messages, LLaVA, ShareGPT, Alpaca, documents, preferences,
+scores, prompts with answers). FILE says where they lie, which field is what, and where the dataset goes; copy
+pipelines/recipes/pack_corpus.toml to begin one.
 
 Texts are scrubbed unless [deid] says otherwise. Run the same command again to go on where a stopped job was:
 finished parts stay. That is no --append: it takes new files into the next version of a dataset that is
@@ -198,7 +223,7 @@ examples:
   shardflow pack-text --config my-corpus.toml --print-config
   shardflow pack-text --config my-corpus.toml
   shardflow pack-text --config my-corpus.toml --append
-  shardflow pack-text --config my-corpus.toml --set fields.kind=dialogue --set fields.turns=messages
+  shardflow pack-text --config my-corpus.toml --set fields.kind=conversations
   shardflow pack-text --config my-corpus.toml --set deid.text=keep --set output=/data/corpus
 
 exit codes: 0 done, or already done; 1 an error: run it again; 2 a setting is wrong; 3 more lines are

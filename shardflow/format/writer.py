@@ -463,7 +463,7 @@ class _WrittenSplit:
             "columns": self._num_columns.tolist(),
             "modalities": list(self._codes),
             "modality": self._modality.tolist(),
-            "images": {name: _plain(found) for name, found in self._images.items()},
+            "images": {name: found.plain() for name, found in self._images.items()},
         }
         columns = self._columns.stored()
         if columns:
@@ -550,7 +550,7 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
         for name, plain in shard.facts["images"].items():
             facts = ImageFacts(**{**plain, "rows": tuple(plain["rows"]), "columns": tuple(plain["columns"])})
             images[name] = images[name].joined(facts) if name in images else facts
-    pictures = {name: _plain(facts) for name, facts in sorted(images.items())}
+    pictures = {name: facts.plain() for name, facts in sorted(images.items())}
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(shards),
@@ -564,10 +564,6 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
         # Before the manifest, so that no reader sees the samples without their labels.
         write_table(store, manifest.dataset_id, table, "study", columns, number=1)
     return commit(store, manifest)
-
-
-def _plain(facts: ImageFacts) -> dict[str, Any]:
-    return {**asdict(facts), "rows": list(facts.rows), "columns": list(facts.columns)}
 
 
 @contextmanager

@@ -70,3 +70,13 @@ def test_every_setting_is_shown(call: Call, arguments: list[object], tmp_path: P
     assert called.code == 0
     assert 'text = "scrub"' in called.out
     assert not (tmp_path / "out").exists()
+
+
+def test_pack_takes_a_recipe_of_lines(call: Call, arguments: list[object], tmp_path: Path) -> None:
+    rest = [*arguments[1:], "--set=policy.max_quarantined_share=0.5"]
+    refused = call("pack", *rest, "--dry-run")
+    assert (refused.code, "this file has [fields]" in refused.err) == (2, True)
+    called = call("pack", *rest, "--set=fields.kind=conversations")
+    assert called.code == 0
+    assert "Conversations by form: 9 document.\n" in called.out
+    assert Dataset.open(tmp_path / "out").samples.num_samples == 9

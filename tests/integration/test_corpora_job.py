@@ -291,7 +291,7 @@ def test_parquet_and_lines_make_the_same_samples(case: CorpusCase) -> None:
         }
         for n in range(60)
     ]
-    settings = ("fields.kind=dialogue", "fields.key=id", "shards.part_bytes=4KiB")
+    settings = ("fields.kind=conversations", "fields.key=id", "shards.part_bytes=4KiB")
     write_parquet(case.texts / "a.parquet", rows, 8, compression="zstd")
     summary = case.pack(*settings)
     assert summary.num_parts > 1

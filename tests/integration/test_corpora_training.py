@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     notes.write("a.jsonl", [json.dumps(line).encode() for line in lines])
     parts = ", ".join(f"{name} = {count}" for name, count in (*PARTS.items(), ("test", 0)))
-    notes.pack("fields.kind=dialogue", "splits.group=patient", f"splits.parts={{{parts}}}")
+    notes.pack("fields.kind=conversations", "splits.group=patient", f"splits.parts={{{parts}}}")
     train_tokenizer(Dataset.open(notes.output), "train", 300, folder / "bpe")
     (folder / "blend.toml").write_text(BLEND, encoding="utf-8")
     return folder

@@ -440,12 +440,8 @@ def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str,
             images[name] = images[name].joined(facts) if name in images else facts
     return {
         "fields": dict(sorted(fields.items())),
-        "images": {name: _plain(facts) for name, facts in sorted(images.items())},
+        "images": {name: facts.plain() for name, facts in sorted(images.items())},
     }
-
-
-def _plain(facts: ImageFacts) -> Json:
-    return {**asdict(facts), "rows": list(facts.rows), "columns": list(facts.columns)}
 
 
 def _rows(number: int, shard: _Scanned, keys: Sequence[str], text_field: str) -> list[SampleEntry]:

@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,10 @@ class ImageFacts:
         if self.rows[0] < self.rows[1] or self.columns[0] < self.columns[1]:
             return None
         return self.rows[0], self.columns[0]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the facts as a manifest has them."""
+        return {**asdict(self), "rows": list(self.rows), "columns": list(self.columns)}
 
     def joined(self, other: ImageFacts) -> ImageFacts:
         """Return the facts of both sets of images."""

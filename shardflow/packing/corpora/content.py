@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from shardflow.format.foreign.places import ImageFacts
 from shardflow.format.keys import CONVERSATION_FIELD, REPORT_FIELD, encode_json
+from shardflow.format.sample_values import picture_facts
 from shardflow.packing.corpora.config import (
     CorpusConfig,
     CorpusDeidConfig,
@@ -105,6 +107,7 @@ class ContentMaker:
         tallies: Places that were scrubbed, by category.
         forms: Packed conversations by form.
         sources: Packed conversations by source and license, with a tab between.
+        images: What the pictures of a name have in common.
     """
 
     def __init__(self, config: CorpusConfig, key: SecretKey) -> None:
@@ -123,6 +126,7 @@ class ContentMaker:
         self.tallies: Counter[str] = Counter()
         self.forms: Counter[str] = Counter()
         self.sources: Counter[str] = Counter()
+        self.images: dict[str, ImageFacts] = {}
 
     @property
     def columns(self) -> list[str]:
@@ -267,10 +271,12 @@ class ContentMaker:
         self.forms[found.form] += 1
         if source or license_name:
             self.sources[f"{source}\t{license_name}"] += 1
-        payloads = [one.payload for one in pictures]
+        members = sorted(zip(names, (one.payload for one in pictures), strict=True))
+        for name, facts in picture_facts(members):
+            self.images[name] = facts.joined(self.images.get(name, facts))
         return [
             (CONVERSATION_FIELD, encode_json(about)),
-            *sorted(zip(names, payloads, strict=True)),
+            *members,
             (REPORT_FIELD, rendered(about, self._fields, self.config.conversations.marker).encode("utf-8")),
         ]
 

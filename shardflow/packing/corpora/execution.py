@@ -18,6 +18,7 @@ import numpy as np
 from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import carry_tables
+from shardflow.format.foreign.places import ImageFacts, image_facts
 from shardflow.format.keys import shard_name
 from shardflow.format.ledger import LineOutcomes, stream_outcomes
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
@@ -111,6 +112,24 @@ def _told(forms: Counter[str], sources: Counter[str]) -> dict[str, Any]:
         for source, _, license_name in [name.partition("\t")]
     ]
     return {"forms": dict(sorted(forms.items())), "sources": listed}
+
+
+def _image_facts(records: Iterable[PartRecord], base: Manifest | None) -> dict[str, Any]:
+    """Return what a manifest says of pictures by name (docs/format.md, section 9); nothing without any."""
+    found: dict[str, ImageFacts] = {}
+    for record in records:
+        for name, facts in record.images.items():
+            found[name] = facts.joined(found.get(name, facts))
+    former: Any = {} if base is None else base.extra.get("members", {})
+    for name in former.get("images", {}):
+        facts = None if base is None else image_facts(base, name)
+        if facts is not None:
+            found[name] = facts.joined(found.get(name, facts))
+    return (
+        {"members": {"images": {name: facts.plain() for name, facts in sorted(found.items())}}}
+        if found
+        else {}
+    )
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
@@ -240,6 +259,7 @@ class Execution:
                     "report_text": self.config.deid.text,
                 },
                 "line_outcomes": asdict(lines),
+                **_image_facts(tally.records, base),
                 "num_slices": 0,
                 "plan_digest": self.plan.digest,
                 "reasons": unpacked(counts),

@@ -174,9 +174,10 @@ class _Job:
         has_conversations = self.config.has_conversations
         files = discover(self.config.inputs.files, has_conversations=has_conversations)
         if all(file.format == "other" for file in files):
+            endings = f".jsonl, .jsonl.gz, .jsonl.zst{', .json' if has_conversations else ''}"
             raise ConfigError(
-                f"inputs.files has no .jsonl, .jsonl.gz, .jsonl.zst{', .json' if has_conversations else ''} or "
-                f".parquet file, only {len(files)} others; correct the folders."
+                f"inputs.files has no {endings} or .parquet file, only {len(files)} others; correct the "
+                "folders."
             )
         files = self._inspect(files)
         if finished is None:

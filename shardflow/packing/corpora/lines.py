@@ -222,10 +222,12 @@ class _Cut:
 
     @property
     def is_open(self) -> bool:
-        """Whether something but white space is held."""
-        return self._num_held > self._max_bytes or any(piece.strip(_WHITE) for piece in self._held)
+        """Whether a value has begun."""
+        return self._num_held > 0
 
     def hold(self, piece: bytes) -> None:
+        if not self._num_held:
+            piece = piece.lstrip(_WHITE)
         self._num_held += len(piece)
         if self._num_held > self._max_bytes:
             self._held = []

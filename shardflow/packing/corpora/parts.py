@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, StorageError, naming_os_errors
+from shardflow.format.foreign.places import ImageFacts
 from shardflow.format.manifest import FileEntry, ShardEntry
 from shardflow.format.shard_files import SplitFiles, link_shard
 from shardflow.packing.corpora.config import (
@@ -120,6 +121,8 @@ class PartRecord:
     """Conversations by form."""
     sources: dict[str, int] = field(default_factory=dict)
     """Conversations by source and license, with a tab between; the rarer ones of very many as one."""
+    images: dict[str, ImageFacts] = field(default_factory=dict)
+    """What the pictures of a name have in common."""
 
 
 def make_handler(fields: Mapping[str, Any]) -> Handler:
@@ -210,6 +213,7 @@ def pack_part(
         tallies=dict(sorted(maker.tallies.items())),
         forms=dict(sorted(maker.forms.items())),
         sources=most_frequent(maker.sources),
+        images=dict(sorted(maker.images.items())),
     )
     text = json.dumps(encode(record), separators=(",", ":")).encode("ascii")
     write_plainly(folder / _RECORD, text, mode=0o644)

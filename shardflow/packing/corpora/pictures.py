@@ -81,9 +81,9 @@ class PictureFinder:
         if len(payload) > self._max_bytes:
             raise LineError(LineReason.NOT_AN_IMAGE)
         kind, orientation, rows, columns = _decoded(payload)
-        if not self._keeps_notes:
-            payload = without_notes(payload, orientation)
-        return StoredPicture(payload, kind, rows, columns)
+        # Also finds the end: a decoder takes a picture that lacks its last bytes.
+        plain = without_notes(payload, orientation)
+        return StoredPicture(payload if self._keeps_notes else plain, kind, rows, columns)
 
     def _read(self, name: str, folder: Path) -> bytes:
         if name.startswith("data:"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from shardflow.packing.corpora.lines import (
     DamagedFileError,
     gzip_chunks,
     plain_lines,
+    split_array,
     split_lines,
     stream_lines,
     zstd_chunks,
@@ -172,3 +174,65 @@ def test_a_read_that_fails_below_zstd_is_no_damage() -> None:
 
     with pytest.raises(StorageError, match="Input/output error"):
         list(zstd_chunks(Failing(b"x" * 100)))
+
+
+VALUES = st.lists(
+    st.dictionaries(st.sampled_from(['"', "a]", "\\", "{,"]), st.text('ab"\\[]{},', max_size=6), max_size=3),
+    max_size=6,
+)
+
+
+@given(
+    values=VALUES,
+    indent=st.sampled_from([None, 1]),
+    is_array=st.booleans(),
+    chunk=st.integers(1, 9),
+    limit=st.integers(0, 60),
+)
+def test_values_of_an_array_come_once_however_chunks_fall(
+    values: list[dict[str, str]], indent: int | None, is_array: bool, chunk: int, limit: int
+) -> None:
+    """The oracle is `json`; the limit is of a value with the white space behind it."""
+    parts = [json.dumps(value, indent=indent) for value in values]
+    text = f" [{' , '.join(parts)}]\n" if is_array else "\n".join(parts) + "\n"
+    data = text.encode()
+    chunks = [data[start : start + chunk] for start in range(0, len(data), chunk)]
+    found = list(split_array(iter(chunks), 1 << 10))
+    assert [json.loads(line or b"") for _, line in found] == values
+    assert len({place for place, _ in found}) == len(values)
+    for (_, line), (_, short) in zip(found, split_array(iter(chunks), limit), strict=True):
+        assert short in (None, line)
+        assert short is None or len(short) <= limit
+        assert short is not None or len(line or b"") > limit - 4
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (b"", []),
+        (b"\xef\xbb\xbf[1, 2]", [b"1", b"2"]),
+        (b"[]", []),
+        (b"[{}, ]", [b"{}"]),
+        (b'{"a":1}{"b":2}', [b'{"a":1}', b'{"b":2}']),
+    ],
+)
+def test_arrays_of_other_habits_are_read(text: bytes, values: list[bytes]) -> None:
+    assert [line for _, line in split_array(iter([text]), 100)] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (b'[{"a":1}', []),
+        (b'[{"a":1}, {"b', [b'{"a":1}']),
+        (b'[{"a":1}] x', [b'{"a":1}']),
+        (b'[{"a":1}]]', [b'{"a":1}']),
+        (b'{"a":1} x', [b'{"a":1}']),
+        (b"x", []),
+    ],
+)
+def test_an_array_that_is_cut_is_damaged_behind_what_came(text: bytes, values: list[bytes]) -> None:
+    lines = split_array(iter([text]), 100)
+    assert [next(lines)[1] for _ in values] == values
+    with pytest.raises(DamagedFileError):
+        next(lines)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError
 from shardflow.format.keys import FIELD_PATTERN, SAMPLE_KEY_PATTERN
@@ -25,7 +23,8 @@ from shardflow.packing.corpora.config import (
     LineReason,
     number_of,
 )
-from shardflow.packing.corpora.content import ContentMaker, Record, Turn, texts_digest, value_at
+from shardflow.packing.corpora.content import ContentMaker
+from shardflow.packing.corpora.conversations import value_at
 from shardflow.packing.corpora.lines import parse_line
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.plan import split_of_bucket
@@ -106,73 +105,10 @@ def test_texts_that_do_not_fit(fields: dict[str, Any], expected: LineReason) -> 
     assert reason(fields, limits=CorpusLimitsConfig(max_text_bytes=10)) is expected
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        ("text", LineReason.WRONG_TYPE),
-        ({}, LineReason.WRONG_TYPE),
-        ([], LineReason.EMPTY_TEXT),
-        (["text"], LineReason.WRONG_TYPE),
-        ([{"role": "user"}], LineReason.MISSING_FIELD),
-        ([{"content": "a"}], LineReason.MISSING_FIELD),
-        ([{"role": "user", "content": 3}], LineReason.WRONG_TYPE),
-        ([{"role": "oracle", "content": "a"}], LineReason.UNKNOWN_ROLE),
-        ([{"role": "user", "content": " "}], LineReason.EMPTY_TEXT),
-    ],
-)
-def test_dialogues_that_do_not_fit(turns: Any, expected: LineReason) -> None:
-    assert reason({"messages": turns}, fields=FieldsConfig(kind="dialogue")) is expected
-
-
 def test_a_text_alone_is_one_field() -> None:
     assert make({"note": {"text": "No effusion."}}, fields=FieldsConfig(text="note.text")) == {
         "report.txt": b"No effusion."
     }
-
-
-def test_a_pair_has_a_prompt_and_a_response() -> None:
-    fields = {"prompt": "Is there an effusion?", "response": "No.", "system": "Be brief."}
-    made = make(fields, fields=FieldsConfig(kind="pair", system="system"))
-    assert made["report.txt"].decode() == (
-        "<|system|>\nBe brief.\n<|user|>\nIs there an effusion?\n<|assistant|>\nNo.\n"
-    )
-    assert list(made) == sorted(made)
-
-
-@pytest.mark.parametrize("repeats", [True, False])
-def test_a_preference_has_two_answers_to_one_prompt(repeats: bool) -> None:
-    prompt = {"role": "human", "content": "Why?"}
-    answers = [{"role": "gpt", "content": "Because."}], [{"role": "gpt", "content": "No."}]
-    fields = {"prompt": [prompt], "chosen": answers[0], "rejected": answers[1]}
-    if repeats:
-        fields = {"prompt": [prompt], "chosen": [prompt, *answers[0]], "rejected": [prompt, *answers[1]]}
-    made = make(fields, fields=FieldsConfig(kind="preference"))
-    assert list(made) == ["corpus.json", "rejected.txt", "report.txt"]
-    assert made["report.txt"] == b"<|user|>\nWhy?\n<|assistant|>\nBecause.\n"
-    assert made["rejected.txt"] == b"<|user|>\nWhy?\n<|assistant|>\nNo.\n"
-
-
-said = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-
-
-@given(
-    turns=st.lists(st.tuples(st.sampled_from(["user", "gpt", "tool"]), said), min_size=1, max_size=6),
-    form=st.sampled_from(
-        ["<|{role}|>\n{content}\n", "{role}: {content}", "\N{EURO SIGN}{role}{content}\u00e9"]
-    ),
-)
-def test_every_turn_can_be_cut_out_again(turns: list[tuple[str, str]], form: str) -> None:
-    fields = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    if not any(content.strip() for _, content in turns):
-        turns.append(("user", "x"))
-        fields["messages"].append({"role": "user", "content": "x"})
-    made = make(fields, fields=FieldsConfig(kind="dialogue", turn_format=form))
-    about = json.loads(made["corpus.json"])
-    cut = [
-        (turn["role"], made["report.txt"][turn["start"] : turn["stop"]].decode()) for turn in about["turns"]
-    ]
-    names = {"user": "user", "gpt": "assistant", "tool": "tool"}
-    assert cut == [(names[role], content) for role, content in turns]
 
 
 def test_kept_fields_stand_beside_the_text_and_are_scrubbed() -> None:
@@ -252,17 +188,6 @@ def test_a_dot_leads_into_objects_unless_a_field_has_that_name() -> None:
     assert value_at({"a": [1]}, "a.b") is None
 
 
-def test_roles_and_texts_both_make_the_digest() -> None:
-    records = [
-        Record(text="a"),
-        Record(turns=(Turn("user", "a"),)),
-        Record(turns=(Turn("assistant", "a"),)),
-        Record(turns=(Turn("user", "a"),), rejected=(Turn("user", "a"),)),
-        Record(turns=(Turn("user", "a"), Turn("user", "a"))),
-    ]
-    assert len({texts_digest(record) for record in records}) == len(records)
-
-
 @pytest.mark.parametrize("form", ["{role}", "{content}", "{content}{role}", "{role}{role}{content}", ""])
 def test_a_form_of_turns_must_place_role_and_content(form: str) -> None:
     with pytest.raises(ConfigError, match="turn_format"):
@@ -275,11 +200,24 @@ def test_numbers_of_reasons_are_frozen() -> None:
         "PACKED", "EMPTY_LINE", "EMPTY_TEXT", "NOT_A_CORPUS_FILE", "DUPLICATE_TEXT", "LINE_TOO_LONG",
         "TEXT_TOO_LONG", "INVALID_UTF8", "INVALID_JSON", "MISSING_FIELD", "WRONG_TYPE", "UNKNOWN_ROLE",
         "DUPLICATE_KEY", "FILE_DAMAGED", "WORKER_FAILED", "WORKER_KILLED", "WORKER_OUT_OF_MEMORY",
-        "WORKER_TIMEOUT",
+        "WORKER_TIMEOUT", "UNKNOWN_FORM", "TURN_ORDER", "EMPTY_TURN", "UNSUPPORTED_CONTENT", "SAME_ANSWERS",
+        "IMAGE_COUNT", "IMAGE_MISSING", "IMAGE_ELSEWHERE", "NOT_AN_IMAGE",
     ]  # fmt: skip
     assert {number_of(reason) for reason in LineReason} == set(range(1, len(REASON_TABLE)))
     assert set(REASONS) == set(LineReason)
 
 
 def test_field_names_are_of_the_format() -> None:
-    assert all(FIELD_PATTERN.fullmatch(name) for name in ("corpus.json", "rejected.txt"))
+    assert all(FIELD_PATTERN.fullmatch(name) for name in ("corpus.json", "conversation.json"))
+
+
+def test_the_settings_of_texts_keep_their_digest() -> None:
+    """An append compares it: settings that only conversations have must not change it."""
+    assert "conversations" not in make_config().content()
+    assert "conversations" in make_config(fields=FieldsConfig(kind="conversations")).content()
+
+
+@pytest.mark.parametrize("kind", ["pair", "dialogue", "preference"])
+def test_former_kinds_say_what_to_write(kind: Any) -> None:
+    with pytest.raises(ConfigError, match='write kind = "conversations"'):
+        FieldsConfig(kind=kind)

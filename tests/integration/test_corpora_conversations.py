@@ -1,0 +1,156 @@
+"""Conversations with pictures through the whole job: kinds of files, resumption, versions, the loader."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+import shardflow as sf
+from shardflow.format import Dataset
+from shardflow.format.manifest import load
+from shardflow.storage import LocalStore
+from tests.corpora_case import CorpusCase
+from tests.pack_case import tree_digests
+
+CONVERSATIONS = "fields.kind=conversations"
+NUM_LINES = 12
+
+
+def picture(number: int) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (6 + number, 9, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def line(number: int) -> dict[str, Any]:
+    return {
+        "id": f"P{number}",
+        "image": f"images/{number}.png",
+        "conversations": [
+            {"from": "human", "value": f"<image>\nWhat is seen in {number}?"},
+            {"from": "gpt", "value": "Clear lungs."},
+        ],
+    }
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> CorpusCase:
+    case = CorpusCase(tmp_path / "job")
+    case.prepare()
+    (case.texts / "images").mkdir()
+    for number in range(NUM_LINES):
+        (case.texts / "images" / f"{number}.png").write_bytes(picture(number))
+    return case
+
+
+def samples(case: CorpusCase) -> dict[str, dict[str, bytes]]:
+    dataset = Dataset.open(case.output)
+    return {
+        dataset.samples.sample_key(row): dataset.read_fields(row)
+        for row in range(dataset.samples.num_samples)
+    }
+
+
+def test_arrays_lines_and_parquet_make_the_same_samples(case: CorpusCase) -> None:
+    lines = [line(number) for number in range(NUM_LINES)]
+    settings = (CONVERSATIONS, "fields.key=id", "splits.group=id")
+    (case.texts / "a.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
+    summary = case.pack(*settings)
+    # Pictures below a folder are of the lines, and no inputs of their own.
+    assert summary.inputs == {"total": NUM_LINES, "packed": NUM_LINES, "skipped": 0, "quarantined": 0}
+    assert summary.forms == {"llava": NUM_LINES}
+    found = samples(case)
+    for members in found.values():
+        about = json.loads(members["conversation.json"])
+        number = int(about["messages"][0]["content"][1]["text"].split()[-1].rstrip("?"))
+        assert members["image.000.png"] == picture(number)
+    others: dict[str, bytes] = {"a.jsonl": b"\n".join(json.dumps(each).encode() for each in lines)}
+    stream = io.BytesIO()
+    # Hugging Face stores pictures in the rows.
+    rows = [each | {"image": {"bytes": picture(n), "path": None}} for n, each in enumerate(lines)]
+    parquet.write_table(pa.Table.from_pylist(rows), stream, row_group_size=5)
+    others["a.parquet"] = stream.getvalue()
+    for name, content in others.items():
+        other = CorpusCase(case.folder.parent / name.replace(".", "_"))
+        other.prepare()
+        (other.texts / name).write_bytes(content)
+        other.pack(*settings, f"conversations.image_root={case.texts}")
+        assert samples(other) == found
+
+
+def test_a_picture_that_came_late_is_packed_by_the_same_command(case: CorpusCase) -> None:
+    case.write("a.jsonl", [json.dumps(line(number)).encode() for number in range(NUM_LINES)])
+    last = case.texts / "images" / f"{NUM_LINES - 1}.png"
+    last.unlink()
+    summary = case.pack(CONVERSATIONS, "policy.max_quarantined_share=0.01")
+    assert (summary.status, summary.reasons) == ("quarantine_limit", {"IMAGE_MISSING": 1})
+    last.write_bytes(picture(NUM_LINES - 1))
+    assert case.pack(CONVERSATIONS, "policy.max_quarantined_share=0.01").inputs["packed"] == NUM_LINES
+    # It is the dataset that a job with all pictures makes.
+    other = CorpusCase(case.folder.parent / "whole")
+    other.prepare()
+    (other.texts / "images").symlink_to(case.texts / "images")
+    other.write("a.jsonl", [json.dumps(line(number)).encode() for number in range(NUM_LINES)])
+    other.pack(CONVERSATIONS, "policy.max_quarantined_share=0.01")
+    assert tree_digests(case.output) == tree_digests(other.output)
+
+
+def test_forms_and_sources_are_counted_over_versions(case: CorpusCase) -> None:
+    settings = (CONVERSATIONS, "conversations.source=house", "conversations.source_field=from")
+    case.write("a.jsonl", [json.dumps(line(number)).encode() for number in range(3)])
+    case.pack(*settings)
+    pair = {"prompt": "Effusion?", "response": "No.", "from": "ward"}
+    case.write("b.jsonl", [json.dumps(pair).encode(), json.dumps(line(4)).encode()])
+    case.pack(*settings, mode="append")
+    corpus: Any = load(LocalStore(case.output)).extra["corpus"]
+    assert corpus["kind"] == "conversations"
+    assert corpus["forms"] == {"llava": 4, "pair": 1}
+    assert corpus["sources"] == [
+        {"source": "house", "license": "", "num_samples": 4},
+        {"source": "ward", "license": "", "num_samples": 1},
+    ]
+
+
+def test_nothing_of_a_picture_or_its_name_is_told(case: CorpusCase) -> None:
+    (case.texts / "OKONKWO").mkdir()
+    note = Image.Exif()
+    note[0x010E] = "OKONKWO"
+    Image.new("RGB", (8, 8)).save(case.texts / "OKONKWO" / "4711.jpg", exif=note)
+    case.write("a.jsonl", [json.dumps(line(0) | {"image": "OKONKWO/4711.jpg"}).encode()])
+    case.pack(CONVERSATIONS, "deid.text=scrub", f"conversations.image_root={case.texts}")
+    for path in case.output.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert b"OKONKWO" not in content
+        assert b"4711" not in content
+        assert str(case.texts).encode() not in content
+
+
+def test_the_loader_reads_conversations_and_their_pictures(case: CorpusCase) -> None:
+    case.write("a.jsonl", [json.dumps(line(number)).encode() for number in range(NUM_LINES)])
+    case.pack(CONVERSATIONS, "splits.parts={train = 1}")
+    (tar,) = (case.output / "shards").glob("*.tar")
+    assert stat.S_ISREG(tar.stat().st_mode)
+    with tarfile.open(tar) as file:  # any reader of WebDataset finds them
+        assert len([name for name in file.getnames() if name.endswith(".image.000.png")]) == NUM_LINES
+    fields = {
+        "conversation": sf.Json(member="conversation.json"),
+        "picture": sf.Image(member="image.000.png", size=(8, 8)),
+    }
+    spec = sf.BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask")
+    seen = []
+    with sf.Loader(sf.open(case.output), split="train", seed=1, batch=spec, fields=fields) as loader:
+        for batch in loader:
+            assert batch["picture"].shape == (4, 3, 8, 8)
+            seen += [batch["conversation"][slot]["messages"][0] for slot in batch.info.weight.nonzero()[0]]
+    assert len({json.dumps(each) for each in seen}) == NUM_LINES
