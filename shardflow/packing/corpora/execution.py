@@ -115,21 +115,15 @@ def _told(forms: Counter[str], sources: Counter[str]) -> dict[str, Any]:
 
 
 def _image_facts(records: Iterable[PartRecord], base: Manifest | None) -> dict[str, Any]:
-    """Return what a manifest says of pictures by name (docs/format.md, section 9); nothing without any."""
-    found: dict[str, ImageFacts] = {}
-    for record in records:
-        for name, facts in record.images.items():
-            found[name] = facts.joined(found.get(name, facts))
+    """Return what a manifest says of pictures by name (`extra.members`); nothing without any."""
     former: Any = {} if base is None else base.extra.get("members", {})
-    for name in former.get("images", {}):
-        facts = None if base is None else image_facts(base, name)
+    known = () if base is None else [(name, image_facts(base, name)) for name in former.get("images", {})]
+    found: dict[str, ImageFacts] = {}
+    for name, facts in (*known, *(item for record in records for item in record.images.items())):
         if facts is not None:
             found[name] = facts.joined(found.get(name, facts))
-    return (
-        {"members": {"images": {name: facts.plain() for name, facts in sorted(found.items())}}}
-        if found
-        else {}
-    )
+    images = {name: facts.plain() for name, facts in sorted(found.items())}
+    return {"members": {"images": images}} if images else {}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -83,7 +83,7 @@ def reason(line: dict[str, Any], folder: Path = Path(), /, **settings: Any) -> L
     return caught.value.reason
 
 
-TEXTS = {
+TEXTS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [{"role": "system", "content": "Be brief."}, USER, NO]},
     "sharegpt": {
         "system": "Be brief.",
