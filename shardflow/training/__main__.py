@@ -168,7 +168,7 @@ def _train(config: TrainConfig, rank: int) -> int:
     from shardflow.training.run import train
 
     stop = StopRequest()
-    with stop.listening(), _progress(rank) as on_step:
+    with stop.listening(), _progress(rank, has_text=config.task.has_reports) as on_step:
         summary = train(config, on_step=on_step, stop=stop)
         # Still listening: once another rank has left with 75, torchrun sends SIGTERM to this one.
         if rank == 0:
@@ -177,7 +177,7 @@ def _train(config: TrainConfig, rank: int) -> int:
 
 
 @contextmanager
-def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
+def _progress(rank: int, *, has_text: bool) -> Iterator[Callable[[StepMetrics, int], None] | None]:
     """Show steps on rank 0: a bar on a terminal, a line every ten seconds in a log."""
     if rank != 0:
         yield None
@@ -195,7 +195,10 @@ def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
         ) as bar:
             task = bar.add_task("", total=None)
             yield lambda metrics, num_steps: bar.update(
-                task, total=num_steps, completed=metrics.global_step + 1, description=_describe(metrics)
+                task,
+                total=num_steps,
+                completed=metrics.global_step + 1,
+                description=_describe(metrics, has_text=has_text),
             )
     else:
         shown_at = float("-inf")
@@ -209,16 +212,19 @@ def _progress(rank: int) -> Iterator[Callable[[StepMetrics, int], None] | None]:
             if now - shown_at >= LINE_EVERY_S or number == num_steps:
                 shown_at = now
                 rest = time_left(number - first, num_steps - first, now - since)
-                _LOGGER.info("step %d of %d: %s%s", number, num_steps, _describe(metrics), rest)
+                _LOGGER.info(
+                    "step %d of %d: %s%s", number, num_steps, _describe(metrics, has_text=has_text), rest
+                )
 
         yield log
 
 
-def _describe(metrics: StepMetrics) -> str:
+def _describe(metrics: StepMetrics, *, has_text: bool) -> str:
     loss = "no loss" if metrics.loss is None else f"loss {metrics.loss:.4f}"
     share = metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
-    tokens_per_s = metrics.num_tokens / max(metrics.step_s, 1e-9)
-    return f"{loss}, {tokens_per_s:,.0f} tokens/s, {share:.0%} waiting for data"
+    number, noun = (metrics.num_tokens, "tokens") if has_text else (metrics.num_samples, "samples")
+    rate = number / max(metrics.step_s, 1e-9)
+    return f"{loss}, {rate:,.{0 if rate >= 10 else 2}f} {noun}/s, {share:.0%} waiting for data"
 
 
 if __name__ == "__main__":

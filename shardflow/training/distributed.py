@@ -50,6 +50,7 @@ from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
 from shardflow.training.config import ParallelConfig, TimeoutConfig
 from shardflow.training.doctor import refuse_unknown_names
 from shardflow.training.health.monitor import HealthMonitor
+from shardflow.viewing.markup import counted
 
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _NAMES: Final = {"cuda": "GPU", "npu": "NPU"}
@@ -313,7 +314,7 @@ def join_ranks(wanted_device: str, timeouts: TimeoutConfig, *, traces: Path | No
             timeouts=timeouts,
         )
         of = f"{ranks.rank} of {ranks.world_size} on {device}"
-        _LOGGER.info("joined as rank %s with %s, %d threads", of, backend, torch.get_num_threads())
+        _LOGGER.info("joined as rank %s with %s, %s", of, backend, counted(torch.get_num_threads(), "thread"))
         yield ranks
     except BaseException:
         # Several ranks leave their groups alone: others may be stuck in a collective that an orderly shutdown

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,11 +43,12 @@ from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
+from shardflow.viewing.markup import counted
 
 # ruff: noqa: N803, N815
 # Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens.
 
-
+_LOGGER = logging.getLogger(__name__)
 _RING_BYTES = 64 << 20
 
 
@@ -428,17 +430,22 @@ class DeviceFeed:
         loader: At the position to resume from.
         maker: Makes the model's tensors.
         looks_ahead: Send the next step's first micro-batch before it is asked for; pointless on CPUs.
+        shows_first: Log what the first micro-batch holds and what the model gets of it.
 
     Attributes:
         looks_ahead: Whether it does.
     """
 
-    def __init__(self, loader: Loader, maker: InputSource, *, looks_ahead: bool) -> None:
+    def __init__(
+        self, loader: Loader, maker: InputSource, *, looks_ahead: bool, shows_first: bool = False
+    ) -> None:
         self._maker = maker
         self.looks_ahead = looks_ahead
         self._loader = loader
         self._batches = iter(loader)
         self._ahead: tuple[Any, LedgerMicroBatch] | None = None
+        self._shows_next = shows_first
+        self._first = ""
 
     def take(self) -> FedMicroBatch | None:
         """Return the next micro-batch; None at the end of the epoch."""
@@ -448,7 +455,12 @@ class DeviceFeed:
             return None
         self._batches.count_fetched()
         sent, entry = found
-        return FedMicroBatch(inputs=self._maker.receive(sent), entry=entry)
+        inputs = self._maker.receive(sent)
+        if self._first:
+            _LOGGER.info("first micro-batch: %s", self._first)
+            _LOGGER.info("the model gets %s", describe_inputs(inputs))
+            self._first = ""
+        return FedMicroBatch(inputs=inputs, entry=entry)
 
     def look_ahead(self) -> None:
         """Send the next micro-batch, if that is worth it; call it when the step's work has been launched."""
@@ -475,7 +487,47 @@ class DeviceFeed:
 
     def _send_next(self) -> tuple[Any, LedgerMicroBatch] | None:
         batch = self._batches.fetch()
-        return None if batch is None else (self._maker.send(batch), _entry(batch))
+        if batch is None:
+            return None
+        if self._shows_next:
+            self._first, self._shows_next = describe_batch(batch), False
+        return self._maker.send(batch), _entry(batch)
+
+
+def describe_batch(batch: Batch) -> str:
+    """Describe the fields of a micro-batch by shapes, dtypes, ranges and counts; no text, no identifier.
+
+    Example:
+        ``image (2, 3, 1, 16, 16) float32 from -1024 to 1371; report 2 texts of 431 characters``
+    """
+    return "; ".join(f"{name} {_described(batch[name])}" for name in batch)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        shape = f"({', '.join(map(str, value.shape))}) {value.dtype}"
+        has_range = value.size and value.ndim > 2 and value.dtype.kind in "iuf"
+        return f"{shape} from {value.min():g} to {value.max():g}" if has_range else shape
+    if not isinstance(value, Sequence) or not value:
+        return "empty" if isinstance(value, Sequence) else type(value).__name__
+    if all(isinstance(one, str) for one in value):
+        return f"{counted(len(value), 'text')} of {counted(sum(map(len, value)), 'character')}"
+    return f"{len(value)} of {_described(value[0])}"
+
+
+def describe_inputs(inputs: StepInputs) -> str:
+    """Describe what the model gets of a micro-batch: tensors by shape and dtype, targets and samples."""
+    made: Any = inputs
+    held = getattr(made, "tensors", None)
+    if held is None and is_dataclass(made):
+        held = {one.name: getattr(made, one.name) for one in fields(made)}
+    tensors = [
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for name, value in (held or {}).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    targets = f"{inputs.num_tokens:g} weighted targets of {inputs.num_samples:g} samples"
+    return "; ".join([*tensors, targets])
 
 
 def step_inputs(

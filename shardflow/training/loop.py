@@ -292,7 +292,12 @@ class TrainingLoop:
         first = parts.loader.position
         last = min(parts.loader.num_steps, first.step + self.num_steps - progress.global_step)
         # On a CPU nothing is copied, so a second micro-batch would only take memory.
-        feed = DeviceFeed(parts.loader, parts.inputs, looks_ahead=parts.ranks.device.type != "cpu")
+        feed = DeviceFeed(
+            parts.loader,
+            parts.inputs,
+            looks_ahead=parts.ranks.device.type != "cpu",
+            shows_first=parts.ranks.rank == 0 and self.last_step is None,
+        )
         for step in range(first.step, last):
             self.run_step(feed, first.epoch, step)
             progress.global_step += 1

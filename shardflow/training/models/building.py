@@ -7,15 +7,18 @@ the seed, which the checkpoint's bindings name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardflow.errors import ConfigError
 from shardflow.fields.transforming import load_function
@@ -128,7 +131,7 @@ def build_report_model(
         )
         inner: Any = model.model
         language = getattr(inner, "decoder", None) or inner.model.language_model
-        _freeze_idle(model, image, num_places)
+        freeze_idle(model, _smallest_inputs(image))
         if settings.activation_checkpointing:
             inner.activation_checkpointing_enable()
     freeze(model, settings.frozen)
@@ -195,26 +198,73 @@ def freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
 
 
-def _freeze_idle(model: nn.Module, image: ImageConfig, num_places: int) -> None:
+def freeze_idle(model: nn.Module, arguments: Sequence[torch.Tensor]) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
-    A parameter without a gradient makes the exchange of gradients wait forever.
+    A parameter without a gradient makes the exchange of gradients wait forever. The graph of a forward pass
+    tells, and the meta device makes it: without values, and so without memory or compute. A model that reads
+    more values than yes and no runs once as it is, and keeps no activations.
+
+    Args:
+        model: The model on the CPU.
+        arguments: Of its forward, a smallest micro-batch without padding.
     """
     with torch.enable_grad():
-        logits = model(
-            torch.zeros((1, num_places, image.rows, image.columns)),
-            torch.ones((1, num_places), dtype=torch.bool),
-            torch.tensor([[0.0, 1.0]]),
-            torch.zeros((1, 2), dtype=torch.int64),
-            torch.ones((1, 2), dtype=torch.bool),
-        )
-    used = _leaves(logits)
-    idle = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+        try:
+            used = _used_on_meta(model, arguments, answer=True)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+                leaves = _leaves(model(*arguments))
+            used = {name for name, parameter in model.named_parameters() if id(parameter) in leaves}
+        else:
+            # What only the other branch uses stays trained; if it has no gradient, the first step names it.
+            with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
+                used |= _used_on_meta(model, arguments, answer=False)
+    idle = [name for name, _ in model.named_parameters() if name not in used]
     for name, parameter in model.named_parameters():
-        if name in idle:
+        if name not in used:
             parameter.requires_grad_(False)
     if idle:
         _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One answer to every question about values, such as whether a mask is all true: there are none."""
+
+    def __init__(self, *, answer: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answer = answer
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_question = function is torch.ops.aten._local_scalar_dense.default
+        if is_question and args[0].is_meta and args[0].dtype is torch.bool:
+            return self._answer
+        return function(*args, **(kwargs or {}))
+
+
+def _used_on_meta(model: nn.Module, arguments: Sequence[torch.Tensor], *, answer: bool) -> set[str]:
+    parameters = {
+        name: torch.empty_like(parameter, device="meta", requires_grad=True)
+        for name, parameter in model.named_parameters()
+    }
+    buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
+    with _Answers(answer=answer):
+        output = torch.func.functional_call(
+            model, {**parameters, **buffers}, tuple(one.to("meta") for one in arguments)
+        )
+    leaves = _leaves(output)
+    return {name for name, parameter in parameters.items() if id(parameter) in leaves}
+
+
+def _smallest_inputs(image: ImageConfig) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a model of reports: one slice, and a report of two tokens."""
+    return (
+        torch.zeros((1, 1, image.rows, image.columns)),
+        torch.ones((1, 1), dtype=torch.bool),
+        torch.tensor([[0.0, 1.0]]),
+        torch.zeros((1, 2), dtype=torch.int64),
+        torch.ones((1, 2), dtype=torch.bool),
+    )
 
 
 def _leaves(output: torch.Tensor) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
+import shardflow as sf
 from shardflow.training.__main__ import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_STOPPED, main
 from shardflow.training.metrics import read_metrics
 from tests.conftest import REPOSITORY
-from tests.tiny_runs import TinyInput, write_config
+from tests.tiny_runs import TinyInput, tiny_fields, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,27 @@ def test_summary_is_the_last_line_and_progress_goes_to_standard_error(
     summary = json.loads(captured.out.splitlines()[-1])
     assert (summary["outcome"], summary["global_step"], summary["num_steps"]) == ("finished", 2, 2)
     assert "step 2 of 2: loss" in captured.err
-    assert "waiting for data" in captured.err
+    assert re.search(r"[\d,.]+ tokens/s, \d+% waiting for data", captured.err)
+
+
+def test_the_first_micro_batch_is_shown_once_without_its_text(
+    tiny: TinyInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny, tmp_path, "run.num_epochs=2", "run.seed=5") == 0
+    lines = capsys.readouterr().err
+    shown = re.findall(r"first micro-batch: (.*)\n.*the model gets (.*)\n", lines)
+    assert len(shown) == 1
+    fields, tensors = shown[0]
+    assert re.search(r"image \(1, 3, 1, 16, 16\) float32 from -?[\d.]+ to [\d.]+;", fields)
+    assert re.search(r"report 1 text of \d+ characters", fields)
+    assert re.search(r"token_ids_BT \(1, \d+\) int64; .*[1-9]\d* weighted targets of 1 samples$", tensors)
+    spec = sf.BatchSpec.simple(global_batch_size=1, micro_batch_size=1)
+    dataset = sf.open(tiny.dataset)
+    with sf.Loader(dataset, split="train", seed=5, batch=spec, fields=tiny_fields()) as loader:
+        for batch in loader:
+            key, words = batch.sample_keys[0], batch["report"][0].split()
+            assert str(key) not in lines
+            assert not [word for word in words if len(word) > 12 and word in lines]
 
 
 def test_a_run_that_masks_a_large_part_of_its_data_fails(

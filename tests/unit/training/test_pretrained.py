@@ -17,6 +17,7 @@ from shardflow.errors import ConfigError, StateError
 from shardflow.training.checkpoint.files import read_checkpoint
 from shardflow.training.config import TrainConfig
 from shardflow.training.metrics import read_metrics
+from shardflow.training.models.building import freeze_idle
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
@@ -160,6 +161,47 @@ def test_layers_that_no_output_depends_on_are_not_trained(tiny: TinyInput, folde
     idle = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert idle
     assert all("layers.2." in name or "post_layernorm" in name for name in idle)
+
+
+class Steps(nn.Module):
+    """A layer for each case; ``reads`` is what its forward asks the values of its input."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.first, self.second, self.idle = (nn.Linear(2, 2) for _ in range(3))
+        self._reads = reads
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.first(values)
+        if self._reads == "check" and (values > 1).any():
+            return torch.tanh(self.second(output))
+        if self._reads == "number":
+            return output if values.sum().item() > 1 else torch.tanh(self.second(output))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("reads", "trained"),
+    [("nothing", {"first"}), ("check", {"first", "second"}), ("number", {"first", "second"})],
+)
+def test_idle_layers_are_found_without_activations(
+    monkeypatch: pytest.MonkeyPatch, reads: str, trained: set[str]
+) -> None:
+    """On the meta device where values decide nothing; either branch of a check counts."""
+    model, devices = Steps(reads), []
+    inner = torch.nn.functional.linear
+
+    def linear(values: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        devices.append(values.device.type)
+        return inner(values, *parameters)
+
+    monkeypatch.setattr("torch.nn.functional.linear", linear)
+    freeze_idle(model, (torch.zeros(1, 2),))
+    names = {
+        name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    assert names == trained
+    assert set(devices) == ({"meta"} if reads != "number" else {"meta", "cpu"})
 
 
 def test_frozen_parts_stay_and_are_not_in_the_checkpoint(
