@@ -60,6 +60,8 @@ class WebArchive:
         page_size: Most results of one answer.
         piece_bytes: Bytes that are sent at once.
         ignores_pages: Whether every answer begins with the first result.
+        names_modalities: Whether results of instances name them.
+        description: Of all studies, whatever was asked for; empty where it is not returned.
         framing: ``chunked``, ``length`` or ``close``.
         authorization: What requests must have.
     """
@@ -71,6 +73,8 @@ class WebArchive:
     queries: list[str] = field(default_factory=list)
     page_size: int = 1000
     ignores_pages: bool = False
+    names_modalities: bool = True
+    description: str = ""
     piece_bytes: int = 1 << 16
     framing: str = "chunked"
     authorization: str = ""
@@ -161,7 +165,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._results(self._studies(query), query)
         if len(parts) == 3 and parts[2] == "instances":
             rows = [one for one in self.served.stored if one.study == parts[1]]
-            return self._results([_row(one) for one in rows], query)
+            found_rows = [_row(one) for one in rows]
+            if not self.served.names_modalities:
+                found_rows = [{**one, "00080060": _value("CS", "")} for one in found_rows]
+            return self._results(found_rows, query)
+        if len(parts) == 3 and parts[2] == "series":
+            series = {one.series: _row(one) for one in self.served.stored if one.study == parts[1]}
+            return self._results([*series.values()], query)
         found = [
             one
             for one in self.served.stored
@@ -184,7 +194,11 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
             if one.modality not in query.get("ModalitiesInStudy", [one.modality]):
                 continue
-            rows[one.study] = {"0020000D": _value("UI", one.study), "00080020": _value("DA", one.date)}
+            rows[one.study] = {
+                "0020000D": _value("UI", one.study),
+                "00080020": _value("DA", one.date),
+                "00081030": _value("LO", self.served.description),
+            }
         return list(rows.values())
 
     def _results(self, rows: list[dict[str, object]], query: dict[str, list[str]]) -> None:

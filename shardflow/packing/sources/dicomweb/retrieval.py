@@ -186,6 +186,14 @@ class _Fetching:
                         "the archive must answer with studies of inputs.archive.study_dates, got others: it "
                         "does not know this filter; name the studies in inputs.archive.studies."
                     )
+                wrong = next(
+                    (name for name, text in settings.match.items() if _differs(row, name, text)), None
+                )
+                if wrong is not None:
+                    raise StorageError(
+                        f"the archive must answer with studies that match inputs.archive.match, got another "
+                        f"{wrong}: it does not know this filter; name the studies in inputs.archive.studies."
+                    )
                 yield _named(row, _STUDY)
 
     def _pages(
@@ -226,11 +234,16 @@ class _Fetching:
         wanted = self._settings.modalities
         try:
             rows = list(self._pages(["studies", study, "instances"], query, (_SERIES, _INSTANCE)))
+            modalities = {_named(row, _SERIES): _value(row, _MODALITY) for row in rows}
+            if wanted and not all(modalities.values()):
+                # Instances need not name it (PS3.18, table 10.6.3-5); series must.
+                series = self._pages(["studies", study, "series"], query[1:], (_SERIES,))
+                modalities |= {_named(row, _SERIES): _named(row, _MODALITY) for row in series}
         except RefusedError as error:
             if error.status == _NOT_FOUND:
                 return None
             raise StorageError(_no_answer(error)) from None
-        chosen = [row for row in rows if not wanted or _named(row, _MODALITY) in wanted]
+        chosen = [row for row in rows if not wanted or modalities[_named(row, _SERIES)] in wanted]
         found = [Instance(study, _named(row, _SERIES), _named(row, _INSTANCE)) for row in chosen]
         return found if rows else None
 
@@ -368,12 +381,13 @@ def _is_uid(text: str) -> bool:
 
 
 def _value(row: dict[str, Any], tag: str) -> str:
-    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for none."""
+    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for none and for numbers."""
     element = row.get(tag)
     values = element.get("Value") if isinstance(element, dict) else None
-    return (
-        values[0].strip("\0 ") if isinstance(values, list) and values and isinstance(values[0], str) else ""
-    )
+    first = values[0] if isinstance(values, list) and values else ""
+    if isinstance(first, dict):  # the name of a person
+        first = first.get("Alphabetic", "")
+    return first.strip("\0 ") if isinstance(first, str) else ""
 
 
 def _named(row: dict[str, Any], tag: str) -> str:
@@ -385,6 +399,22 @@ def _named(row: dict[str, Any], tag: str) -> str:
             "dialect of QIDO-RS."
         )
     return value
+
+
+def _differs(row: dict[str, Any], name: str, text: str) -> bool:
+    """Whether a result has another value of an attribute than was asked for (PS3.4, C.2.2.2).
+
+    Times and lists are not compared, nor what the archive leaves out.
+    """
+    from pydicom.datadict import tag_for_keyword
+
+    number = tag_for_keyword(name)
+    tag = name.upper() if number is None else f"{number:08X}"
+    found = _value(row, tag)
+    if not found or any(sign in text for sign in ",\\") or row[tag].get("vr") in ("DA", "TM", "DT"):
+        return False
+    pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(pattern, found, re.IGNORECASE | re.DOTALL) is None
 
 
 def _is_within(date: str, dates: str) -> bool:

@@ -260,6 +260,25 @@ def test_filters_choose_series(
     assert {one.instance for one in listing.instances} == {one.instance for one in chosen}
 
 
+def test_instances_without_a_modality_have_that_of_their_series(served: WebArchive, tmp_path: Path) -> None:
+    named = _fetch(served, tmp_path / "named", modalities=("CT",))
+    served.names_modalities = False
+    assert _fetch(served, tmp_path / "unnamed", modalities=("CT",)) == named
+
+
+@pytest.mark.parametrize(("description", "is_known"), [("ct thorax 2", True), ("", True), ("MR HEAD", False)])
+def test_an_archive_that_ignores_a_filter_is_refused(
+    served: WebArchive, tmp_path: Path, description: str, is_known: bool
+) -> None:
+    served.description = description
+    if is_known:
+        assert _fetch(served, tmp_path, match={"StudyDescription": "*CT THORAX?2"})[0].instances
+        return
+    with pytest.raises(StorageError, match="another StudyDescription") as error:
+        _fetch(served, tmp_path, match={"StudyDescription": "*CT THORAX?2"})
+    assert "HEAD" not in str(error.value)
+
+
 def test_wildcards_and_spaces_are_sent_as_archives_read_them(served: WebArchive, tmp_path: Path) -> None:
     _fetch(served, tmp_path, match={"StudyDescription": "*CT THORAX?", "PatientID": "a/b&c"})
     assert "PatientID=a%2Fb%26c&StudyDescription=*CT%20THORAX?&limit=500&offset=0" in served.queries
