@@ -381,7 +381,7 @@ def _is_uid(text: str) -> bool:
 
 
 def _value(row: dict[str, Any], tag: str) -> str:
-    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for none and for numbers."""
+    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for numbers."""
     element = row.get(tag)
     values = element.get("Value") if isinstance(element, dict) else None
     first = values[0] if isinstance(values, list) and values else ""
