@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
@@ -46,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", metavar="N", type=int, default=0, help="decides among equal choices (0); any whole number"
     )
     parser.add_argument("--split", metavar="SPLIT", help="splits to deal, such as train+val (all)")
+    parser.add_argument(
+        "--private-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder that the dataset was packed with, for persons who have several patient keys",
+    )
     add_where(parser)
     add_json(parser)
 
@@ -56,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from shardflow.loading.selection import choose_rows
     from shardflow.packing.tables.folds import write_folds
+    from shardflow.packing.tables.keys import PrivateFolder
 
     dataset = open_dataset(arguments.dataset)
     split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
     chosen = choose_rows(dataset, split, arguments.where, arguments.keys).rows
     rows = np.asarray(chosen) if isinstance(chosen, range) else chosen.span(0, len(chosen))
+    private = None if arguments.private_dir is None else PrivateFolder(path=arguments.private_dir)
     done = write_folds(
         dataset,
         rows,
@@ -68,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         k=arguments.k,
         stratify=arguments.stratify,
         seed=arguments.seed,
+        same_persons=() if private is None else private.same_persons(dataset),
     )
     if arguments.json:
         write_json(asdict(done))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.packing.deid.identity import PatientEvidence
+from shardflow.packing.deid.identity import PatientEvidence, PublishedPerson
 
 NO_STUDY: Final = -1
 
@@ -170,6 +170,7 @@ class StudyTable:
         is_conflicting: Whether its files name several patients.
         facts: Facts that link attachments with it.
         evidence: What headers state about the patients.
+        people: Patients that appear under another identifier of the person, by surrogate.
 
     Args:
         former: Surrogate of the patient of each study of the previous version, by sample key; ``""`` if it
@@ -185,6 +186,7 @@ class StudyTable:
         self.is_conflicting: list[bool] = []
         self.facts: list[StudyFacts] = []
         self.evidence = PatientEvidence()
+        self.people: Mapping[str, PublishedPerson] = {}
         self._bucket_of: dict[str, int] = {}
         self._torn_patients: set[str] = set()
 
@@ -199,6 +201,10 @@ class StudyTable:
     def patient_of(self, number: int) -> str:
         """Return the patient of a study by its files, or by the previous version; empty for none."""
         return self.patients[number] or self._former.get(self.keys[number], "")
+
+    def person_of(self, number: int) -> PublishedPerson | None:
+        """Return how the patient of a study appears; None under the own identifier."""
+        return self.people.get(self.patients[number])
 
     def add(self, key: str, patient: str, bucket: int, facts: StudyFacts = NO_FACTS) -> int:
         """Return the number of a study, adding a new one; ``patient`` is empty if a file names none."""

@@ -73,6 +73,7 @@ from shardflow.storage import LocalStore
 if TYPE_CHECKING:
     from shardflow.format import Dataset
     from shardflow.packing.config import InputsConfig, PackConfig
+    from shardflow.packing.deid.identity import PublishedPerson
     from shardflow.packing.engines.base import Engine
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.plan import PackPlan
@@ -620,9 +621,10 @@ class _Job:
             ConfigError: The settings stop at uncertain links, or official splits tear a person.
         """
         run, deid, files = self._run, self._config.deid, ingested.files
+        former: dict[str, PublishedPerson] = {}
         if base is not None:
             digest = str(base.manifest.extra["plan_digest"])
-            load_evidence(self._workspace.people_ledger(digest), files.studies.evidence)
+            former = load_evidence(self._workspace.people_ledger(digest), files.studies.evidence)
         identities = identify(
             files,
             key,
@@ -637,7 +639,10 @@ class _Job:
                 f"{num_uncertain} pairs of patient IDs may be one person each; decide them in a copy of "
                 "identities.csv in private_dir, and give it as deid.identity_map."
             )
+        already = dict(packed)
         identities.keep_packed(packed)
+        identities.publish(former, already, packed)
+        files.studies.people = identities.published
         identities.join_splits(files.studies, packed)
         for note in (*ingested.notes, *identities.notes(deid.on_uncertain_identity)):
             run.progress.note(note)

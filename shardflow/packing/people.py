@@ -1,12 +1,15 @@
-"""Identity graph: patient identifiers that are one person get one split, before shards are planned.
+"""Identity graph: patient identifiers of one person get one split, one key and one shift of dates.
 
 Pairs that share evidence (`shardflow.packing.deid.identity`) or an image are judged. Certain links join
 patients (union-find over their numbers); uncertain ones are listed in the private folder with what agrees and
-what differs, counted, and decided by the operator's ``deid.identity_map``. Surrogates stay those of each
-identifier: only the split is shared, so datasets without linked patients do not change.
+what differs, counted, and decided by the operator's ``deid.identity_map``. All that are joined share the split.
+Patients whose link is certain beyond a shared image appear under one identifier, the first of their
+surrogates: with its ``patient_key`` and its offsets of dates (`Identities.publish`). Datasets without linked
+patients do not change.
 
-A packed patient keeps its split, and brings patients that are linked to it later into it. Persons that an
-earlier version already has in two splits are counted; only packing anew can move them.
+A packed patient keeps split, key and dates, and brings patients that are linked to it later into them. Persons
+that an earlier version already has in two splits, or under two keys, are counted; only packing anew can change
+that.
 
 Evidence is kept as keyed digests in the private folder beside the ledger of inputs, so that a later version
 finds links with patients whose files are not among its inputs. Memory is 12 bytes for each value of a
@@ -26,7 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, naming_os_errors
-from shardflow.packing.deid.identity import PatientEvidence, judge, pairs_of_equal
+from shardflow.packing.deid.identity import (
+    PatientEvidence,
+    PublishedPerson,
+    judge,
+    offsets_in,
+    pairs_of_equal,
+)
+from shardflow.packing.deid.pseudonyms import DateOffsets
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import NO_STUDY
 from shardflow.packing.scan import NUM_BUCKETS
@@ -65,6 +75,15 @@ class Link:
         """Whether the link is certain, or was decided to be."""
         return self.judged in {"certain", "same"}
 
+    @property
+    def shares_key(self) -> bool:
+        """Whether the patients appear under one key: not if they only share an image, and differ in more.
+
+        Strangers in one split cost nothing; under one key, the one's study would be the other's prior.
+        """
+        is_doubtful = "pixels" in self.evidence and any(word.startswith("not_") for word in self.evidence)
+        return self.judged == "same" or (self.judged == "certain" and not is_doubtful)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identities:
@@ -76,9 +95,11 @@ class Identities:
     """``(num_patients,)``: number of the first patient of the person."""
     copies: NDArray[np.int64]
     """``(n, 2)``: pairs of studies of one patient that share an image."""
+    published: dict[str, PublishedPerson] = field(default_factory=dict)
+    """Patients that appear under the identifier of another, by surrogate; see `publish`."""
     counts: dict[str, int] = field(default_factory=dict)
     """For the summary: ``joined`` patient identifiers, ``uncertain`` pairs, ``decided`` pairs,
-    ``in_two_splits`` persons, ``copied_studies``; zeros are left out."""
+    ``in_two_splits`` and ``under_two_keys`` persons, ``copied_studies``; zeros are left out."""
 
     @property
     def uncertain(self) -> list[Link]:
@@ -90,12 +111,15 @@ class Identities:
         ]
 
     def members(self) -> dict[int, list[str]]:
-        """Return the patients of every person that has several."""
+        """Return the patients of every person that has several, sorted."""
+        return self._groups(self.persons)
+
+    def _groups(self, persons: NDArray[np.int64]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
-        names, sizes = np.unique(self.persons, return_counts=True)
-        several = np.isin(self.persons, names[sizes > 1])
+        names, sizes = np.unique(persons, return_counts=True)
+        several = np.isin(persons, names[sizes > 1])
         for number in np.flatnonzero(several).tolist():
-            found.setdefault(int(self.persons[number]), []).append(self.evidence.patients[number])
+            found.setdefault(int(persons[number]), []).append(self.evidence.patients[number])
         return {person: sorted(patients) for person, patients in found.items()}
 
     def keep_packed(self, packed: dict[str, str]) -> None:
@@ -113,6 +137,49 @@ class Identities:
                     packed.setdefault(patient, splits[0])
         if torn:
             self.counts["in_two_splits"] = torn
+
+    def publish(
+        self, former: Mapping[str, PublishedPerson], packed: Mapping[str, str], splits: Mapping[str, str]
+    ) -> None:
+        """Let patients who are certainly one person appear under one identifier: set `published`.
+
+        Packed patients keep key and dates. Others take those of a packed one of the person in their split,
+        else of the first; or keep their own if an earlier release has not recorded its dates.
+
+        Args:
+            former: Patients that appear under another identifier in the previous version.
+            packed: Split of every packed patient, by surrogate.
+            splits: These, and the patients who were joined to them (`keep_packed`).
+        """
+        dates = {person.patient_key: person.dates for person in former.values()}
+        ordered = self.evidence.sorted()
+
+        def person_of(patient: str) -> PublishedPerson | None:
+            """Return how a patient appears, before others are joined; None if its dates are unknown."""
+            if patient in packed and patient in former:
+                return former[patient]
+            number = self.evidence.find(patient)
+            found = None if number is None else offsets_in(ordered.of(number))
+            found = found or dates.get(patient)
+            return None if found is None else PublishedPerson(patient_key=patient, dates=found)
+
+        self.published.update({one: person for one, person in former.items() if one in packed})
+        pairs = [link.pair for link in self.links if link.shares_key]
+        for patients in self._groups(join(len(self.evidence.patients), pairs)).values():
+            known = [patient for patient in patients if patient in packed]
+            for patient in patients:
+                if patient in packed:
+                    continue
+                beside = [one for one in known if packed[one] == splits.get(patient)] if known else patients
+                person = person_of(beside[0]) if beside else None
+                if person is not None and person.patient_key != patient:
+                    self.published[patient] = person
+        several = sum(
+            len({self.published[one].patient_key if one in self.published else one for one in patients}) > 1
+            for patients in self.members().values()
+        )
+        if several:
+            self.counts["under_two_keys"] = several
 
     def join_splits(self, studies: StudyTable, packed: Mapping[str, str]) -> None:
         """Give the studies of a person one bucket: that of the official split, else of the first patient.
@@ -163,6 +230,12 @@ class Identities:
             yield (
                 f"{counts['in_two_splits']} persons are in two splits of the dataset, under several patient "
                 "IDs: only packing anew moves them"
+            )
+        if counts.get("under_two_keys"):
+            yield (
+                f"{counts['under_two_keys']} persons have several patient keys, of patient IDs that were "
+                "packed before they were linked, or that share only an image or an uncertain link: give "
+                "`shardflow folds` the private folder (--private-dir), which keeps each person in one fold"
             )
         if counts.get("copied_studies"):
             yield (
@@ -362,20 +435,32 @@ def _patient_ids(
 def write_evidence(identities: Identities, path: Path) -> None:
     """Write the evidence of all patients: one JSON line for each, with its surrogate and keyed digests.
 
+    The line of a patient who is one person with others names the person (``person``), and the identifier
+    that it appears under, if that is another (``patient_key``), with the offsets of its ``dates``.
+
     Raises:
         StorageError: It cannot be written.
     """
     ordered = identities.evidence.sorted()
-    lines = (
-        encode_evidence(patient, [f"{token:016x}" for token in ordered.of(number)])
-        for number, patient in enumerate(identities.evidence.patients)
-    )
-    write_atomic(path, lines, replace=True, mode=0o600)
+    person_of = {one: patients[0] for patients in identities.members().values() for one in patients}
+
+    def lines() -> Iterator[bytes]:
+        for number, patient in enumerate(identities.evidence.patients):
+            tokens = [f"{token:016x}" for token in ordered.of(number)]
+            entry: dict[str, Any] = {"patient": patient, "evidence": tokens}
+            if patient in person_of:
+                entry["person"] = person_of[patient]
+            if patient in identities.published:
+                published = identities.published[patient]
+                entry |= {"patient_key": published.patient_key, "dates": published.dates.to_int()}
+            yield encode_evidence(entry)
+
+    write_atomic(path, lines(), replace=True, mode=0o600)
 
 
-def encode_evidence(patient: str, tokens: Sequence[str]) -> bytes:
+def encode_evidence(entry: Mapping[str, Any]) -> bytes:
     """Encode the line of a patient."""
-    return json.dumps({"patient": patient, "evidence": tokens}, separators=(",", ":")).encode("ascii") + b"\n"
+    return json.dumps(entry, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
@@ -391,7 +476,10 @@ def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 entry = json.loads(line)
-                yield {"patient": str(entry["patient"]), "evidence": [*map(str, entry["evidence"])]}
+                kept = {name: str(entry[name]) for name in ("person", "patient_key") if name in entry}
+                dates = {"dates": int(entry["dates"])} if "patient_key" in kept else {}
+                evidence = [*map(str, entry["evidence"])]
+                yield {"patient": str(entry["patient"]), "evidence": evidence, **kept, **dates}
             except (KeyError, TypeError, ValueError) as error:
                 raise FormatError(
                     f"the evidence of identity (people-*.jsonl) in private_dir holds a damaged line "
@@ -399,12 +487,20 @@ def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
                 ) from None
 
 
-def load_evidence(path: Path, evidence: PatientEvidence) -> None:
+def load_evidence(path: Path, evidence: PatientEvidence) -> dict[str, PublishedPerson]:
     """Add the evidence of a version to that of the inputs.
+
+    Returns:
+        Patients that appear under the identifier of another, by surrogate.
 
     Raises:
         FormatError: The file is damaged.
         StorageError: It cannot be read.
     """
+    found = {}
     for entry in read_evidence(path):
         evidence.add(entry["patient"], tuple(int(token, 16) for token in entry["evidence"]))
+        if "patient_key" in entry:
+            dates = DateOffsets.from_int(entry["dates"])
+            found[entry["patient"]] = PublishedPerson(patient_key=entry["patient_key"], dates=dates)
+    return found

@@ -296,6 +296,8 @@ def _begin_digest(
 def _end_digest(hasher: hashlib._Hash, files: FileTable, shards: tuple[PlannedShard, ...]) -> str:
     for shard in shards:
         members = [[files.studies.keys[study], files.studies.patients[study]] for study in shard.studies]
+        for member, person in zip(members, map(files.studies.person_of, shard.studies), strict=True):
+            member += [] if person is None else [person.patient_key]
         hasher.update(json.dumps([shard.name, members]).encode())
     return hasher.hexdigest()
 

@@ -155,6 +155,7 @@ class StudyTasks:
             attachments=tuple(attachments),
             report=None if report is None else self._reports.place_of(report),
             siblings=tuple(map(self._row, self._siblings_of(study))),
+            person=table.studies.person_of(study),
         )
 
     def digest(self, study: int, recorded_reason: str | None) -> str:
@@ -166,6 +167,7 @@ class StudyTasks:
         """
         files = self._files.files_of(study)
         digest, people = self._reports.digests_of(self._reports.report_of.get(study))
+        person = self._files.studies.person_of(study)
         return digest_of_facts(
             [
                 _FRAGMENT_VERSION,
@@ -179,6 +181,7 @@ class StudyTasks:
                 recorded_reason,
                 self._siblings.facts(self._siblings_of(study)),
                 self._attached(study),
+                *([] if person is None else [person.patient_key]),
             ]
         )
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from pydicom import dcmread
+from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset as Attributes
 
 from shardflow.errors import ConfigError
+from shardflow.format.facts.columns import open_columns
+from shardflow.packing.tables.folds import write_folds
+from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.versions.removal import Withdrawn, remove
-from tests.dicom_factory import dicom_uid, make_study
+from tests.dicom_factory import MadeStudy, dicom_uid, make_study
 from tests.pack_case import PackCase, tree_digests
 
 THREE = ("splits={train=50, val=25, test=25}", "shards.target_bytes=1MiB")
@@ -165,3 +173,112 @@ def _copy_pixels(source: Path, target: Path) -> None:
         dataset = pydicom.dcmread(other)
         dataset.PixelData = pydicom.dcmread(one).PixelData
         dataset.save_as(other)
+
+def _dated(case: PackCase, patient: str, day: str, folder: Path) -> MadeStudy:
+    """Write a study of a patient and a day with a laboratory value and an electrocardiogram of its day."""
+
+    def change(dataset: Attributes, index: int) -> None:
+        dataset.PatientBirthDate, dataset.PatientName = "19580214", ""
+        dataset.StudyDate, dataset.StudyTime = day, "120000"
+
+    study = make_study(folder / day, patient=patient, study=day, num_slices=1, change=change)
+    iso = f"{day[:4]}-{day[4:6]}-{day[6:]}"
+    bundle = [
+        {"resourceType": "Patient", "id": "p", "identifier": [{"value": patient}]},
+        {
+            "resourceType": "Observation",
+            "status": "final",
+            "subject": {"reference": "Patient/p"},
+            "code": {"coding": [{"system": "http://loinc.org", "code": "718-7"}]},
+            "effectiveDateTime": f"{iso}T11:30:00Z",
+            "valueQuantity": {"value": 13.5, "unit": "g/dL", "code": "g/dL"},
+        },
+    ]
+    entries = [{"resource": one} for one in bundle]
+    document = {"resourceType": "Bundle", "type": "collection", "entry": entries}
+    (folder / f"{day}.json").write_text(json.dumps(document), encoding="utf-8")
+    ecg = dcmread(str(get_testdata_file("waveform_ecg.dcm")))
+    ecg.PatientID, ecg.StudyInstanceUID = patient, study.study_instance_uid
+    ecg.StudyDate = ecg.ContentDate = ecg.AcquisitionDate = day
+    ecg.AcquisitionDateTime = f"{day}114500"
+    ecg.save_as(folder / f"{day}.dcm")
+    return study
+
+
+@pytest.mark.parametrize("dates", ["days", "shift"])
+def test_a_person_has_one_key_and_one_shift_over_all_kinds_and_appends(case: PackCase, dates: str) -> None:
+    """Three spellings, the last of them in an append whose inputs lack the files of the others."""
+    settings = (f'deid.dates="{dates}"', "splits.val=0", "policy.max_quarantined_share=1.0")
+    case.prepare(has_reports=True)
+    days = {"41": "20190304", "0-041": "20190314", "041": "20190401"}
+    made = {}
+    for number, (patient, day) in enumerate(days.items()):
+        folder = case.folder / f"input{number // 2}"
+        made[patient] = _dated(case, patient, day, folder)
+    case.write_reports(
+        {study.study_instance_uid: "No effusion since 03/14/2019." for study in made.values()}
+    )
+    order = 'deid.date_order="mdy"'
+    case.pack(*settings, order, f'inputs.dicom=["{case.folder / "input0"}"]')
+    before = tree_digests(case.output)
+    case.folder.joinpath("input0").rename(case.folder / "gone")
+    summary = case.pack(*settings, order, f'inputs.dicom=["{case.folder / "input1"}"]', mode="append")
+    assert summary.identities == {"joined": 3}
+    after = tree_digests(case.output)
+    assert {name: after[name] for name in before} == before
+
+    dataset = case.open()
+    first = min(case.key.surrogate("patient", patient) for patient in list(days)[:2])
+    shifts, origins = set(), set()
+    for patient, study in made.items():
+        day = date.fromisoformat(days[patient])
+        fields = dataset.read_fields(dataset.samples.find(case.sample_key(study.study_instance_uid)))
+        facts = json.loads(fields["study.json"])
+        assert facts["patient"]["patient_key"] == first
+        records, waveforms = json.loads(fields["records.json"]), json.loads(fields["waveforms.json"])
+        (value,) = (one["when"] for one in records["facts"] if "value" in one)
+        whens = [value, *(one["start"] for one in waveforms["recordings"])]
+        assert len(whens) >= 2
+        assert {when["day_offset"] for when in whens} == {0}
+        (found,) = re.findall(r"\[DATE(.*?)\]", fields["report.txt"].decode())
+        if dates == "shift":
+            said = [facts["dates"]["study_date"], *(when["date"] for when in whens)]
+            shifts |= {day - date.fromisoformat(one) for one in said}
+            shifts.add(date(2019, 3, 14) - date.fromisoformat(found.strip()))
+        else:
+            origins.add(facts["dates"]["study_day"] - day.toordinal())
+            assert int(found) == (date(2019, 3, 14) - day).days
+    assert len(shifts | origins) == 1
+
+
+def test_patients_who_were_packed_apart_keep_their_keys_and_are_in_one_fold(case: PackCase) -> None:
+    """What an earlier release, or a link found later, left under two keys: counted, said, and not changed."""
+    first, second = _add(case, "81", PatientBirthDate="19600607"), _add(case, "x", PatientBirthDate="")
+    others = [_add(case, f"other{number}", PatientName=f"{number}") for number in range(6)]
+    case.pack("splits.val=0")
+    before = tree_digests(case.output)
+    keys = {patient: case.key.surrogate("patient", patient) for patient in ("81", "x", "081")}
+    # A third identifier names both.
+    third = _add(case, "081", PatientBirthDate="19600607", OtherPatientIDs="x")
+    (case.folder / "map.csv").write_text(
+        "decision,patient_id,other_patient_id\nsame,81,x\n", encoding="utf-8"
+    )
+    summary = case.pack("splits.val=0", f'deid.identity_map="{case.folder / "map.csv"}"', mode="append")
+    assert summary.identities == {"joined": 3, "decided": 1, "under_two_keys": 1}
+    after = tree_digests(case.output)
+    assert {name: after[name] for name in before} == before
+    dataset = case.open()
+    columns = open_columns(dataset)
+    row_of = {key: dataset.samples.find(key) for key in (first, second, third, *others)}
+    found = columns.stored("facts.patient_key").values
+    assert [found[row_of[key]].decode() for key in (first, second)] == [keys["81"], keys["x"]]
+    assert found[row_of[third]].decode() in (keys["81"], keys["x"])
+    private = PrivateFolder(path=case.private)
+    rows = np.arange(dataset.studies.num_samples)
+    pairs = private.same_persons(dataset)
+    for seed in range(4):
+        name = f"folds{seed}"
+        options: Any = {"name": name, "k": 2, "stratify": "facts.modality", "seed": seed}
+        write_folds(dataset, rows, **options, same_persons=pairs)
+        folds = open_columns(case.open()).stored(f"{name}.fold").values
+        assert len({int(folds[row_of[key]]) for key in (first, second, third)}) == 1

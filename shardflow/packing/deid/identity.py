@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.packing.deid.pseudonyms import parse_date
+from shardflow.packing.deid.pseudonyms import DateOffsets, parse_date
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
@@ -55,6 +55,8 @@ class _Kind(IntEnum):
     SEX = 4
     PERSON = 5
     ISSUER = 6
+    DATES = 7
+    """No evidence: the offsets of the identifier's dates, which others of the person take over."""
 
 
 Verdict: TypeAlias = Literal["certain", "uncertain"]
@@ -132,6 +134,7 @@ def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
             digest = key.bucket(f"identity-{domain}", text, _DIGESTS)
             found.add(digest << _KIND_BITS | kind)
 
+    found.add(DateOffsets.of(key, person.patient_id).to_int() << _KIND_BITS | _Kind.DATES)
     core, site = split_id(person.patient_id)
     add(_Kind.OWN, "id", core)
     for issuer in (site, _plain(person.issuer)):
@@ -151,6 +154,23 @@ def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
         add(_Kind.BIRTH, "birth", born.isoformat() if is_exact else "")
         add(_Kind.PERSON, "person", f"{name}/{born.isoformat()}" if name else "")
     return tuple(sorted(found))
+
+
+def offsets_in(tokens: Iterable[int]) -> DateOffsets | None:
+    """Return the offsets of dates in the evidence of a patient; None if an earlier release wrote it."""
+    kinds = (1 << _KIND_BITS) - 1
+    found = [token >> _KIND_BITS for token in tokens if token & kinds == _Kind.DATES]
+    return DateOffsets.from_int(found[0]) if found else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPerson:
+    """How a patient who is one person with others appears in the dataset."""
+
+    patient_key: str
+    """Surrogate of the identifier that stands for all of the person."""
+    dates: DateOffsets
+    """Those of that identifier."""
 
 
 @dataclass(frozen=True, slots=True)

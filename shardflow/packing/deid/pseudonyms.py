@@ -5,8 +5,8 @@ key nobody can find an identifier by trying all patient numbers. docs/adr/0020-s
 this is not a random table, and what that costs.
 
 The studies of a patient keep their distances in days, without calendar dates. The origin depends only on the
-key and the patient identifier, so that a study that is added years later fits in, and no written sample has
-to change.
+key and the patient identifier (of a person with several, on that of the first: `shardflow.packing.people`), so
+that a study that is added years later fits in, and no written sample has to change.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ nothing."""
 _ORIGINS: Final = 1_000_000
 _MAX_SHIFT_DAYS: Final = 365
 _MAX_SHIFT_WEEKS: Final = 52
+_DAYS_BITS: Final = 9
+_WEEKS_BITS: Final = 6
 _DATE: Final = re.compile(r"(\d{4})[.-]?(\d{2})[.-]?(\d{2})")
 _FIRST_YEAR: Final = 1900
 _MAX_REPORT_DAYS: Final = 3653
@@ -185,11 +187,45 @@ def parse_date(value: str) -> date | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudyDates:
-    """The dates of one study of one patient."""
+class DateOffsets:
+    """How the dates of one person are moved, whatever they are of."""
 
-    key: SecretKey
-    patient_id: str
+    origin_days: int
+    """Added to the day of a study, below 1,000,000."""
+    shift_days: int
+    """Subtracted from dates with ``dates = "shift"``, 1 to 365."""
+    shift_weeks: int
+    """Likewise with ``shift_keeps_weekday``, 1 to 52."""
+
+    @classmethod
+    def of(cls, key: SecretKey, patient_id: str) -> DateOffsets:
+        """Return the offsets of a patient identifier."""
+        return cls(
+            origin_days=key.bucket("date-origin", patient_id, _ORIGINS),
+            shift_days=1 + key.bucket("date-shift", patient_id, _MAX_SHIFT_DAYS),
+            shift_weeks=1 + key.bucket("date-shift-weeks", patient_id, _MAX_SHIFT_WEEKS),
+        )
+
+    @classmethod
+    def from_int(cls, number: int) -> DateOffsets:
+        """Return the offsets that `to_int` wrote."""
+        return cls(
+            origin_days=number >> _DAYS_BITS + _WEEKS_BITS,
+            shift_days=number >> _WEEKS_BITS & (1 << _DAYS_BITS) - 1,
+            shift_weeks=number & (1 << _WEEKS_BITS) - 1,
+        )
+
+    def to_int(self) -> int:
+        """Return the offsets as one integer below 2**35, for the private folder."""
+        days = self.origin_days << _DAYS_BITS | self.shift_days
+        return days << _WEEKS_BITS | self.shift_weeks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyDates:
+    """The dates of one study of one person."""
+
+    offsets: DateOffsets
     study_date: date | None
     mode: DatesMode
     keeps_weekday: bool
@@ -203,8 +239,7 @@ class StudyDates:
             return {"mode": self.mode, "study_date": None if shifted is None else shifted.isoformat()}
         day = None
         if self.study_date is not None:
-            origin = self.key.bucket("date-origin", self.patient_id, _ORIGINS)
-            day = self.study_date.toordinal() + origin
+            day = self.study_date.toordinal() + self.offsets.origin_days
         return {"mode": self.mode, "study_day": day}
 
     def when(self, day: date) -> dict[str, Any]:
@@ -229,10 +264,7 @@ class StudyDates:
         return None if shifted is None else f"DATE {shifted.isoformat()}"
 
     def _shift(self, day: date) -> date | None:
-        """Move a date by the number of days of the patient; None if the result is before 1900."""
-        if self.keeps_weekday:
-            days = 7 * (1 + self.key.bucket("date-shift-weeks", self.patient_id, _MAX_SHIFT_WEEKS))
-        else:
-            days = 1 + self.key.bucket("date-shift", self.patient_id, _MAX_SHIFT_DAYS)
+        """Move a date by the number of days of the person; None if the result is before 1900."""
+        days = 7 * self.offsets.shift_weeks if self.keeps_weekday else self.offsets.shift_days
         shifted = day - timedelta(days=days)
         return shifted if shifted.year >= _FIRST_YEAR else None

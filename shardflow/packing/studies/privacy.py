@@ -21,10 +21,11 @@ from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
+from shardflow.packing.deid.identity import PublishedPerson
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pages import is_page
 from shardflow.packing.deid.pixel_rules import DECLARED, PAGE, TEXT
-from shardflow.packing.deid.pseudonyms import StudyDates, parse_date
+from shardflow.packing.deid.pseudonyms import DateOffsets, StudyDates, parse_date
 from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue
@@ -118,6 +119,7 @@ class StudyPrivacy:
         rules: What holds for all studies.
         headers: Of the study's files, not empty.
         read_attributes: Reads attributes of an image by keyword; raises SourceError.
+        person: How the patient appears, if another identifier stands for the person.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class StudyPrivacy:
         rules: PrivacyRules,
         headers: Sequence[InstanceHeader],
         read_attributes: Callable[[InstanceHeader, Sequence[str]], Mapping[str, AttributeValue]],
+        person: PublishedPerson | None = None,
     ) -> None:
         self._rules = rules
         self._read_attributes = read_attributes
@@ -138,6 +141,10 @@ class StudyPrivacy:
         for header in headers:
             self._num_frames[header.series_instance_uid] += header.image.num_frames
         self._patient_id = headers[0].patient_id if headers else ""
+        self._person = person or PublishedPerson(
+            patient_key=rules.key.surrogate("patient", self._patient_id),
+            dates=DateOffsets.of(rules.key, self._patient_id),
+        )
         self._tallies: Counter[str] = Counter()
         self._heads: dict[str, Head] = {}
         self._texts: dict[int, FoundText] = {}
@@ -409,7 +416,7 @@ class StudyPrivacy:
 
     def patient_key(self) -> str:
         """Return the surrogate of the patient, which all studies of a person share."""
-        return self._rules.key.surrogate("patient", self._patient_id)
+        return self._person.patient_key
 
     def tallies(self) -> dict[str, int]:
         """Return the counts for the manifest, sorted."""
@@ -423,8 +430,7 @@ class StudyPrivacy:
         settings = self._rules.settings
         days = [parse_date(str(value)) for read in self._read for value in read.get(_STUDY_DATE, ())]
         return StudyDates(
-            key=self._rules.key,
-            patient_id=self._patient_id,
+            offsets=self._person.dates,
             # Series may disagree on the date of their study: the earliest one counts.
             study_date=min((day for day in days if day is not None), default=None),
             mode=settings.dates,

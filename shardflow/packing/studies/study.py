@@ -83,6 +83,7 @@ from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
 if TYPE_CHECKING:
+    from shardflow.packing.deid.identity import PublishedPerson
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
     from shardflow.packing.settings import PolicyConfig, VariantsConfig, VolumesConfig
@@ -151,6 +152,8 @@ class StudyMembers:
     siblings: Sequence[tuple[Path, Placement | None]]
     """Files of the patient's other studies, whose headers may name people of the report."""
     attachments: Sequence[AttachmentEntry]
+    person: PublishedPerson | None
+    """How the patient appears, if another identifier stands for the person."""
     mark: AttachmentMark
 
     def __post_init__(self) -> None:
@@ -163,7 +166,9 @@ class StudyMembers:
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
         # By file and frame.
         self._technical: dict[tuple[int, int], Mapping[str, AttributeValue]] = {}
-        self._privacy = StudyPrivacy(self.rules.privacy, self.headers, self._read_attributes)
+        self._privacy = StudyPrivacy(
+            self.rules.privacy, self.headers, self._read_attributes, self.person
+        )
         # Files that cannot be packed, and files that need not be: copies, and what grouping skips.
         self._bad: dict[int, str] = {}
         self._left_out: dict[int, str] = {}
@@ -618,6 +623,7 @@ class StudyPacker:
                         if row.header
                     ],
                     attachments=self._attachments(task.attachments),
+                    person=task.person,
                     mark=mark,
                 )
                 fragment = members.write()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardflow.packing.deid.identity import PublishedPerson
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.linking import ReportPlace
@@ -87,6 +88,8 @@ class StudyTask:
     report: ReportPlace | None
     siblings: tuple[RowPlace, ...]
     """Files of the patient's other studies, whose headers may name the same people."""
+    person: PublishedPerson | None = None
+    """How the patient appears, if another identifier stands for the person."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

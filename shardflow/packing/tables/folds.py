@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import Columns, open_columns
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.tables import StoredColumn, check_table_name, write_table
+from shardflow.packing.people import join
 from shardflow.seeds import derive
 
 COLUMN: Final = "fold"
@@ -55,7 +56,14 @@ class Folds:
 
 
 def write_folds(
-    dataset: Dataset, rows: NDArray[np.int64], *, name: str, k: int, stratify: str, seed: int
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    *,
+    name: str,
+    k: int,
+    stratify: str,
+    seed: int,
+    same_persons: Sequence[tuple[str, str]] = (),
 ) -> Folds:
     """Deal studies into folds, and write them as a table beside the dataset.
 
@@ -66,6 +74,7 @@ def write_folds(
         k: Number of folds.
         stratify: Column of classes, whose shares are kept alike: bool, int or category.
         seed: Decides among equal choices.
+        same_persons: Pairs of patient keys that are of one person (`PrivateFolder.same_persons`).
 
     Raises:
         ConfigError: An option or the earlier table cannot be used; the message says what to write instead.
@@ -84,7 +93,7 @@ def write_folds(
     columns = open_columns(dataset)
     classes, labels, num_without_class = _classes(columns, stratify, rows)
     keys = np.asarray(dataset.studies.column("sample_key"))
-    persons, is_unknown = _persons(columns, keys)
+    persons, is_unknown = _persons(columns, keys, same_persons)
     known = _earlier(dataset, columns, name, k)
     # Earlier folds of studies that are not chosen now still say where their person is.
     taken = np.union1d(rows, np.flatnonzero(known >= 0))
@@ -194,14 +203,24 @@ def _draw(name: bytes, secret: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8, key=secret).digest(), "little")
 
 
-def _persons(columns: Columns, keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+def _persons(
+    columns: Columns, keys: NDArray[Any], same_persons: Sequence[tuple[str, str]]
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return the person of every study, and where it is unknown: there the study's own key stands for it."""
     if _PERSON not in columns:
         return keys, np.ones(len(keys), bool)
     found = columns.stored(_PERSON)
     is_unknown = np.zeros(len(keys), bool) if found.is_missing is None else np.asarray(found.is_missing)
     of_studies = np.strings.add(b"study:", keys)
-    return np.where(is_unknown, of_studies, np.strings.add(b"person:", found.values)), is_unknown
+    persons = np.asarray(found.values)
+    if same_persons:
+        names = sorted({key for pair in same_persons for key in pair})
+        number = {name: place for place, name in enumerate(names)}
+        first = join(len(names), [(number[one], number[other]) for one, other in same_persons])
+        linked = np.array([name.encode("ascii") for name in names], "S")
+        places = np.minimum(np.searchsorted(linked, persons), len(linked) - 1)
+        persons = np.where(linked[places] == persons, linked[first[places]], persons)
+    return np.where(is_unknown, of_studies, np.strings.add(b"person:", persons)), is_unknown
 
 
 def _classes(

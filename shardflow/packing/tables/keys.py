@@ -25,6 +25,7 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.tables import TableUnit
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.header_rows import digest64
+from shardflow.packing.people import read_evidence
 from shardflow.packing.settings import KeyKind
 from shardflow.packing.workspace import Workspace
 
@@ -192,13 +193,7 @@ class PrivateFolder:
             ConfigError: The folder does not hold that of this version.
             FormatError: It is damaged.
         """
-        digest = str(dataset.manifest.extra.get("plan_digest"))
-        ledger = Workspace(self.path, self.path).private_ledger(digest)
-        if not ledger.is_file():
-            raise ConfigError(
-                "The private folder holds no private ledger (inputs-*.jsonl) of this version of the dataset; "
-                "name the folder that it was packed with."
-            )
+        ledger = self._ledger(dataset)
         try:
             with naming_os_errors("reading the private ledger"), ledger.open("rb") as file:
                 for line in file:
@@ -207,6 +202,34 @@ class PrivateFolder:
             raise FormatError(
                 "The private ledger (inputs-*.jsonl) holds a damaged line; restore it from a copy."
             ) from None
+
+
+    def same_persons(self, dataset: Dataset) -> list[tuple[str, str]]:
+        """Return pairs of patient keys that are of one person, of persons with several patient IDs.
+
+        Raises:
+            ConfigError: The folder is not that of this version.
+            FormatError: The evidence of identity is damaged.
+            StorageError: It cannot be read.
+        """
+        self._ledger(dataset)
+        digest = str(dataset.manifest.extra.get("plan_digest"))
+        pairs = []
+        for line in read_evidence(Workspace(self.path, self.path).people_ledger(digest)):
+            key = line.get("patient_key", line["patient"])
+            pairs += [(key, other) for other in (line["patient"], line.get("person", key)) if other != key]
+        return pairs
+
+    def _ledger(self, dataset: Dataset) -> Path:
+        """Return the path of the private ledger, which exists."""
+        digest = str(dataset.manifest.extra.get("plan_digest"))
+        ledger = Workspace(self.path, self.path).private_ledger(digest)
+        if not ledger.is_file():
+            raise ConfigError(
+                "The private folder holds no private ledger (inputs-*.jsonl) of this version of the dataset; "
+                "name the folder that it was packed with."
+            )
+        return ledger
 
 
 def open_keys(dataset: Dataset, on: KeyKind, unit: TableUnit, private: PrivateFolder | None) -> KeyIndex:

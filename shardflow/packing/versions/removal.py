@@ -188,7 +188,7 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
     write_atomic(workspace.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
     evidence = read_evidence(workspace.people_ledger(str(manifest.extra["plan_digest"])))
     kept_lines = (
-        encode_evidence(entry["patient"], entry["evidence"])
+        encode_evidence(entry)
         for entry in evidence
         if entry["patient"] not in removed.patients
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.packing.deid.identity import PatientEvidence, StatedPerson, evidence_of
-from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.deid.identity import PatientEvidence, StatedPerson, evidence_of, offsets_in
+from shardflow.packing.deid.pseudonyms import DateOffsets, SecretKey
 from shardflow.packing.inventory import FileTable, ScannedFile
 from shardflow.packing.people import Identities, identify, join, load_evidence, write_evidence
 from shardflow.packing.scan import NUM_BUCKETS
@@ -139,6 +140,70 @@ def test_equal_images_join_and_copies_are_counted() -> None:
     identities = _identify(_files(people, pixels=[5, 5, 5, 6]))
     assert identities.counts == {"joined": 2, "copied_studies": 1}
     assert identities.links[0].evidence == ("pixels",)
+
+
+def _published(identities: Identities, packed: Sequence[str] = (), former: Any = None) -> dict[str, str]:
+    splits = dict.fromkeys(identities.evidence.patients, "train")
+    identities.publish(former or {}, {one: "train" for one in packed}, splits)
+    return {patient: person.patient_key for patient, person in identities.published.items()}
+
+
+def test_patients_of_a_person_appear_under_the_first(tmp_path: Path) -> None:
+    ids = ["7", "007", "X", "0007"]
+    keys = dict(zip(ids, (KEY.surrogate("patient", one) for one in ids), strict=True))
+    first, *others = sorted(keys[one] for one in ("7", "007", "0007"))
+    identities = _identify(_files(_people(*ids)))
+    assert _published(identities) == dict.fromkeys(others, first)
+    leader = next(one for one in ids if keys[one] == first)
+    dates = {person.dates for person in identities.published.values()}
+    assert dates == {DateOffsets.of(KEY, leader)}
+    assert "under_two_keys" not in identities.counts
+
+    # Who is packed already keeps the key, and decides for those who come later.
+    assert _published(_identify(_files(_people(*ids))), [others[0]]) == {first: others[0], others[1]: others[0]}
+    apart = _identify(_files(_people(*ids)))
+    assert _published(apart, others) == {first: others[0]}
+    assert apart.counts["under_two_keys"] == 1
+    assert any("--private-dir" in note for note in apart.notes("warn"))
+
+    # A later version without their files, and without the first, who was removed, knows all that.
+    path = tmp_path / "people.jsonl"
+    write_evidence(identities, path)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if f'"patient":"{first}"' not in line]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files = _files(_people("07", "Y"))
+    former = load_evidence(path, files.studies.evidence)
+    later = _identify(files)
+    found = _published(later, others, former)
+    assert found == dict.fromkeys([*others, KEY.surrogate("patient", "07")], first)
+    assert {person.dates for person in later.published.values()} == dates
+
+
+def test_doubtful_links_share_the_split_and_not_the_key() -> None:
+    """An uncertain link that is joined, and equal images under names that differ."""
+    uncertain = _identify(_files(_people("7", "007", born="")), policy="join")
+    assert uncertain.counts["joined"] == 2
+    assert _published(uncertain) == {}
+    assert uncertain.counts["under_two_keys"] == 1
+    named = [
+        StatedPerson(patient_id=one, name=name, birth_date=born)
+        for one, name, born in (("A", "Doe^Jane", BORN), ("B", "Roe^Mary", "19500102"))
+    ]
+    assert _published(_identify(_files(named, pixels=[5, 5]))) == {}
+    assert len(_published(_identify(_files(_people("A", "B", born=""), pixels=[5, 5])))) == 1
+
+
+def test_evidence_of_an_earlier_release_has_no_dates_and_joins_splits_alone() -> None:
+    files = _files(_people("7"))
+    old = KEY.surrogate("patient", "007")
+    stated = StatedPerson(patient_id="007", birth_date=BORN)
+    tokens = [one for one in evidence_of(KEY, stated) if offsets_in([one]) is None]
+    assert len(tokens) == len(evidence_of(KEY, stated)) - 1
+    files.studies.evidence.add(old, tokens)
+    identities = _identify(files)
+    assert identities.counts == {"joined": 2}
+    assert _published(identities, [old]) == {}
+    assert identities.counts["under_two_keys"] == 1
 
 
 def test_evidence_is_read_back(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from shardflow.errors import ShardflowError
 from shardflow.format.reasons import Reason
+from shardflow.packing.deid.identity import PublishedPerson
+from shardflow.packing.deid.pseudonyms import DateOffsets
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import Attachment, ItemLinks, ScannedFile, StudyFacts
@@ -60,6 +62,9 @@ RECORDS = (
         attachments=(tasks.StudyAttachment(position=1, row=PLACE, items=(0, 2)),),
         report=ReportPlace(offset=0, num_bytes=5, people_num_bytes=0),
         siblings=(PLACE,),
+        person=PublishedPerson(
+            patient_key="p", dates=DateOffsets(origin_days=1, shift_days=2, shift_weeks=3)
+        ),
     ),
     tasks.StudyDone(outcome=StudyOutcome(outcome="packed", instances={3: "DECODE_FAILED"}, tallies={"a": 1})),
     tasks.ShardTask(name="n", digest="d", fragments=(tasks.FragmentName(sample_key="k", task_digest="d"),)),
@@ -86,7 +91,7 @@ def test_values_of_another_type_are_refused_without_being_quoted(record: Any) ->
     sent = encode(record)
     for field in fields(record):
         for value in ({"DOE": "JANE"}, 1.5, None):
-            if value is None and field.name == "report":
+            if value is None and field.name in {"report", "person"}:
                 continue
             with pytest.raises(ShardflowError, match=f"must be a {type(record).__name__}") as caught:
                 decode(type(record), {**sent, field.name: value})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey, StudyDates, parse_date
+from shardflow.packing.deid.pseudonyms import DateOffsets, DatesMode, SecretKey, StudyDates, parse_date
 
 pytestmark = pytest.mark.fast
 
@@ -19,7 +19,9 @@ _DAYS = st.dates(min_value=date(1905, 1, 1), max_value=date(2100, 1, 1))
 def _dates(
     day: date | None, mode: DatesMode = "days", *, patient: str = "P1", weeks: bool = False
 ) -> StudyDates:
-    return StudyDates(key=_KEY, patient_id=patient, study_date=day, mode=mode, keeps_weekday=weeks)
+    offsets = DateOffsets.of(_KEY, patient)
+    assert DateOffsets.from_int(offsets.to_int()) == offsets
+    return StudyDates(offsets=offsets, study_date=day, mode=mode, keeps_weekday=weeks)
 
 
 @given(_DAYS, _DAYS)
@@ -51,9 +53,8 @@ def test_a_date_that_shifts_out_of_the_calendar_is_not_said() -> None:
 
 def test_origins_differ_between_patients_and_keys() -> None:
     day = date(2019, 3, 14)
-    other = StudyDates(
-        key=SecretKey(bytes(32)), patient_id="P1", study_date=day, mode="days", keeps_weekday=False
-    )
+    offsets = DateOffsets.of(SecretKey(bytes(32)), "P1")
+    other = StudyDates(offsets=offsets, study_date=day, mode="days", keeps_weekday=False)
     found = {_dates(day).facts()["study_day"], _dates(day, patient="P2").facts()["study_day"]}
     assert len(found | {other.facts()["study_day"]}) == 3
 
