@@ -2,14 +2,14 @@
 
 Pairs that share evidence (`shardflow.packing.deid.identity`) or an image are judged. Certain links join
 patients (union-find over their numbers); uncertain ones are listed in the private folder with what agrees and
-what differs, counted, and decided by the operator's ``deid.identity_map``. All that are joined share the split.
-Patients whose link is certain beyond a shared image appear under one identifier, the first of their
+what differs, counted, and decided by the operator's ``deid.identity_map``. All that are joined share the
+split. Patients whose link is certain beyond a shared image appear under one identifier, the first of their
 surrogates: with its ``patient_key`` and its offsets of dates (`Identities.publish`). Datasets without linked
 patients do not change.
 
-A packed patient keeps split, key and dates, and brings patients that are linked to it later into them. Persons
-that an earlier version already has in two splits, or under two keys, are counted; only packing anew can change
-that.
+A packed patient keeps split, key and dates, and brings patients that are linked to it later into them.
+Persons that an earlier version already has in two splits, or under two keys, are counted; only packing anew
+can change that.
 
 Evidence is kept as keyed digests in the private folder beside the ledger of inputs, so that a later version
 finds links with patients whose files are not among its inputs. Memory is 12 bytes for each value of a
@@ -21,7 +21,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 

@@ -174,6 +174,7 @@ def _copy_pixels(source: Path, target: Path) -> None:
         dataset.PixelData = pydicom.dcmread(one).PixelData
         dataset.save_as(other)
 
+
 def _dated(case: PackCase, patient: str, day: str, folder: Path) -> MadeStudy:
     """Write a study of a patient and a day with a laboratory value and an electrocardiogram of its day."""
 
@@ -215,9 +216,7 @@ def test_a_person_has_one_key_and_one_shift_over_all_kinds_and_appends(case: Pac
     for number, (patient, day) in enumerate(days.items()):
         folder = case.folder / f"input{number // 2}"
         made[patient] = _dated(case, patient, day, folder)
-    case.write_reports(
-        {study.study_instance_uid: "No effusion since 03/14/2019." for study in made.values()}
-    )
+    case.write_reports({study.study_instance_uid: "No effusion since 03/14/2019." for study in made.values()})
     order = 'deid.date_order="mdy"'
     case.pack(*settings, order, f'inputs.dicom=["{case.folder / "input0"}"]')
     before = tree_digests(case.output)

@@ -5,8 +5,8 @@ key nobody can find an identifier by trying all patient numbers. docs/adr/0020-s
 this is not a random table, and what that costs.
 
 The studies of a patient keep their distances in days, without calendar dates. The origin depends only on the
-key and the patient identifier (of a person with several, on that of the first: `shardflow.packing.people`), so
-that a study that is added years later fits in, and no written sample has to change.
+key and the patient identifier, so that a study that is added years later fits in, and no written sample has
+to change. Identifiers of one person share one (`shardflow.packing.people`).
 """
 
 from __future__ import annotations

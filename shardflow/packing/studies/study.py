@@ -166,9 +166,7 @@ class StudyMembers:
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
         # By file and frame.
         self._technical: dict[tuple[int, int], Mapping[str, AttributeValue]] = {}
-        self._privacy = StudyPrivacy(
-            self.rules.privacy, self.headers, self._read_attributes, self.person
-        )
+        self._privacy = StudyPrivacy(self.rules.privacy, self.headers, self._read_attributes, self.person)
         # Files that cannot be packed, and files that need not be: copies, and what grouping skips.
         self._bad: dict[int, str] = {}
         self._left_out: dict[int, str] = {}

@@ -203,7 +203,6 @@ class PrivateFolder:
                 "The private ledger (inputs-*.jsonl) holds a damaged line; restore it from a copy."
             ) from None
 
-
     def same_persons(self, dataset: Dataset) -> list[tuple[str, str]]:
         """Return pairs of patient keys that are of one person, of persons with several patient IDs.
 

@@ -187,11 +187,7 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
     plan_digest = hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
     write_atomic(workspace.private_ledger(plan_digest), _forget(base, removed), replace=True, mode=0o600)
     evidence = read_evidence(workspace.people_ledger(str(manifest.extra["plan_digest"])))
-    kept_lines = (
-        encode_evidence(entry)
-        for entry in evidence
-        if entry["patient"] not in removed.patients
-    )
+    kept_lines = (encode_evidence(entry) for entry in evidence if entry["patient"] not in removed.patients)
     write_atomic(workspace.people_ledger(plan_digest), kept_lines, replace=True, mode=0o600)
     pictures = read_pictures(workspace.pictures(str(manifest.extra["plan_digest"])))
     shown = (encode_entry(one) for one in pictures if one["sample_key"] not in removed.studies)

@@ -144,7 +144,7 @@ def test_equal_images_join_and_copies_are_counted() -> None:
 
 def _published(identities: Identities, packed: Sequence[str] = (), former: Any = None) -> dict[str, str]:
     splits = dict.fromkeys(identities.evidence.patients, "train")
-    identities.publish(former or {}, {one: "train" for one in packed}, splits)
+    identities.publish(former or {}, dict.fromkeys(packed, "train"), splits)
     return {patient: person.patient_key for patient, person in identities.published.items()}
 
 
@@ -160,7 +160,10 @@ def test_patients_of_a_person_appear_under_the_first(tmp_path: Path) -> None:
     assert "under_two_keys" not in identities.counts
 
     # Who is packed already keeps the key, and decides for those who come later.
-    assert _published(_identify(_files(_people(*ids))), [others[0]]) == {first: others[0], others[1]: others[0]}
+    assert _published(_identify(_files(_people(*ids))), [others[0]]) == {
+        first: others[0],
+        others[1]: others[0],
+    }
     apart = _identify(_files(_people(*ids)))
     assert _published(apart, others) == {first: others[0]}
     assert apart.counts["under_two_keys"] == 1
@@ -169,7 +172,9 @@ def test_patients_of_a_person_appear_under_the_first(tmp_path: Path) -> None:
     # A later version without their files, and without the first, who was removed, knows all that.
     path = tmp_path / "people.jsonl"
     write_evidence(identities, path)
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if f'"patient":"{first}"' not in line]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if f'"patient":"{first}"' not in line
+    ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     files = _files(_people("07", "Y"))
     former = load_evidence(path, files.studies.evidence)
