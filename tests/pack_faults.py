@@ -37,9 +37,9 @@ sys.exit(main(["pack", *sys.argv[1:]]))
 def make_handler(setup: Mapping[str, Any]) -> Handler:
     """Make the handler.
 
-    ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "kill_group":
-    point}``; the key ``*`` stands for every study; a fault is ``hang``, ``hold``, ``eat``, ``segfault``,
-    ``kill`` or ``raise``, with ``_once`` for the first try only. ``hold`` hangs too, after it has written
+    ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "document":
+    {name of the file: fault}, "kill_group": point}``; the key ``*`` stands for every study; a fault is
+    ``hang``, ``hold``, ``eat``, ``segfault``, ``kill`` or ``raise``, with ``_once`` for the first try only. ``hold`` hangs too, after it has written
     its process id to the file ``held``: a state that lasts until the test ends it. A point is ``tar``,
     ``index``, ``record`` or ``fragment`` with the number of the write after which the whole process group is
     killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the write, sync or rename of a process
@@ -57,6 +57,9 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
         if kind == "study":
             studies = faults.get("study", {})
             _fail(studies.get(payload["sample_key"], studies.get("*")), folder)
+        elif kind == "document":
+            name = Path(payload["document"]["path"] or "").name
+            _fail(faults.get("document", {}).get(name), folder)
         elif kind in {"scan", "probe"}:
             files = payload["files"] if kind == "scan" else [payload["file"]]
             for file in files:

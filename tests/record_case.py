@@ -24,6 +24,7 @@ __all__ = [
     "fhir_canaries",
     "files_with_canaries",
     "hidden_forms",
+    "make_pdf",
     "output",
 ]
 
@@ -267,3 +268,37 @@ def files_with_canaries(folder: Path) -> dict[str, Path]:
     for name, content in contents.items():
         paths[name].write_bytes(content)
     return paths
+
+
+def make_pdf(*pages: str) -> bytes:
+    """Write a PDF by hand: an object a page, its lines one below the other."""
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"",
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    kids = []
+    for page in pages:
+        shown = " ".join(f"({line}) Tj 0 -14 Td" for line in page.split("\n") if page)
+        content = f"BT /F1 11 Tf 72 720 Td {shown} ET".encode("latin-1")
+        kids.append(len(objects) + 1)
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >>"
+            + f" /Contents {len(objects) + 2} 0 R >>".encode()
+        )
+        objects.append(f"<< /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream")
+    objects[1] = (
+        f"<< /Type /Pages /Kids [{' '.join(f'{one} 0 R' for one in kids)}] /Count {len(kids)} >>".encode()
+    )
+    data, places = b"%PDF-1.4\n", []
+    for number, one in enumerate(objects, start=1):
+        places.append(len(data))
+        data += f"{number} 0 obj\n".encode() + one + b"\nendobj\n"
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    return (
+        data
+        + (
+            f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+            f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
+        ).encode()
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, SourceError
 from shardflow.packing.deid.pixel_rules import load_rules
 from shardflow.packing.deid.pixel_text import TextFinder
 from shardflow.packing.deid.pseudonyms import SecretKey
@@ -28,7 +28,15 @@ from shardflow.packing.studies.pictures import PictureMaker, PictureTask
 from shardflow.packing.studies.privacy import PrivacyRules
 from shardflow.packing.studies.report_content import ReadingSetup, ReportParser, reading_setup
 from shardflow.packing.studies.study import StudyPacker, StudyRules
-from shardflow.packing.studies.tasks import CheckTask, ProbeTask, ScanTask, ShardTask, StudyTask
+from shardflow.packing.studies.tasks import (
+    CheckTask,
+    DocumentDone,
+    DocumentTask,
+    ProbeTask,
+    ScanTask,
+    ShardTask,
+    StudyTask,
+)
 from shardflow.packing.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -160,6 +168,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
     return answering(
         {
             "check": (CheckTask, assembler.check),
+            "document": (DocumentTask, _read_document),
             "picture": (PictureTask, pictures.make),
             "probe": (ProbeTask, scanner.probe),
             "scan": (ScanTask, scanner.scan),
@@ -167,6 +176,13 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             "study": (StudyTask, packer.pack),
         }
     )
+
+
+def _read_document(task: DocumentTask) -> DocumentDone:
+    try:
+        return DocumentDone(text=task.document.read())
+    except SourceError as error:
+        return DocumentDone(reason=error.reason)
 
 
 def _load_model(folder: Path) -> TextModel:

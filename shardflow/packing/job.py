@@ -66,7 +66,7 @@ from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
-from shardflow.packing.versions.ingest import Ingest, Ingested, clear_crash_log
+from shardflow.packing.versions.ingest import DocumentPass, Ingest, Ingested, clear_crash_log
 from shardflow.packing.workspace import CrashLog, locked_workspace
 from shardflow.storage import LocalStore
 
@@ -159,6 +159,12 @@ class PackRun:
 
         return Ingest(
             read_headers=read,
+            documents=DocumentPass(
+                engine=engine,
+                key=key,
+                crash_log=crash_log,
+                task_timeout_s=self.config.execution.task_timeout_s,
+            ),
             inputs=inputs,
             layout=self.layout,
             key=key,

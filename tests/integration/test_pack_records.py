@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from pydicom.dataset import FileDataset
 
 from shardflow.packing import PackSummary
 from tests.dicom_factory import MadeStudy, make_study
-from tests.pack_case import PackCase, read_ledger
+from tests.pack_case import PackCase, read_ledger, tree_digests
+from tests.pack_faults import HANDLERS
 from tests.privacy.canaries import output_bytes
-from tests.record_case import CANARIES, files_with_canaries, hidden_forms
+from tests.record_case import CANARIES, files_with_canaries, hidden_forms, make_pdf
 
 LOOSE = "policy.max_quarantined_share=1.0"
 MAPPING = """
@@ -147,6 +149,106 @@ def test_reports_of_an_order(tmp_path: Path) -> None:
         "REPORT_WITHOUT_STUDY": 1,
         "SUPERSEDED_REPORT": 2,
     }
+
+
+def _documents(case: PackCase) -> tuple[list[MadeStudy], list[str]]:
+    """Write reports as PDF and RTF in files, a FHIR resource and an HL7 message; the studies, in order."""
+    studies = []
+    for number in range(5):
+
+        def change(dataset: FileDataset, _: int, number: int = number) -> None:
+            dataset.PatientID, dataset.AccessionNumber = f"P{number}", f"ACC-{number}"
+
+        studies.append(make_study(case.dicom / f"d{number}", study=f"d{number}", num_slices=1, change=change))
+    reports = case.folder / "documents"
+    reports.mkdir()
+    uids = [study.study_instance_uid for study in studies]
+    (reports / f"{uids[0]}.pdf").write_bytes(make_pdf("FINDINGS:", "No effusion 0."))
+    (reports / f"{uids[1]}.rtf").write_bytes(rb"{\rtf1 No effusion 1.}")
+    (reports / f"{uids[2]}.pdf").write_bytes(make_pdf("No effusion 2."))
+    data = base64.b64encode(make_pdf("No effusion 3.")).decode()
+    form = [{"contentType": "application/pdf", "data": data}]
+    link = [{"identifier": {"system": "urn:dicom:uid", "value": f"urn:oid:{uids[3]}"}}]
+    resource = {
+        "resourceType": "DiagnosticReport", "status": "final", "study": link, "presentedForm": form,
+        "conclusion": "A nodule.",
+    }  # fmt: skip
+    (reports / "a.json").write_text(json.dumps(resource), encoding="utf-8")
+    data = base64.b64encode(make_pdf("No effusion 4.")).decode()
+    message = ["MSH|^~\\&|RIS|X|||20141001||ORU^R01|1|P|2.5", "PID|1||P4^^^H^MR", "OBR|1|P1|ACC-4"]
+    message.append(f"OBX|1|ED|PDF||RIS^AP^PDF^Base64^{data}||||||F")
+    (reports / "b.hl7").write_text("\r".join(message), encoding="ascii")
+    return studies, [f"inputs.reports={reports}", "inputs.reports_format=documents", LOOSE]
+
+
+def _texts(case: PackCase, studies: list[MadeStudy]) -> list[str]:
+    return [_fields(case, study)["report.txt"].decode() for study in studies]
+
+
+def test_reports_in_pdf_and_rtf_are_read_by_packing_processes(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    studies, settings = _documents(case)
+    case.pack(*settings, "execution.num_processes=2")
+    texts = _texts(case, studies)
+    assert [f"No effusion {number}." in text for number, text in enumerate(texts)] == [True] * 5
+    assert "IMPRESSION:\nA nodule." in texts[3]
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "segfault_once"])
+def test_a_document_that_ends_its_process_costs_that_report_alone(tmp_path: Path, fault: str) -> None:
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    studies, settings = _documents(case)
+    case.write_faults(document={f"{studies[2].study_instance_uid}.pdf": fault})
+    summary = case.pack(*settings, handlers=HANDLERS)
+    kept = [study for number, study in enumerate(studies) if number != 2 or fault == "segfault_once"]
+    assert all("No effusion" in text for text in _texts(case, kept))
+    expected = {"kill": "WORKER_KILLED", "raise": "WORKER_FAILED"}.get(fault)
+    assert summary.reasons.get(expected or "", 0) == (expected is not None)
+    # It is known from then on: the same job, without the fault, has the same outcome.
+    before = tree_digests(case.output)
+    case.write_faults()
+    assert case.pack(*settings).status == "already_packed"
+    assert tree_digests(case.output) == before
+
+
+@pytest.mark.slow
+def test_a_pdf_that_never_ends_costs_that_report_alone(tmp_path: Path) -> None:
+    """Forms that draw the next one twice, 40 levels deep."""
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    studies, settings = _documents(case)
+    path = tmp_path / "documents" / f"{studies[2].study_instance_uid}.pdf"
+    path.write_bytes(_endless_pdf())
+    summary = case.pack(*settings, "execution.task_timeout_s=15")
+    assert all("No effusion" in text for text in _texts(case, [*studies[:2], *studies[3:]]))
+    assert summary.reasons == {}
+
+
+def _endless_pdf(levels: int = 40) -> bytes:
+    """A PDF of 8 KB whose text is 2**40 lines."""
+    font = b"/Font << /F1 3 0 R >>"
+    drawing = b"/Length 11 >>\nstream\n/X Do /X Do\nendstream"
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [4 0 R] /Count 1 >>",
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 5 0 R"
+        b" /Resources << %b /XObject << /X 6 0 R >> >> >>" % font,
+        b"<< " + drawing,
+    ]
+    form = b"<< /Type /XObject /Subtype /Form /BBox [0 0 612 792] /Resources << %b" % font
+    objects += [form + b" /XObject << /X %d 0 R >> >> " % (7 + level) + drawing for level in range(levels)]
+    objects.append(form + b" >> /Length 21 >>\nstream\nBT /F1 9 Tf (x) Tj ET\nendstream")
+    data, places = b"%PDF-1.4\n", []
+    for number, one in enumerate(objects, start=1):
+        places.append(len(data))
+        data += b"%d 0 obj\n%b\nendobj\n" % (number, one)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    count, start = len(objects) + 1, len(data)
+    data += b"xref\n0 %d\n0000000000 65535 f \n%b" % (count, table)
+    return data + b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (count, start)
 
 
 def test_an_order_of_two_studies(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from shardflow.errors import ConfigError, SourceError, os_reason
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.report_files import READERS
+from shardflow.packing.sources.report_files import MAX_REPORT_BYTES, READERS, ReportDocument
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
 """``csv``: columns study_instance_uid and text. ``folder``: <StudyInstanceUID>.txt, .pdf or .rtf. ``jsonl``:
@@ -26,9 +26,6 @@ the same two keys."""
 
 ReportRole = Literal["addendum", "corrected", "final", "preliminary"]
 """Role of a report among those of its study; a corrected one replaces the final ones before it."""
-
-MAX_REPORT_BYTES = 1 << 24
-"""Longest report that is read, and longest line of a table."""
 
 REPORT_FILES: Final = frozenset((".txt", *READERS))
 """Extensions of files that are one report each."""
@@ -51,9 +48,32 @@ class ReportRecord:
     patient_ids: tuple[str, ...] = ()
     people: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """People that its document names, by DICOM keyword: removed from the text, and written nowhere."""
+    document: ReportDocument | None = None
+    """A PDF or RTF whose text comes before that of the record; a packing process reads it (`completed`)."""
 
     def __repr__(self) -> str:
         return f"ReportRecord(place={self.place})"
+
+    def completed(self, text: str, reason: str | None = None) -> ReportRecord | BrokenReport:
+        """Return the record with the text of its document.
+
+        Args:
+            text: Of the document. What the record says beside it follows, unless the document says it too.
+            reason: Why it has none; then the rest of the record is the report, if there is any.
+        """
+        rest = replace(self, document=None)
+        if reason is not None:
+            if self.text.strip():
+                return rest
+            return _broken(self.place, Reason(reason), "document", self.study_instance_uid)
+        said = _HEADING.sub("", self.text).split()
+        if said and " ".join(said) not in " ".join(text.split()):
+            text = f"{text.rstrip()}\n\n{self.text.strip()}\n"
+        made = make_record(self.place, self.study_instance_uid, text, needs_study=False)
+        return made if isinstance(made, BrokenReport) else replace(rest, text=made.text)
+
+
+_HEADING: Final = re.compile(r"^[A-Z ]+:\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,11 +231,16 @@ def _iter_folder(path: Path) -> Iterator[ReportRecord | BrokenReport]:
 
 
 def read_report_file(path: Path, place: int, study: str) -> ReportRecord | BrokenReport:
-    """Read a file that is one report of a study: UTF-8 text, or a PDF or RTF by its extension.
+    """Read a file that is one report of a study: UTF-8 text; a PDF or RTF, by its extension, is named only.
 
     Raises:
         ConfigError: The package that reads such a file is missing.
     """
+    for form in READERS:
+        if path.suffix.lower() == form:
+            document = ReportDocument(form=form, path=path)
+            document.check_reader()
+            return ReportRecord(study_instance_uid=study.strip(), text="", place=place, document=document)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_REPORT_BYTES + 1)
@@ -223,21 +248,17 @@ def read_report_file(path: Path, place: int, study: str) -> ReportRecord | Broke
         return _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, study)
     if len(data) > MAX_REPORT_BYTES:
         return _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", study)
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
-    try:
-        return make_record(place, study, reader(data))
-    except SourceError as error:
-        return _broken(place, Reason(error.reason), type(error).__name__, study)
+    return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))
 
 
-def make_record(place: int, study: str, text: str, role: ReportRole = "final") -> ReportRecord | BrokenReport:
+def make_record(
+    place: int, study: str, text: str, role: ReportRole = "final", *, needs_study: bool = True
+) -> ReportRecord | BrokenReport:
     """Make a record of a text, or of the reason why it cannot be used."""
     key = study.strip()
     if not _is_utf8(key + text):
         return _broken(place, Reason.REPORT_UNREADABLE, "the text is not UTF-8")
-    if not key:
+    if needs_study and not key:
         return _broken(place, Reason.MISSING_IDENTIFIER, _KEY)
     if not text.strip():
         return _broken(place, Reason.EMPTY_REPORT, "", key)

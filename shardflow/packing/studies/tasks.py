@@ -12,6 +12,7 @@ from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.linking import ReportPlace
 from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.report_files import ReportDocument
 from shardflow.packing.studies.fragment import StudyOutcome
 
 
@@ -55,6 +56,21 @@ class ProbeTask:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeDone:
     """The process survived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentTask:
+    """Read the text of a report in PDF or RTF."""
+
+    document: ReportDocument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentDone:
+    """Text of the report, or the reason why it has none."""
+
+    text: str = ""
+    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,21 +6,30 @@ job is to decide it.
 With the reports of a study, a few headers of the patient's other studies (its siblings) are read too: a
 report may name the physician, the order number or the maiden name that only they have. This decides bytes of
 the study, so the choice of files must not depend on what happens to be among the inputs.
+
+Reports in PDF and RTF are read by packing processes, each under the limits of a task (`DocumentPass`): their
+parsers meet files of anybody, and a loop or a bomb costs that report and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from shardflow.errors import StorageError
 from shardflow.format.reasons import Reason
+from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
 from shardflow.packing.linking import ReportTable, link_reports
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
+from shardflow.packing.sources.report_files import ReportDocument
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord
+from shardflow.packing.studies.tasks import DocumentDone, DocumentTask
 from shardflow.packing.versions.scope import (
     NEW,
     GrowMode,
@@ -30,7 +39,7 @@ from shardflow.packing.versions.scope import (
     recognize_files,
     recognize_reports,
 )
-from shardflow.packing.workspace import write_plainly
+from shardflow.packing.workspace import CrashLog, reason_of_failure, write_plainly
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,11 +51,14 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.base import Base, KnownInputs
-    from shardflow.packing.workspace import CrashLog, Workspace
+    from shardflow.packing.workspace import Workspace
 
 _FILES_OF_STUDY: Final = 4
 _MAX_STUDIES: Final = 32
 """Siblings that are read for a study: the first ones by sample key."""
+_MAX_WAITING: Final = 256
+"""Reports that wait for a document before them; the order of the source is kept."""
+_MAX_CHARACTERS: Final = 1 << 26
 
 
 def representatives(surrogates: NDArray[np.bytes_]) -> NDArray[np.int64]:
@@ -112,6 +124,104 @@ class Siblings:
         return [self._files.digest[files].tolist(), self._files.modified_ns[files].tolist()]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentPass:
+    """The job's side of reading reports in PDF and RTF, which survives documents that end their process.
+
+    As with headers, a document that fails is tried once more, alone; a second failure is logged, and decides.
+    """
+
+    engine: Engine
+    key: SecretKey
+    crash_log: CrashLog
+    task_timeout_s: float
+
+    def read(self, records: Iterable[ReportRecord | BrokenReport]) -> Iterator[ReportRecord | BrokenReport]:
+        """Yield the records in their order, with the texts of their documents.
+
+        Raises:
+            ShardflowError: Processes cannot start.
+            StorageError: The crash log cannot be written.
+        """
+        queue: deque[_Waiting] = deque()
+        for record in records:
+            queue.append(self._begin(record))
+            if len(queue) > _MAX_WAITING or sum(one.num_characters for one in queue) > _MAX_CHARACTERS:
+                self._settle(queue[0])
+            while queue and queue[0].done is not None:
+                yield queue.popleft().done
+        while queue:
+            yield self._settle(queue.popleft())
+
+    def _begin(self, record: ReportRecord | BrokenReport) -> _Waiting:
+        waiting = _Waiting(record)
+        if isinstance(record, BrokenReport) or record.document is None:
+            waiting.done = record
+            return waiting
+        known = self.crash_log.find(self._surrogate(record), record.document.num_bytes)
+        if known is not None:
+            waiting.done = record.completed("", known)
+            return waiting
+        while not self.engine.has_idle:
+            self._take(self.engine.wait())
+        self._submit(waiting, record.document)
+        return waiting
+
+    def _submit(self, waiting: _Waiting, document: ReportDocument) -> None:
+        payload = DocumentTask(document=document)
+        self.engine.submit(
+            Task(kind="document", payload=payload, timeout_s=self.task_timeout_s, handle=waiting)
+        )
+
+    def _take(self, done: TaskDone) -> None:
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        waiting: _Waiting = done.task.handle
+        waiting.failure = done.failure
+        if done.result is not None and isinstance(waiting.record, ReportRecord):
+            answer = decode(DocumentDone, done.result)
+            waiting.done = waiting.record.completed(answer.text, answer.reason)
+
+    def _settle(self, waiting: _Waiting) -> ReportRecord | BrokenReport:
+        """Return the record, once its document is read."""
+        while waiting.done is None and waiting.failure is None:
+            self._take(self.engine.wait())
+        record = waiting.record
+        if waiting.done is not None or isinstance(record, BrokenReport) or record.document is None:
+            return waiting.done or record
+        while self.engine.num_running:
+            self._take(self.engine.wait())
+        self.engine.restart(1)
+        waiting.failure = None
+        self._submit(waiting, record.document)
+        self._take(self.engine.wait())
+        if waiting.failure is not None:
+            reason = reason_of_failure(waiting.failure)
+            self.crash_log.add(self._surrogate(record), record.document.num_bytes, reason)
+            waiting.done = record.completed("", reason)
+        self.engine.restart()
+        return waiting.done or record
+
+    def _surrogate(self, record: ReportRecord) -> str:
+        return self.key.surrogate("input-report", str(record.place))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A report whose document may have yet to be read."""
+
+    record: ReportRecord | BrokenReport
+    done: ReportRecord | BrokenReport | None = None
+    failure: Failure | None = None
+
+    @property
+    def num_characters(self) -> int:
+        record = self.record if self.done is None else self.done
+        if isinstance(record, BrokenReport):
+            return 0
+        return len(record.text) + (0 if record.document is None else len(record.document.data))
+
+
 ReadHeaders = Callable[[Sequence[DiscoveredFile], StudyTable], "FileTable"]
 """Reads the headers of files into a table whose first studies are given."""
 
@@ -145,6 +255,7 @@ class Ingest:
 
     read_headers: ReadHeaders
     """Runs the header pass."""
+    documents: DocumentPass
     inputs: InputsConfig
     layout: Layout
     key: SecretKey
@@ -202,7 +313,7 @@ class Ingest:
         self.progress.phase("reports", 0)
         layout = self.inputs.layout
         return link_reports(
-            self.layout.reports(),
+            self.documents.read(self.layout.reports()),
             studies,
             self.key,
             self.workspace.reports,

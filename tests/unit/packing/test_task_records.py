@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import Attachment, ItemLinks, ScannedFile, StudyFacts
 from shardflow.packing.linking import ReportPlace
 from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.report_files import ReportDocument
 from shardflow.packing.studies import tasks
 from shardflow.packing.studies.fragment import StudyOutcome
 
@@ -55,6 +57,8 @@ RECORDS = (
     tasks.ScanDone(files=(SCANNED,)),
     tasks.ProbeTask(file=FILE),
     tasks.ProbeDone(),
+    tasks.DocumentTask(document=ReportDocument(form=".pdf", path=Path("a.pdf"))),
+    tasks.DocumentDone(text="Clear.", reason=Reason.REPORT_UNREADABLE),
     tasks.StudyTask(
         sample_key="k",
         task_digest="d",
@@ -91,7 +95,7 @@ def test_values_of_another_type_are_refused_without_being_quoted(record: Any) ->
     sent = encode(record)
     for field in fields(record):
         for value in ({"DOE": "JANE"}, 1.5, None):
-            if value is None and field.name in {"report", "person"}:
+            if value is None and field.name in {"report", "person", "reason"}:
                 continue
             with pytest.raises(ShardflowError, match=f"must be a {type(record).__name__}") as caught:
                 decode(type(record), {**sent, field.name: value})

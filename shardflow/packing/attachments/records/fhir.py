@@ -32,6 +32,7 @@ from shardflow.packing.sources.documents.fhir import (
     Resource,
     as_list,
     as_text,
+    attachment_document,
     attachment_text,
     codings,
     iter_resources,
@@ -290,7 +291,7 @@ def write_resource(resource: Resource, index: FhirIndex, record_filter: RecordFi
             fact["modality"] = record_filter.codes(_modalities(resource))
         case _:
             pass
-    text = "\n\n".join(_texts(resource, kind, index))
+    text = "\n\n".join(_texts(resource, kind, index, record_filter))
     if text:
         fact |= {"document": record_filter.document(text, kind.name), "line": None}
     record_filter.add(_SOURCE, kind.name, fact)
@@ -419,16 +420,18 @@ def _modalities(resource: Resource) -> Iterator[tuple[str, str, str]]:
         yield from _coded(holder, ("modality",))
 
 
-def _texts(resource: Resource, kind: _Kind, index: FhirIndex) -> Iterator[str]:
+def _texts(resource: Resource, kind: _Kind, index: FhirIndex, record_filter: RecordFilter) -> Iterator[str]:
     for element in kind.texts:
         if text := as_text(resource.get(element)):
             yield text
     forms = [*as_list(resource.get("presentedForm"))] if kind.name == "report" else []
     if kind.name == "document":
         forms = [one.get("attachment") for one in objects(resource.get("content"))]
-    for form in objects(forms):
-        if text := attachment_text(form, resource, index).strip():
-            yield text
+    texts = [attachment_text(form, resource, index).strip() for form in objects(forms)]
+    if not any(texts):  # else a PDF is the same text in another medium
+        documents = (attachment_document(form, resource, index) for form in objects(forms))
+        texts = [record_filter.text_of(document).strip() for document in documents]
+    yield from filter(None, texts)
     for note in objects(resource.get("note")):
         if text := as_text(note.get("text")):
             yield text

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.packing.sources.documents.facts import join_sections
-from shardflow.packing.sources.documents.hl7 import section_of, status_of
+from shardflow.packing.sources.documents.hl7 import document_of, section_of, status_of
 
 if TYPE_CHECKING:
     from shardflow.packing.attachments.records.record_filter import Fact, RecordFilter
@@ -74,7 +74,10 @@ def write_group(group: Sequence[Segment], record_filter: RecordFilter) -> None:
             record_filter.add(_SOURCE, "observation", fact)
         else:
             record_filter.left_out["EMPTY_RECORD"] += 1
-    document = record_filter.document(join_sections(sections), "report")
+    text = join_sections(sections)
+    if not text:
+        text = record_filter.text_of(document_of(group))
+    document = record_filter.document(text, "report")
     if order is not None:
         record_filter.add(
             _SOURCE,

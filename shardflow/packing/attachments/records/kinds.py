@@ -60,7 +60,7 @@ class _Records:
     """Shared part of the kinds: a file has numbered records, each with facts that link it to a study."""
 
     name: str
-    version = 2
+    version = 3
     sop_classes: frozenset[str] = frozenset()
     forms: frozenset[str]
     """Document forms that are read."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from zoneinfo import ZoneInfo
 
+from shardflow.errors import ConfigError, SourceError
 from shardflow.packing.attachments.records.codes import clean_unit, is_code, system_name
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.lexicon import fold
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.sources.attachments import StudyContext
     from shardflow.packing.sources.documents.facts import People
+    from shardflow.packing.sources.report_files import ReportDocument
 
 Fact: TypeAlias = dict[str, Any]
 
@@ -227,6 +229,16 @@ class RecordFilter:
         self.documents.append(cleaned.strip("\n").encode("utf-8", "replace") + b"\n")
         self.document_rows.append({"document": number, "kind": kind})
         return number
+
+    def text_of(self, document: ReportDocument | None) -> str:
+        """Return the text of a PDF or RTF in a record; empty, and counted, if it cannot be read."""
+        if document is None or self._free_text == "drop":
+            return ""
+        try:
+            return document.read()
+        except (ConfigError, SourceError):
+            self.left_out["UNREADABLE_DOCUMENT"] += 1
+            return ""
 
     def note(self, text: str, kind: str) -> Fact:
         """Add a free text that may be a word or two; short ones share a document, a line each."""

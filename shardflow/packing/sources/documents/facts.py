@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Final, TypeAlias
 
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.report_files import ReportDocument
 
 _UID: Final = re.compile(r"(?:0|[1-9]\d*)(?:\.(?:0|[1-9]\d*))+")
 _MAX_UID: Final = 64
@@ -162,6 +163,8 @@ class DocumentReport:
     text: str = field(repr=False)
     status: ReportStatus = "final"
     facts: DocumentFacts
+    document: ReportDocument | None = None
+    """A PDF or RTF in the message, whose text comes before ``text``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

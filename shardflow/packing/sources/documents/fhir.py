@@ -1,8 +1,8 @@
 """Reader of FHIR resources (DSTU2 to R5): their place in a file, people, study links and report text.
 
 Resources are read without validation: exports of real systems seldom pass one. The text of a DiagnosticReport
-is its presented form and conclusion; the generated narrative (``text.div``) repeats header data, is not what
-the doctor wrote, and is not read.
+is its presented form (PDF or RTF where none is text) and conclusion; the generated narrative (``text.div``)
+repeats header data, is not what the doctor wrote, and is not read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
+from shardflow.packing.sources.report_files import ReportDocument, encoded_document
 
 Resource: TypeAlias = Mapping[str, Any]
 
@@ -302,25 +303,22 @@ def read_fhir_report(resource: Resource, index: FhirIndex) -> DocumentReport | N
     texts = [attachment_text(form, resource, index) for form in objects(resource.get("presentedForm"))]
     # Several forms of one report are the same text in several media.
     text = next((one for one in texts if one), "")
+    found = (attachment_document(form, resource, index) for form in objects(resource.get("presentedForm")))
+    document = None if text else next((one for one in found if one is not None), None)
     conclusion = as_text(resource.get("conclusion"))
     if conclusion and " ".join(conclusion.split()) not in " ".join(text.split()):
         text = f"{text.rstrip()}\n\nIMPRESSION:\n{conclusion}\n".lstrip("\n")
-    if not text.strip():
+    if not text.strip() and document is None:
         return NoReport(reason=Reason.NOT_REPORT, facts=facts)
-    return DocumentReport(text=text, status=_STATUS.get(status, "final"), facts=facts)
+    return DocumentReport(text=text, status=_STATUS.get(status, "final"), facts=facts, document=document)
 
 
 def attachment_text(attachment: Resource, holder: Resource, index: FhirIndex) -> str:
     """Return the text of an Attachment: plain or HTML, in it or in a Binary of the same export.
 
-    Other media, such as PDF, give none.
+    Other media give none; see `attachment_document`.
     """
-    data, media = attachment.get("data"), as_text(attachment.get("contentType"))
-    if data is None and (url := as_text(attachment.get("url"))):
-        binary = index.resolve(url, holder)
-        if binary is not None and binary.get("resourceType") == "Binary":
-            data = binary.get("data", binary.get("content"))
-            media = media or as_text(binary.get("contentType"))
+    data, media = _content(attachment, holder, index)
     kind, _, parameters = media.lower().partition(";")
     if kind.strip() not in {"text/html", "text/plain"}:
         return ""
@@ -332,6 +330,23 @@ def attachment_text(attachment: Resource, holder: Resource, index: FhirIndex) ->
         return ""
     text = _decode(raw, parameters)
     return _html_text(text) if kind.strip() == "text/html" else text.replace("\r\n", "\n")
+
+
+def attachment_document(attachment: Resource, holder: Resource, index: FhirIndex) -> ReportDocument | None:
+    """Return the PDF or RTF of an Attachment; None if it is of another kind."""
+    data, media = _content(attachment, holder, index)
+    return encoded_document(media, data) if isinstance(data, str) and data else None
+
+
+def _content(attachment: Resource, holder: Resource, index: FhirIndex) -> tuple[Any, str]:
+    """Return the data and the media type of an Attachment, or of the Binary that it names."""
+    data, media = attachment.get("data"), as_text(attachment.get("contentType"))
+    if data is None and (url := as_text(attachment.get("url"))):
+        binary = index.resolve(url, holder)
+        if binary is not None and binary.get("resourceType") == "Binary":
+            data = binary.get("data", binary.get("content"))
+            media = media or as_text(binary.get("contentType"))
+    return data, media
 
 
 def _decode(raw: bytes, parameters: str) -> str:

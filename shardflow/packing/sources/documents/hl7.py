@@ -1,7 +1,8 @@
 """Reader of HL7 version 2 messages: syntax, people and study links, and the texts of ORU^R01 reports.
 
 The parser is lenient, as real messages require: any line end, lines broken inside a field, segments put on
-one line, several messages in a file. A report is the text of the OBX segments below one OBR.
+one line, several messages in a file. A report is the text of the OBX segments below one OBR, or a PDF or RTF
+there (data type ED) where none of them is narrative.
 
 Source: HL7 v2.5.1, chapters 2 (syntax), 3, 4 and 7.
 """
@@ -27,6 +28,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
+from shardflow.packing.sources.report_files import ReportDocument, encoded_document
 
 _LINE_END: Final = re.compile(r"\r\n|\r|\n")
 _SEGMENT: Final = re.compile(r"[A-Z][A-Z0-9]{2}(?=[^\w\s]|$)")
@@ -417,19 +419,35 @@ def _read_group(group: Sequence[Segment], facts: DocumentFacts) -> DocumentRepor
             sections.append(section)
             has_narrative |= segment.get(2) in _NARRATIVE or bool(section[0])
     text = join_sections(sections)
+    document = None if has_narrative else document_of(group)
     status = status_of(obr.get(25)) if obr is not None else ""
     if not status:
         status = next((letter for letter in ("C", "P", "F") if letter in own), "F")
     if status == _WITHDRAWN:
         return NoReport(reason=Reason.REPORT_WITHDRAWN, facts=facts)
-    if not has_narrative or not text:
+    if document is None and (not has_narrative or not text):
         has_texts = any(segment.get(2) in _NARRATIVE for segment in results)
         return NoReport(reason=Reason.EMPTY_REPORT if has_texts else Reason.NOT_REPORT, facts=facts)
     named = {heading for heading, _ in sections}
     is_addendum = named == {"ADDENDUM"}
     return DocumentReport(
-        text=text, status="addendum" if is_addendum else _STATUS.get(status, "final"), facts=facts
+        text=text,
+        status="addendum" if is_addendum else _STATUS.get(status, "final"),
+        facts=facts,
+        document=document,
     )
+
+
+def document_of(group: Iterable[Segment]) -> ReportDocument | None:
+    """Return the first PDF or RTF among the results of an order, as an encapsulated document."""
+    for segment in group:
+        if segment.name != "OBX" or segment.get(2).upper() != "ED" or status_of(segment.get(11)) in _GONE:
+            continue
+        parts = _encoded_parts(segment)
+        found = encoded_document(f"{parts[1]}/{parts[2]}", parts[4]) if parts else None
+        if found is not None:
+            return found
+    return None
 
 
 def section_of(segment: Segment) -> tuple[str, str] | None:
@@ -474,13 +492,17 @@ def _value(segment: Segment, kind: str) -> str:
 
 
 def _encapsulated(segment: Segment) -> str:
-    """Plain text in base 64 (data type ED); documents of other kinds give none."""
-    parts = next(iter(segment.repetitions(5)), "").split(segment.separators.component)
-    if len(parts) < 5 or parts[3].strip().lower() != "base64":
-        return ""
-    if {parts[1].strip().lower(), parts[2].strip().lower()} & {"text", "plain", "txt", "text/plain"}:
+    """Plain text in base 64 (data type ED); documents of other kinds give none; see `document_of`."""
+    parts = _encoded_parts(segment)
+    if {part.strip().lower() for part in parts[1:3]} & {"text", "plain", "txt", "text/plain"}:
         try:
             return decode_message(base64.b64decode(parts[4], validate=True)).replace("\r\n", "\n").strip()
         except ValueError:
             return ""
     return ""
+
+
+def _encoded_parts(segment: Segment) -> list[str]:
+    """Components of an encapsulated document in base 64; empty for another encoding."""
+    parts = next(iter(segment.repetitions(5)), "").split(segment.separators.component)
+    return parts if len(parts) >= 5 and parts[3].strip().lower() == "base64" else []

@@ -60,7 +60,7 @@ def iter_document_reports(
         limits: Bounds on what is read.
 
     Raises:
-        ConfigError: There is no such file or folder.
+        ConfigError: There is no such file or folder, or the package that reads PDF or RTF is missing.
     """
     if not path.exists():
         raise ConfigError(
@@ -175,11 +175,14 @@ def _records(
         elif len(studies) > 1 and not copies:
             yield BrokenReport(place=0, reason=Reason.AMBIGUOUS_LINK, detail="", study_instance_uid=study)
         else:
+            if found.document is not None:
+                found.document.check_reader()
             yield ReportRecord(
                 study_instance_uid=study,
                 text=found.text.replace("\r\n", "\n").replace("\r", "\n"),
                 place=0,
                 role=_ROLES[found.status],
+                document=found.document,
                 accessions=tuple(found.facts.accessions),
                 patient_ids=tuple(found.facts.patient_ids),
                 people=found.facts.people.values(),

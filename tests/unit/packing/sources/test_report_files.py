@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shardflow.packing.sources import report_files
 from shardflow.packing.sources.documents.reports import iter_document_reports
 from shardflow.packing.sources.report_files import read_pdf, read_rtf
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports
+from tests.record_case import make_pdf
 
 pypdf = pytest.importorskip("pypdf")
 pytest.importorskip("striprtf")
@@ -24,46 +26,22 @@ RTF = (
 )
 
 
-def make_pdf(*pages: str) -> bytes:
-    """Write a PDF by hand: an object a page, its lines one below the other."""
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"",
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    kids = []
-    for page in pages:
-        shown = " ".join(f"({line}) Tj 0 -14 Td" for line in page.split("\n") if page)
-        content = f"BT /F1 11 Tf 72 720 Td {shown} ET".encode("latin-1")
-        kids.append(len(objects) + 1)
-        objects.append(
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >>"
-            + f" /Contents {len(objects) + 2} 0 R >>".encode()
-        )
-        objects.append(f"<< /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream")
-    objects[1] = (
-        f"<< /Type /Pages /Kids [{' '.join(f'{one} 0 R' for one in kids)}] /Count {len(kids)} >>".encode()
-    )
-    data, places = b"%PDF-1.4\n", []
-    for number, one in enumerate(objects, start=1):
-        places.append(len(data))
-        data += f"{number} 0 obj\n".encode() + one + b"\nendobj\n"
-    table = "".join(f"{place:010d} 00000 n \n" for place in places)
-    return (
-        data
-        + (
-            f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
-            f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
-        ).encode()
-    )
-
-
 def locked(data: bytes, password: str) -> bytes:
     writer = pypdf.PdfWriter(clone_from=io.BytesIO(data))
     writer.encrypt(password, owner_password="owner", algorithm="RC4-128")
     out = io.BytesIO()
     writer.write(out)
     return out.getvalue()
+
+
+def read_now(record: ReportRecord | BrokenReport) -> ReportRecord | BrokenReport:
+    """Do what the job and its packing processes do."""
+    if isinstance(record, BrokenReport) or record.document is None:
+        return record
+    try:
+        return record.completed(record.document.read())
+    except SourceError as error:
+        return record.completed("", error.reason)
 
 
 def reason(data: bytes) -> str:
@@ -117,7 +95,7 @@ def test_files_of_a_folder_are_reports_of_the_study_that_they_are_named_by(tmp_p
         "1.2.6.doc": b"x",
     }.items():
         (tmp_path / name).write_bytes(data)
-    found = list(iter_reports(tmp_path, "folder"))
+    found = [read_now(one) for one in iter_reports(tmp_path, "folder")]
     texts = {one.study_instance_uid: one.text for one in found if isinstance(one, ReportRecord)}
     broken = {one.study_instance_uid: one.reason for one in found if isinstance(one, BrokenReport)}
     assert texts["1.2.1"] == "No effusion."
@@ -126,7 +104,26 @@ def test_files_of_a_folder_are_reports_of_the_study_that_they_are_named_by(tmp_p
     assert broken == {
         "1.2.2": Reason.REPORT_ENCRYPTED, "1.2.3": Reason.REPORT_WITHOUT_TEXT, "": Reason.NOT_REPORT
     }  # fmt: skip
-    again = {
-        one.study_instance_uid for one in iter_document_reports(tmp_path) if isinstance(one, ReportRecord)
-    }
+    records = map(read_now, iter_document_reports(tmp_path))
+    again = {one.study_instance_uid for one in records if isinstance(one, ReportRecord)}
     assert again == texts.keys()
+
+
+def test_what_a_message_says_beside_its_document_follows_once() -> None:
+    record = ReportRecord(study_instance_uid="", text="IMPRESSION:\nA nodule.\n", place=1, accessions=("7",))
+    for text, said in (
+        ("No effusion.", "No effusion.\n\nIMPRESSION:\nA nodule.\n"),
+        ("No effusion. A\n nodule.", "No effusion. A\n nodule."),
+    ):
+        done = record.completed(text)
+        assert isinstance(done, ReportRecord)
+        assert (done.text, done.accessions) == (said, ("7",))
+    alone = record.completed("", Reason.REPORT_WITHOUT_TEXT)
+    assert isinstance(alone, ReportRecord)
+    assert alone.text == record.text
+    nothing = replace(record, text="").completed("", Reason.REPORT_WITHOUT_TEXT)
+    assert isinstance(nothing, BrokenReport)
+    assert nothing.reason is Reason.REPORT_WITHOUT_TEXT
+    empty = replace(record, text="").completed(" \n")
+    assert isinstance(empty, BrokenReport)
+    assert empty.reason is Reason.EMPTY_REPORT

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydicom.data import get_testdata_file
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.documents.bounded import DocumentLimits, parse_xml, read_bounded
 from shardflow.packing.sources.documents.cda import narrative_text, read_cda_report
@@ -19,6 +19,7 @@ from shardflow.packing.sources.documents.fhir import FhirIndex, iter_resources, 
 from shardflow.packing.sources.documents.reports import iter_document_reports
 from shardflow.packing.sources.documents.sr import read_sr_report
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
+from tests.record_case import make_pdf
 
 pytestmark = pytest.mark.fast
 
@@ -123,7 +124,8 @@ def test_fhir_withdrawn_and_without_text() -> None:
         assert found.reason is Reason.REPORT_WITHDRAWN
     for form in (
         [],
-        [{"contentType": "application/pdf", "data": "JVBERi0="}],
+        [{"contentType": "image/png", "data": "iVBORw0="}],
+        [{"contentType": "application/pdf", "url": "https://elsewhere.example/r.pdf"}],
         [{"contentType": "text/plain", "data": "%%%"}],
         [{"contentType": "text/plain", "url": "https://elsewhere.example/r.txt"}],
         "text",
@@ -131,6 +133,32 @@ def test_fhir_withdrawn_and_without_text() -> None:
         found = read(report(presentedForm=form))
         assert isinstance(found, NoReport)
         assert found.reason is Reason.NOT_REPORT
+
+
+def test_fhir_pdf_and_rtf_are_documents_where_no_form_is_text() -> None:
+    pdf = {"contentType": "application/pdf", "data": base64.b64encode(make_pdf("No effusion.")).decode()}
+    plain = report()["presentedForm"][0]
+    found = read(report(presentedForm=[pdf, plain]))
+    assert isinstance(found, DocumentReport)
+    assert (found.text, found.document) == ("FINDINGS: Clear lungs.\n", None)
+    rtf = base64.b64encode(rb"{\rtf1 Clear.}").decode()
+    binary = {"resourceType": "Binary", "id": "b", "contentType": "application/pdf", "data": pdf["data"]}
+    for form, text in (
+        (pdf, "No effusion."),
+        ({"contentType": "", "data": pdf["data"]}, "No effusion."),
+        ({"url": "Binary/b"}, "No effusion."),
+        ({"contentType": "text/rtf", "data": rtf}, "Clear."),
+    ):
+        found = read(report(presentedForm=[form]), binary)
+        assert isinstance(found, DocumentReport)
+        assert found.document is not None
+        assert (found.text, found.document.read()) == ("", text)
+    broken = read(report(presentedForm=[{"contentType": "application/pdf", "data": "%%%"}]))
+    assert isinstance(broken, DocumentReport)
+    assert broken.document is not None
+    with pytest.raises(SourceError) as raised:
+        broken.document.read()
+    assert raised.value.reason == Reason.REPORT_UNREADABLE
 
 
 def test_fhir_conclusion_is_added_where_the_form_lacks_it() -> None:

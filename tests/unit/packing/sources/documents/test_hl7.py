@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shardflow.packing.sources.documents.hl7 import (
     read_messages,
     unescape,
 )
+from tests.record_case import make_pdf
 
 pytestmark = pytest.mark.fast
 
@@ -134,7 +136,21 @@ def test_what_is_cancelled_wrong_or_no_text_gives_no_report() -> None:
     assert reason("OBR|1||F1||||||||||||||||||||||X", "OBX|1|TX|1||Clear.") is Reason.REPORT_WITHDRAWN
     assert reason("OBR|1||F1", "OBX|1|TX|1||Clear.||||||W") is Reason.EMPTY_REPORT
     assert reason("OBR|1||F1", "OBX|1|NM|718-7^Hb^LN||13.2|g/dL") is Reason.NOT_REPORT
-    assert reason("OBR|1||F1", "OBX|1|ED|PDF||H^application^pdf^Base64^JVBERi0=||||||F") is Reason.NOT_REPORT
+    assert reason("OBR|1||F1", "OBX|1|ED|X||H^image^png^Base64^iVBORw0=||||||F") is Reason.NOT_REPORT
+    assert reason("OBR|1||F1", "OBX|1|ED|PDF||H^application^pdf^Hex^2550||||||F") is Reason.NOT_REPORT
+    assert reason("OBR|1||F1", "OBX|1|ED|PDF||H^application^pdf^Base64^JVBERi0=||||||W") is Reason.NOT_REPORT
+
+
+def test_a_pdf_is_the_report_of_an_order_without_narrative() -> None:
+    data = base64.b64encode(make_pdf("No effusion.")).decode()
+    pdf = f"OBX|2|ED|PDF||RIS^AP^PDF^Base64^{data}||||||F"
+    found = one("OBR|1||F1|||||||||||||||||||||C", "OBX|1|NM|1^Dose||3|mSv", pdf)
+    assert isinstance(found, DocumentReport)
+    assert found.document is not None
+    assert (found.text, found.document.read()) == ("Dose: 3 mSv\n", "No effusion.")
+    both = one("OBR|1||F1", "OBX|1|TX|1||Clear.", pdf)
+    assert isinstance(both, DocumentReport)
+    assert (both.text, both.document) == ("Clear.\n", None)
 
 
 def test_text_in_base_64_is_read() -> None:
