@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -270,8 +271,8 @@ def files_with_canaries(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def make_pdf(*pages: str) -> bytes:
-    """Write a PDF by hand: an object a page, its lines one below the other."""
+def make_pdf(*pages: str, operators: bytes = b"") -> bytes:
+    """Write a PDF by hand: an object a page, its lines one below the other, and what is to be drawn beside."""
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
         b"",
@@ -280,13 +281,16 @@ def make_pdf(*pages: str) -> bytes:
     kids = []
     for page in pages:
         shown = " ".join(f"({line}) Tj 0 -14 Td" for line in page.split("\n") if page)
-        content = f"BT /F1 11 Tf 72 720 Td {shown} ET".encode("latin-1")
+        content = f"BT /F1 11 Tf 72 720 Td {shown} ".encode("latin-1") + operators + b"ET"
+        content = zlib.compress(content, 9)
         kids.append(len(objects) + 1)
         objects.append(
             b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >>"
             + f" /Contents {len(objects) + 2} 0 R >>".encode()
         )
-        objects.append(f"<< /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream")
+        objects.append(
+            f"<< /Filter /FlateDecode /Length {len(content)} >>\nstream\n".encode() + content + b"\nendstream"
+        )
     objects[1] = (
         f"<< /Type /Pages /Kids [{' '.join(f'{one} 0 R' for one in kids)}] /Count {len(kids)} >>".encode()
     )

@@ -214,41 +214,17 @@ def test_a_document_that_ends_its_process_costs_that_report_alone(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_pdf_that_never_ends_costs_that_report_alone(tmp_path: Path) -> None:
-    """Forms that draw the next one twice, 40 levels deep."""
+def test_a_pdf_that_exhausts_its_process_costs_that_report_alone(tmp_path: Path) -> None:
+    """A file of 1 MB that draws nothing, again and again: many minutes of work."""
     case = PackCase(tmp_path)
     case.prepare(has_reports=True)
     studies, settings = _documents(case)
     path = tmp_path / "documents" / f"{studies[2].study_instance_uid}.pdf"
-    path.write_bytes(_endless_pdf())
+    path.write_bytes(make_pdf(*["No effusion."] * 400, operators=b"()Tj " * 300_000))
     summary = case.pack(*settings, "execution.task_timeout_s=15")
     assert all("No effusion" in text for text in _texts(case, [*studies[:2], *studies[3:]]))
-    assert summary.reasons == {}
-
-
-def _endless_pdf(levels: int = 40) -> bytes:
-    """A PDF of 8 KB whose text is 2**40 lines."""
-    font = b"/Font << /F1 3 0 R >>"
-    drawing = b"/Length 11 >>\nstream\n/X Do /X Do\nendstream"
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [4 0 R] /Count 1 >>",
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 5 0 R"
-        b" /Resources << %b /XObject << /X 6 0 R >> >> >>" % font,
-        b"<< " + drawing,
-    ]
-    form = b"<< /Type /XObject /Subtype /Form /BBox [0 0 612 792] /Resources << %b" % font
-    objects += [form + b" /XObject << /X %d 0 R >> >> " % (7 + level) + drawing for level in range(levels)]
-    objects.append(form + b" >> /Length 21 >>\nstream\nBT /F1 9 Tf (x) Tj ET\nendstream")
-    data, places = b"%PDF-1.4\n", []
-    for number, one in enumerate(objects, start=1):
-        places.append(len(data))
-        data += b"%d 0 obj\n%b\nendobj\n" % (number, one)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    count, start = len(objects) + 1, len(data)
-    data += b"xref\n0 %d\n0000000000 65535 f \n%b" % (count, table)
-    return data + b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (count, start)
+    causes = [summary.reasons.get(f"WORKER_{how}", 0) for how in ("KILLED", "OUT_OF_MEMORY", "TIMEOUT")]
+    assert sum(causes) == 1
 
 
 def test_an_order_of_two_studies(tmp_path: Path) -> None:
