@@ -28,6 +28,9 @@ class _SizePatterns:
     is_cm: re.Pattern[str]
     not_now: re.Pattern[str]
     now: re.Pattern[str]
+    grown_from: re.Pattern[str]
+    into: re.Pattern[str]
+    """What joins an earlier and a later size, where it may also join two diameters."""
     distance: re.Pattern[str]
     gap: re.Pattern[str]
     """What separates a size from the finding behind it."""
@@ -41,6 +44,8 @@ def _size_patterns(language: str) -> _SizePatterns:
         is_cm=compiled("@unit_cm@"),
         not_now=compiled(r"\b@size_before@(?:\s+@size_before_more@)*\s*$"),
         now=compiled(r"\b@size_now@\s*$"),
+        grown_from=compiled(r"\b@size_from@\s(?:@size_before_more@\.?\s)*$"),
+        into=compiled(r"\s?@size_into@\s?"),
         distance=compiled(r"\s*@distance@\b"),
         gap=compiled(r"[,;:(]|\b@size_gap@\b"),
     )
@@ -273,17 +278,36 @@ def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
     tokens, found, of = clause.tokens, {}, _size_patterns(clause.of.name)
     first, last = clause.sentence
     text_start, text_end = tokens.starts[first], tokens.ends[last - 1]
-    for match in of.size.finditer(tokens.text, text_start, text_end):
+    for found_size in of.size.finditer(tokens.text, text_start, text_end):
+        before = tokens.text[max(text_start, found_size.start() - 60) : found_size.start()]
+        has_grown = of.grown_from.search(before) is not None
+        match = _later(found_size, of) if has_grown else found_size
         size = _millimeters(match, of)
         if size is None or of.distance.match(tokens.text, match.end(), text_end):
             continue
-        before = tokens.text[max(text_start, match.start() - 60) : match.start()]
-        if of.not_now.search(before):
+        if of.not_now.search(before) and not (has_grown and _is_spoken_span(found_size)):
             continue
         owner = _owner(clause, match.start(), match.end())
         if owner is not None and (owner not in found or of.now.search(before)):
             found[owner] = size
     return found
+
+
+def _later(match: re.Match[str], of: _SizePatterns) -> re.Match[str]:
+    """Return the second of the sizes in "von 6 auf 8 mm", which without "von" would be two diameters."""
+    for number in (3, 5):
+        end = max(match.end(number - 2), match.end(number - 1))
+        if match.group(number) and of.into.fullmatch(match.string, end, match.start(number)):
+            return of.size.match(match.string, match.start(number), match.endpos) or match
+    return match
+
+
+def _is_spoken_span(match: re.Match[str]) -> bool:
+    """Whether a span is said with a word: the later size in "from 6 to 8 mm", unlike that in "from 6-8 mm"."""
+    if match.group(7) is None:
+        return False
+    end = max(match.end(number) for number in range(1, 7))
+    return any(letter.isalpha() for letter in match.string[end : match.start(7)])
 
 
 def _millimeters(match: re.Match[str], of: _SizePatterns) -> tuple[float, ...] | None:

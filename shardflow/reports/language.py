@@ -133,6 +133,11 @@ class Language:
         """Whether blanks stand between words."""
         return "unspaced" not in self.pieces
 
+    @property
+    def has_capital_nouns(self) -> bool:
+        """Whether nouns begin with a capital."""
+        return "capital_nouns" in self.pieces
+
     def compile(self, template: str) -> re.Pattern[str]:
         r"""Compile a pattern whose pieces, such as ``@unit@``, are of this language; case does not count.
 

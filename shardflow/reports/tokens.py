@@ -126,8 +126,24 @@ def _is_end(
         if before not in of.abbreviation:
             return True
         if before in of.abbreviation_of_number and not words[number + 1].isdigit():
-            return True
+            if before not in of.sides or not of.has_capital_nouns:
+                return True
+            if _ends_with_side(text, words, starts, number, of):
+                return True
     return "\n" in gap and _is_line_end(text, word, starts[number + 1], ends[number], gap, of)
+
+
+def _ends_with_side(text: str, words: list[str], starts: list[int], number: int, of: Language) -> bool:
+    """Whether the full stop of *li.* ends a sentence, where nouns have capitals.
+
+    It does before a word that begins sentences, and behind a noun ("Pleuraerguss li. Herz ..."); "im li.
+    Oberlappen" and "Erguss li. basal" go on.
+    """
+    if not text[starts[number + 1]].isupper():
+        return False
+    noun = number - 2
+    is_behind_noun = noun >= 0 and text[starts[noun]].isupper() and words[noun] not in of.spoken
+    return is_behind_noun or words[number + 1] in of.spoken
 
 
 def _is_line_end(text: str, word: str, next_start: int, end: int, gap: str, of: Language) -> bool:

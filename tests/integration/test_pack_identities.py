@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,9 @@ def test_a_person_has_one_key_and_one_shift_over_all_kinds_and_appends(case: Pac
 
     dataset = case.open()
     first = min(case.key.surrogate("patient", patient) for patient in list(days)[:2])
-    shifts, origins = set(), set()
+    shifts: set[timedelta | int] = set()
     for patient, study in made.items():
-        day = date.fromisoformat(days[patient])
+        at = date.fromisoformat(days[patient])
         fields = dataset.read_fields(dataset.samples.find(case.sample_key(study.study_instance_uid)))
         facts = json.loads(fields["study.json"])
         assert facts["patient"]["patient_key"] == first
@@ -242,12 +242,12 @@ def test_a_person_has_one_key_and_one_shift_over_all_kinds_and_appends(case: Pac
         (found,) = re.findall(r"\[DATE(.*?)\]", fields["report.txt"].decode())
         if dates == "shift":
             said = [facts["dates"]["study_date"], *(when["date"] for when in whens)]
-            shifts |= {day - date.fromisoformat(one) for one in said}
+            shifts.update(at - date.fromisoformat(one) for one in said)
             shifts.add(date(2019, 3, 14) - date.fromisoformat(found.strip()))
         else:
-            origins.add(facts["dates"]["study_day"] - day.toordinal())
-            assert int(found) == (date(2019, 3, 14) - day).days
-    assert len(shifts | origins) == 1
+            shifts.add(facts["dates"]["study_day"] - at.toordinal())
+            assert int(found) == (date(2019, 3, 14) - at).days
+    assert len(shifts) == 1
 
 
 def test_patients_who_were_packed_apart_keep_their_keys_and_are_in_one_fold(case: PackCase) -> None:

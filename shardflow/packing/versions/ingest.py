@@ -148,8 +148,9 @@ class DocumentPass:
             queue.append(self._begin(record))
             if len(queue) > _MAX_WAITING or sum(one.num_characters for one in queue) > _MAX_CHARACTERS:
                 self._settle(queue[0])
-            while queue and queue[0].done is not None:
-                yield queue.popleft().done
+            while queue and (done := queue[0].done) is not None:
+                queue.popleft()
+                yield done
         while queue:
             yield self._settle(queue.popleft())
 
@@ -192,11 +193,11 @@ class DocumentPass:
         while self.engine.num_running:
             self._take(self.engine.wait())
         self.engine.restart(1)
-        waiting.failure = None
         self._submit(waiting, record.document)
-        self._take(self.engine.wait())
-        if waiting.failure is not None:
-            reason = reason_of_failure(waiting.failure)
+        done = self.engine.wait()
+        self._take(done)
+        if done.failure is not None:
+            reason = reason_of_failure(done.failure)
             self.crash_log.add(self._surrogate(record), record.document.num_bytes, reason)
             waiting.done = record.completed("", reason)
         self.engine.restart()

@@ -13,6 +13,7 @@ from benchmarks.reports.run import score_language
 from shardflow.reports import ReportReader, load_lexicon
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.language import LANGUAGES
+from shardflow.reports.tokens import tokenize
 
 pytestmark = pytest.mark.fast
 
@@ -237,6 +238,47 @@ def test_a_report_in_german_has_sections_attributes_and_mentions() -> None:
     assert found["pleural effusion", "findings"].assertion == "absent"
     assert found["granuloma", "impression"].certainty == "likely"
     assert [str(one) for one in content.mentions] == ["S3:45"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("Rundherd im li. Oberlappen. Kein Erguss re. Herz normal.", 3),
+        ("Erguss li. basal, re. gering.", 1),
+        ("Kein re. Pleuraerguss. Erguss bds. Im li. Unterlappen Infiltrat.", 3),
+        ("Li. Niere unauff\u00e4llig. Nierenstein re. 7 mm.", 2),
+    ],
+)
+def test_a_side_that_is_abbreviated_ends_a_sentence_only_behind_a_noun(text: str, sentences: int) -> None:
+    assert len(tokenize(text, "german").sentences) == sentences
+
+
+def test_sides_are_abbreviated_in_german() -> None:
+    content = READER.read(
+        "BEFUND: Rundherd im li. Oberlappen. Kein Erguss re. Pneumothorax li. apikal nachweisbar."
+    )
+    found = {one.concept: (one.assertion, one.laterality) for one in content.entities}
+    assert found == {
+        "pulmonary nodule": ("present", "L"),
+        "pleural effusion": ("absent", "R"),
+        "pneumothorax": ("present", "L"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "size_mm"),
+    [
+        ("BEFUND: Rundherd von 6 auf 8 mm gr\u00f6\u00dfenprogredient.", (8.0,)),
+        ("BEFUND: Rundherd von 6 mm auf 8 mm gr\u00f6\u00dfenprogredient.", (8.0,)),
+        ("BEFUND: Rundherd von ca. 0,6 auf 0,8 cm gr\u00f6\u00dfenprogredient.", (8.0,)),
+        ("BEFUND: Rundherd von 6 x 5 auf 8 x 7 mm gr\u00f6\u00dfenprogredient.", (8.0, 7.0)),
+        ("BEFUND: Rundherd, 6 auf 8 mm.", (6.0, 8.0)),
+        ("BEFUND: Rundherd von 6 x 8 mm.", (6.0, 8.0)),
+        ("FINDINGS: The nodule grew from 6 to 8 mm.", (8.0,)),
+    ],
+)
+def test_what_grew_has_its_later_size(text: str, size_mm: tuple[float, ...]) -> None:
+    assert [one.size_mm for one in READER.read(text).entities] == [size_mm]
 
 
 def test_places_in_a_report_without_blanks_are_those_of_its_text() -> None:
