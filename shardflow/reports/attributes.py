@@ -303,7 +303,7 @@ def _later(match: re.Match[str], of: _SizePatterns) -> re.Match[str]:
 
 
 def _is_spoken_span(match: re.Match[str]) -> bool:
-    """Whether a span is said with a word: the later size in "from 6 to 8 mm", unlike that in "from 6-8 mm"."""
+    """Whether a word says the span: the later size is in "from 6 to 8 mm", and not in "from 6-8 mm"."""
     if match.group(7) is None:
         return False
     end = max(match.end(number) for number in range(1, 7))

@@ -275,6 +275,8 @@ def test_sides_are_abbreviated_in_german() -> None:
         ("BEFUND: Rundherd, 6 auf 8 mm.", (6.0, 8.0)),
         ("BEFUND: Rundherd von 6 x 8 mm.", (6.0, 8.0)),
         ("FINDINGS: The nodule grew from 6 to 8 mm.", (8.0,)),
+        ("FINDINGS: The nodule decreased from 6-8 mm to 4 mm.", (4.0,)),
+        ("FINDINGS: The nodule grew from 6 mm to 8 mm.", (8.0,)),
     ],
 )
 def test_what_grew_has_its_later_size(text: str, size_mm: tuple[float, ...]) -> None:
