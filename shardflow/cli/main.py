@@ -103,7 +103,9 @@ COMMANDS: Final = {
     "train": Command(
         "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
     ),
-    "ledger": Command("shardflow.cli.runs", "which samples made a run; compare two runs", "ledger"),
+    "ledger": Command(
+        "shardflow.cli.ledger", "which samples made a run, and which steps drew a sample; compare two runs"
+    ),
     "goodput": Command(
         "shardflow.cli.runs", "where a run's time went: useful steps, waits, restarts, lost work", "goodput"
     ),

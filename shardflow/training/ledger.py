@@ -182,7 +182,7 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
         lineage = {number: step for number, step in lineage.items() if number < start}
         lineage.update(steps)
     if committed_only:
-        num_committed = _num_committed(run)
+        num_committed = num_committed_steps(run)
         lineage = {number: step for number, step in lineage.items() if number < num_committed}
         missing = sorted(set(range(first or 0, num_committed)) - lineage.keys())
         if missing:
@@ -193,10 +193,32 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
     return [lineage[number] for number in sorted(lineage)]
 
 
-def _num_committed(run: Path) -> int:
+def num_committed_steps(run: Path) -> int:
     """Return how many steps the newest checkpoint counts, by its name alone."""
     names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in (run / "checkpoints").glob("step-*"))
     return max((int(match[1]) for match in names if match), default=0)
+
+
+def ledger_files(run: Path) -> dict[str, int]:
+    """Return the ranks' files below the ledger folder of a run, by name, with their sizes in bytes."""
+    found = {}
+    for attempt in _attempts(run):
+        folder = _attempt_folder(run, attempt)
+        for path in sorted(folder.iterdir()):
+            if _RANK.fullmatch(path.name):
+                found[f"{folder.name}/{path.name}"] = path.stat().st_size
+    return found
+
+
+def attempt_starts(run: Path) -> list[tuple[int, int]]:
+    """Return number and first global step of the attempts that did anything, ascending."""
+    found = {}
+    for name in ledger_files(run):
+        attempt = int(name.partition("/")[0].removeprefix("attempt-"))
+        header = next(read_events(run / _FOLDER / name), {}) if attempt not in found else {}
+        if header.get("event") == "attempt":
+            found[attempt] = int(header["start"])
+    return sorted(found.items())
 
 
 def _attempts(run: Path) -> list[int]:
@@ -224,14 +246,15 @@ def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, Led
                 by_step.setdefault(int(event["global_step"]), []).append(event)
     # A kill may leave the last step on some ranks only; it was not committed then.
     steps = {
-        number: _merge(number, attempt, lines)
+        number: merge_lines(number, attempt, lines)
         for number, lines in by_step.items()
         if len(lines) == world_size
     }
     return start, steps
 
 
-def _merge(global_step: int, attempt: int, lines: Iterable[Mapping[str, Any]]) -> LedgerStep:
+def merge_lines(global_step: int, attempt: int, lines: Iterable[Mapping[str, Any]]) -> LedgerStep:
+    """Make a step of the lines that all ranks of an attempt wrote about it."""
     lines = list(lines)
     return LedgerStep.of(
         (_micro_batch(row) for line in lines for row in line["micros"]),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, ManifestError
 from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityRules
+from shardflow.format.facts.studies import open_studies
 from shardflow.format.manifest import load, versions
 from shardflow.format.tokens import TokenIds
 from shardflow.format.verification import verify
@@ -21,6 +25,7 @@ from shardflow.loading import open_view
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
+from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.dicom_factory import MadeStudy, make_study
@@ -113,6 +118,58 @@ def test_a_patient_is_removed_with_all_studies_and_stays_away(
     compact(case.output, case.private, deletes_old=True)
     assert case.pack(*LOOSE, mode="append").status == "nothing_new"
     assert len(_keys(case)) == 4
+
+
+def _train(run: Path, keys: set[str]) -> None:
+    """Leave behind what a run of a sample a step does."""
+    with contextlib.closing(LedgerWriter(run, attempt=1, rank=0, world_size=1, start=0)) as writer:
+        for step, key in enumerate(sorted(keys)):
+            micro = LedgerMicroBatch(micro=0, keys=(key,), weights=(1.0,))
+            writer.write(step, epoch=0, step=step, micro_batches=[micro])
+    (run / "checkpoints" / f"step-{len(keys):08d}").mkdir(parents=True)
+
+
+def test_ledgers_prove_which_model_a_removed_patient_is_in(
+    case: PackCase, studies: list[MadeStudy], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    _train(first, _keys(case))
+    dataset = Dataset.open(case.output)
+    persons = open_studies(dataset)[0].array("patient_key")
+    gone = {case.sample_key(studies[number].study_instance_uid) for number in (0, 4)}
+    (patient,) = {persons[dataset.samples.find(key)].decode() for key in gone}
+
+    def ask(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+        options = ["--dataset", case.output, "--json"]
+        code = cli.main(["ledger", *map(str, [*arguments, *options])])
+        return code, json.loads(capsys.readouterr().out)
+
+    by_shard = {
+        name: ask("where", first, "--shard", name)[1]["num_draws"]
+        for name in (shard.name for shard in dataset.manifest.shards)
+    }
+    assert sum(by_shard.values()) == 5
+    code, found = ask("where", first, "--patient", patient)
+    assert (code, {draw["sample_key"] for draw in found["described"]}) == (0, gone)
+    code, found = ask("prove-removed", first, "--patient", patient, "--after-step", "4")
+    # Nothing was drawn after the last step, but the next one may draw it.
+    assert (code, found["num_draws"], found["in_newest_version"]) == (1, 0, 1)
+
+    remove(case.output, case.private, Withdrawn(patients=["P0"]))
+    _train(second, _keys(case))
+    code, found = ask("prove-removed", first, "--patient", patient)
+    assert (code, found["proven"], found["num_draws"]) == (1, False, 2)
+    assert ask("prove-removed", first, "--patient", patient, "--after-step", "4")[0] == 0
+    code, found = ask("prove-removed", second, "--patient", patient)
+    assert (code, found["proven"], found["num_samples"], found["num_committed_steps"]) == (0, True, 2, 3)
+
+    compact(case.output, case.private, deletes_old=True)
+    arguments = ["ledger", "prove-removed", str(second), "--patient", patient, "--dataset", str(case.output)]
+    assert cli.main(arguments) == cli.EXIT_CONFIGURATION
+    assert "name the samples by --sample" in capsys.readouterr().err
+    samples = [word for key in sorted(gone) for word in ("--sample", key)]
+    assert ask("prove-removed", second, *samples)[0] == 0
+    assert ask("prove-removed", first, *samples)[0] == 1
 
 
 @pytest.mark.parametrize("who", ["study", "patient"])
