@@ -40,6 +40,9 @@ from contextlib import contextmanager
 class ShardflowError(Exception):
     """Base of all errors raised on purpose; one message, one string."""
 
+    exit_code: int = 1
+    """What a rank of a training job that it ends leaves with; 2 and 3 if a restart does not help."""
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
@@ -61,6 +64,8 @@ class ConfigError(ShardflowError, ValueError):
         path: The input path at fault, for the operator's own terminal; ``""`` if there is none. It is no part
             of the message, because messages are logged.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
@@ -122,13 +127,19 @@ class SourceError(ShardflowError):
 class PlanError(ShardflowError):
     """No epoch can be planned from these numbers."""
 
+    exit_code = 2
+
 
 class StateError(ShardflowError):
     """A loader state or a checkpoint belongs to another run, dataset or batch spec."""
 
+    exit_code = 2
+
 
 class SampleError(ShardflowError):
-    """A sample cannot be delivered at run time, and the limit on such samples is reached."""
+    """A sample cannot be delivered at run time, and the limit on such samples is reached (exit code 3)."""
+
+    exit_code = 3
 
 
 class WaitTimeoutError(ShardflowError, TimeoutError):
@@ -147,16 +158,18 @@ class RankLostError(ShardflowError):
     """Another rank ended or hangs; the message names rank, host and phase.
 
     Attributes:
-        is_refusal: Whether a restart does not cure the reason, such as a wrong setting.
+        exit_code: That of the rank whose end it was.
     """
 
-    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.is_refusal = is_refusal
+        self.exit_code = exit_code
 
 
 class NoProgressError(ShardflowError):
     """Several starts in a row failed before the next checkpoint (exit code 2)."""
+
+    exit_code = 2
 
 
 class CheckpointError(ShardflowError):

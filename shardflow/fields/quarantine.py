@@ -119,6 +119,8 @@ class Quarantine:
         self._num_found = 0
         self._epoch = -1
         self._of_epoch: set[tuple[int, int, int, int]] = set()
+        self._loaded: set[tuple[int, int, int, int]] = set()
+        self._loaded_of_epoch: set[tuple[int, int, int, int]] = set()
 
     @property
     def rows(self) -> list[QuarantineRow]:
@@ -141,19 +143,22 @@ class Quarantine:
         """
         parsed = [QuarantineRow.from_json(row) for row in rows]
         self._rows.update({row.place: row for row in parsed})
+        self._loaded |= {row.place for row in parsed}
+        self._epoch = -1
 
-    def record(self, rows: Iterable[QuarantineRow], num_samples: int) -> None:
+    def record(self, rows: Iterable[QuarantineRow], num_samples: int, num_ranks: int = 1) -> None:
         """Add the rows of a micro-batch that is about to be delivered; known ones count once.
 
         Args:
             rows: Its masked slots.
             num_samples: Samples that this rank has in their epoch.
+            num_ranks: Ranks that share the epoch, and what a checkpoint knows to be masked in it.
 
         Raises:
             SampleError: More were found than a bound allows.
         """
         for row in rows:
-            self._check_share(row, num_samples)
+            self._check_share(row, num_samples, num_ranks)
             if row.place in self._rows:
                 continue
             self._rows[row.place] = row
@@ -166,15 +171,20 @@ class Quarantine:
                     "`shardflow verify` on the dataset, or raise max_bad_samples."
                 )
 
-    def _check_share(self, row: QuarantineRow, num_samples: int) -> None:
+    def _check_share(self, row: QuarantineRow, num_samples: int, num_ranks: int) -> None:
         """Refuse an epoch that is masked in large part, which then no longer is the one that was asked for.
 
-        Slots that a checkpoint knows to be masked count as well: they are missing all the same.
+        Slots that a checkpoint knows to be masked count as well, those before its position too: a run that
+        is started again and again must not get through an epoch that one start would refuse.
         """
         if row.epoch != self._epoch:
             self._epoch, self._of_epoch = row.epoch, set()
+            self._loaded_of_epoch = {place for place in self._loaded if place[0] == row.epoch}
         self._of_epoch.add(row.place)
-        num_masked, share = len(self._of_epoch), self._max_bad_share
+        self._loaded_of_epoch.discard(row.place)
+        # Of other ranks and of earlier starts; this rank's part of them.
+        num_others = -(-len(self._loaded_of_epoch) // num_ranks)
+        num_masked, share = len(self._of_epoch) + num_others, self._max_bad_share
         if num_masked > max(ALWAYS_TOLERATED, int(share * num_samples)):
             raise SampleError(
                 f"masked samples must be at most {share:.4g} of the {num_samples:,} of this rank in epoch "

@@ -623,7 +623,7 @@ class Loader:
         if quarantined:
             num_slots = self._plan_of(epoch).num_samples * self._fields.num_crops
             num_samples = -(-num_slots // self.world.world_size)
-            self._quarantine.record(quarantined, num_samples)
+            self._quarantine.record(quarantined, num_samples, self.world.world_size)
         self._position = Position.after(
             epoch=epoch,
             num_consumed=number + 1,

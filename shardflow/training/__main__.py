@@ -22,6 +22,7 @@ from shardflow.errors import (
     NoProgressError,
     PlanError,
     RankLostError,
+    SampleError,
     ShardflowError,
     StateError,
 )
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from shardflow.training.metrics import StepMetrics
 
 EXIT_FAILED: Final = 1
-EXIT_CONFIGURATION: Final = 2
 EXIT_STOPPED: Final = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, start again later."""
 EXIT_INTERRUPTED: Final = 130
@@ -94,14 +94,14 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
         # Every rank finds the same mistake; one line of it is enough.
         if rank == 0:
             _LOGGER.error("%s", error.message)  # noqa: TRY400 - a traceback would hide the sentence
-        return EXIT_CONFIGURATION
-    except RankLostError as error:
-        # The traceback would be that of a broken connection; the sentence names the rank that broke it.
+        return error.exit_code
+    except (RankLostError, SampleError) as error:
+        # The traceback would be that of a broken connection, or of our own count; the sentence says where.
         _LOGGER.error("%s", error.message)  # noqa: TRY400
-        return EXIT_CONFIGURATION if error.is_refusal else EXIT_FAILED
+        return error.exit_code
     except ShardflowError as error:
         _LOGGER.exception("%s", error.message)
-        return EXIT_FAILED
+        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -150,9 +150,9 @@ def monitor_health(ranks: Ranks, run: Path) -> Iterator[Ranks]:
             monitor.report_end("failed", text=describe_exception(error).splitlines()[0])
             raise
         monitor.report_end("lost")
-        raise RankLostError(fault.sentence(), is_refusal=fault.is_refusal) from None
+        raise RankLostError(fault.sentence(), exit_code=fault.exit_code) from None
     except ShardflowError as error:
-        monitor.report_end("failed", text=error.message, is_refusal=isinstance(error, REFUSALS))
+        monitor.report_end("failed", text=error.message, exit_code=error.exit_code)
         raise
     except BaseException as error:
         monitor.report_end("failed", text=describe_exception(error).splitlines()[0])

@@ -237,7 +237,7 @@ def test_there_is_time_to_write_a_checkpoint() -> None:
         ("shardflow-pack", [2, 3], 130),
         ("shardflow-pack-tasks", [2, 3], 130),
         ("shardflow-pack-merge", [2, 3, 4], 130),
-        ("shardflow-train", [2], EXIT_STOPPED),
+        ("shardflow-train", [2, 3], EXIT_STOPPED),
     ],
 )
 def test_exit_codes_are_answered_as_the_jobs_mean_them(job: str, hopeless: list[int], stopped: int) -> None:

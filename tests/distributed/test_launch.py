@@ -23,6 +23,21 @@ def test_the_code_of_the_ranks_comes_through(tmp_path: Path) -> None:
     assert "nearest known key is 'seed'" in finished.stderr
 
 
+def test_all_ranks_leave_with_the_code_for_too_much_damaged_data(tmp_path: Path) -> None:
+    tiny = make_tiny_input(tmp_path)
+    for index in (tiny.dataset / "shards").glob("train-*.idx"):
+        if not index.name.startswith("train-000000"):
+            with index.open("r+b") as file:
+                file.truncate(index.stat().st_size // 2)
+    settings = {"loader.max_bad_samples": 100}
+    config = write_config(tiny, tmp_path / "tiny.toml", tmp_path / "run", settings)
+    arguments = [f"--config={config}"]
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
+        finished = running.wait(120)
+    assert finished.exit_code == 3, finished.text
+    assert "max_bad_share" in finished.stderr
+
+
 def test_a_stop_signal_before_there_are_ranks_is_answered_at_once(tmp_path: Path) -> None:
     """While it imports torch, or waits for a machine that never comes."""
     options = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

@@ -196,8 +196,8 @@ class Fault:
     """Length of the silence, if that is the fault."""
     text: str = ""
     """Of ``failed``: the error, in text without identifiers."""
-    is_refusal: bool = False
-    """Of ``failed``: a start like this one fails again, as after a wrong setting."""
+    exit_code: int = 1
+    """Of ``failed``: what the rank leaves with, and all others with it."""
 
     def sentence(self) -> str:
         """Return what happened, where, and what to do."""
@@ -218,7 +218,8 @@ class Fault:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_json` wrote."""
-        return cls(**{**value, "beat": Beat(**value["beat"])})
+        known = {name: found for name, found in value.items() if name in cls.__slots__}
+        return cls(**{**known, "beat": Beat(**value["beat"])})
 
 
 _MAX_BYTES: Final = 64 * 1024

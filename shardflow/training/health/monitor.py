@@ -220,16 +220,16 @@ class RankHealthMonitor(HealthMonitor):
         """Have this rank's monitor process report to that of rank 0."""
         self._command({"hub": [address, port]})
 
-    def report_end(self, how: str, *, text: str = "", is_refusal: bool = False) -> None:
+    def report_end(self, how: str, *, text: str = "", exit_code: int = 1) -> None:
         """Report how this rank ends; what follows is no fault, except for ``"failed"``.
 
         Args:
             how: ``"finished"``, ``"stopped"``, ``"lost"`` (a fault elsewhere) or ``"failed"``.
             text: Of a failure: the error's sentence, without any text that shardflow did not write.
-            is_refusal: Of a failure: starting again would not help.
+            exit_code: Of a failure: what this rank leaves with.
         """
         self._is_ending.set()
-        self._command({"bye": how, "text": text, "is_refusal": is_refusal})
+        self._command({"bye": how, "text": text, "exit_code": exit_code})
 
     def close(self) -> None:
         """Release the monitor process, which ends by itself once the others are notified."""

@@ -106,7 +106,7 @@ class RankJudge:
         *,
         after_s: float = 0.0,
         text: str = "",
-        is_refusal: bool = False,
+        exit_code: int = 1,
     ) -> Fault:
         """Make a fault of this rank."""
         return Fault(
@@ -117,7 +117,7 @@ class RankJudge:
             beat=self.beat(now),
             after_s=after_s,
             text=text,
-            is_refusal=is_refusal,
+            exit_code=exit_code,
         )
 
 
@@ -300,11 +300,11 @@ class Side:
             else:
                 self._end(**command)
 
-    def _end(self, bye: str, text: str, is_refusal: bool) -> None:
+    def _end(self, bye: str, text: str, exit_code: int) -> None:
         now = time.monotonic()
         self.judge.look(self.page.read(), "R", now)
         if bye == "failed" and self.fault is None:
-            self._raise(self.judge.fault("failed", now, text=text, is_refusal=is_refusal), notify_rank=False)
+            self._raise(self.judge.fault("failed", now, text=text, exit_code=exit_code), notify_rank=False)
         elif self.hub is not None:
             self.hub.send({"bye": True})
         self.ended_at = now

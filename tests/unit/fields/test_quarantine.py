@@ -40,6 +40,28 @@ def test_the_bound_counts_what_was_found_once_and_not_what_was_loaded() -> None:
         quarantine.record([_row(3)], 100)
 
 
+def test_a_start_continues_the_count_of_the_epoch() -> None:
+    """Each start masks a few, none of them too many; all of them together are."""
+    masks: list[QuarantineRow] = []
+    for start in range(3):
+        quarantine = Quarantine(max_bad_samples=99, max_bad_share=0.1)
+        quarantine.load([row.to_json() for row in masks])
+        found = [_row(start * 30 + number) for number in range(30)]
+        if start < 2:  # of two ranks of 300 samples each, of which 30 may be masked
+            quarantine.record(found[:15], 300, num_ranks=2)
+            masks = quarantine.rows + found[15:]  # what the other rank has masked
+        else:
+            with pytest.raises(SampleError, match=r"of the 300 of this rank in epoch 0 .* got 31"):
+                quarantine.record(found, 300, num_ranks=2)
+            assert len(quarantine) == 60
+
+
+def test_masks_of_another_epoch_do_not_count_in_this_one() -> None:
+    quarantine = Quarantine(max_bad_samples=99, max_bad_share=0.1)
+    quarantine.load([{**_row(number).to_json(), "epoch": 7} for number in range(50)])
+    quarantine.record([_row(number) for number in range(10)], 100)
+
+
 def test_no_row_is_taken_over_where_one_is_malformed() -> None:
     quarantine = Quarantine(max_bad_samples=2)
     with pytest.raises(StateError):

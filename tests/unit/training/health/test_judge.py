@@ -131,8 +131,9 @@ def test_rank_that_said_goodbye_is_not_missed() -> None:
 
 
 def test_fault_crosses_as_json() -> None:
-    fault = Fault(kind="failed", rank=1, host="a", pid=2, beat=Beat(phase="p"), text="why", is_refusal=True)
+    fault = Fault(kind="failed", rank=1, host="a", pid=2, beat=Beat(phase="p"), text="why", exit_code=2)
     assert Fault.from_json(fault.to_json()) == fault
+    assert Fault.from_json({**fault.to_json(), "of another version": 1}) == fault
     assert "failed: why" in fault.sentence()
 
 
