@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -165,8 +166,10 @@ class LedgerIndex:
         name, num_rows = segment
         path = self._folder / name
         data: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        with suppress(OSError, ValueError):
-            data = np.memmap(path, np.uint8, "r")
+        with suppress(OSError, ValueError), path.open("rb") as file:  # ValueError: an empty file
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            pages.madvise(mmap.MADV_RANDOM)  # a search takes single pages; what is read around them is waste
+            data = np.frombuffer(pages, np.uint8)
         if len(data) != num_rows * _ROW_BYTES:
             raise CheckpointError(
                 f"the index of the ledger is damaged; delete {self._folder.name} and repeat."
