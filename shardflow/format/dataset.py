@@ -1,15 +1,15 @@
 """Dataset: the manifest, samples table, indexes and checked fields of one version, open for reading.
 
 The simple way to bytes, for tools and tests; the loader fetches many fields at once through the same
-indexes. Everything returned is checked: an index against its size and SHA-256 in the manifest, the samples
-table block by block against its crc32c, a field against its crc32c in the index. `DatasetBlocks` gives a
-cache the digests, the checksummed pieces and the rows that need them.
+indexes. Everything returned is checked: the samples table, an index and every table beside the dataset
+against size and SHA-256 in their manifests, a field against its crc32c in the index. No table is read where
+others may still change it, see `own_bytes`. `DatasetBlocks` gives a cache the digests, the checksummed pieces
+and the rows that need them.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from bisect import bisect_left
@@ -26,8 +26,8 @@ from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.keys import parse_slice_field, sha256_hex, slice_field, volume_field
-from shardflow.format.manifest import FileEntry, Manifest
+from shardflow.format.keys import parse_slice_field, slice_field, volume_field
+from shardflow.format.manifest import Manifest
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
@@ -36,6 +36,7 @@ from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
+from shardflow.storage.node_files import named_bytes, own_bytes
 
 # Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
 # rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
@@ -175,12 +176,7 @@ class Dataset:
         if isinstance(self.store, CachedStore):
             self.store.bind(DatasetBlocks(self, block_bytes=self.store.cache.config.block_bytes))
         entry = manifest.samples
-        buffer = _map_whole(self.store, entry)
-        if buffer.nbytes != entry.num_bytes:
-            raise FormatError(
-                f"{entry.path} must have {entry.num_bytes} bytes, got {buffer.nbytes}; "
-                "run `shardflow verify`."
-            )
+        buffer = own_bytes(self.store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
         self.studies = self.samples = SamplesTable(Table(buffer, name=entry.path))
         counts = {split: len(rows) for split, rows in self.studies.splits.items()}
         expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
@@ -322,20 +318,24 @@ class Dataset:
         """The read cache; None where the dataset is read from its store directly."""
         return self.store.cache if isinstance(self.store, CachedStore) else None
 
-    def map_beside(self, path: str, *, sha256: str, num_bytes: int, rows: range) -> memoryview:
-        """Map a table of a sidecar, cached as the dataset's own files are.
+    def table_beside(self, path: str, *, sha256: str, num_bytes: int | None, rows: range) -> Table:
+        """Open a table of a sidecar, cached as the dataset's own files are; see `own_bytes`.
 
         Args:
             path: The file.
             sha256: Its digest.
-            num_bytes: Its size.
+            num_bytes: Its size; None if its manifest has none.
             rows: The rows of the samples table that need it.
+
+        Raises:
+            ChecksumError: It is damaged, cut, or another one than its manifest names.
+            StorageError: It cannot be read.
         """
-        if isinstance(self.store, CachedStore):
+        if isinstance(self.store, CachedStore) and num_bytes is not None:
             units = (rows.start, rows.stop)
             blocks = ObjectBlocks.whole(sha256, num_bytes, space=self.manifest.dataset_id, units=units)
             self.store.know(path, blocks)
-        return self.store.map(path)
+        return Table(own_bytes(self.store, path, sha256=sha256, num_bytes=num_bytes), name=path)
 
     def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of the samples table that each row of `samples` reads; a cache counts in those."""
@@ -619,15 +619,8 @@ class Dataset:
 
     def _open_index(self, shard: int) -> ShardIndex:
         entry = self.manifest.shards[shard]
-        data = self.store.read(entry.index.path)
-        if not _is_named(entry.index, data):
-            # Retry once: the data may have been corrupted in transit.
-            data = self.store.read(entry.index.path)
-        if not _is_named(entry.index, data):
-            raise ChecksumError(
-                f"{entry.index.path} must have the manifest's size and sha256, got others; "
-                "run `shardflow verify`."
-            )
+        file = entry.index
+        data = named_bytes(self.store, file.path, sha256=file.sha256, num_bytes=file.num_bytes)
         index = ShardIndex.decode(Table(memoryview(data), name=entry.index.path))
         num_volumes = 0 if index.bricks is None else len(index.bricks.fields)
         found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields, num_volumes)
@@ -644,21 +637,6 @@ def _located(store: ByteStore, manifest: Manifest) -> ByteStore:
         return located(store, [manifest])
     origin = located(store.origin, [manifest])
     return store if origin is store.origin else CachedStore(origin, store.cache)
-
-
-def _map_whole(store: ByteStore, entry: FileEntry) -> memoryview:
-    """Map a file of the manifest; one from a network is compared with its digest, and fetched again once.
-
-    A file that the file system maps is checked block by block on access, so nothing is read here.
-    """
-    buffer = store.map(entry.path)
-    if isinstance(buffer.obj, mmap.mmap) or _is_named(entry, buffer):
-        return buffer
-    return store.map(entry.path)
-
-
-def _is_named(entry: FileEntry, data: bytes | memoryview) -> bool:
-    return len(data) == entry.num_bytes and sha256_hex(data) == entry.sha256
 
 
 def check_field_bytes(field: FieldLocation, payload: memoryview, *, path: str, sample_key: str) -> None:

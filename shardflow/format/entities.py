@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, ConfigError, FormatError, NotFoundError
+from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
 from shardflow.format.keys import Json
 from shardflow.format.manifest import Manifest
@@ -354,13 +354,7 @@ class EntityDataset(Dataset):
         self.name = name
         self.view = view = load_entity_manifest(self.store, manifest, name)
         path = f"{view_folder(name, manifest.dataset_id)}/{TABLE_NAME}"
-        buffer = self.map_beside(path, sha256=view.sha256, num_bytes=view.num_bytes, rows=range(0))
-        if buffer.nbytes != view.num_bytes:
-            raise ChecksumError(
-                f"{path} must have {view.num_bytes} bytes, got {buffer.nbytes}; delete its folder and make "
-                "the view again."
-            )
-        table = Table(buffer, name=path)
+        table = self.table_beside(path, sha256=view.sha256, num_bytes=view.num_bytes, rows=range(0))
         self.samples = EntityTable(table)
         found = (table.meta.get("dataset_id"), self.samples.num_samples, self.studies.num_samples)
         if found != (manifest.dataset_id, view.num_entities, view.num_studies):

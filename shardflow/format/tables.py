@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from shardflow.errors import (
     AlreadyExistsError,
-    ChecksumError,
     ConfigError,
     FormatError,
     NoListingError,
@@ -329,23 +328,16 @@ class ColumnsTable:
             self.names(name)
 
 
-def open_columns_table(buffer: memoryview, manifest: TableManifest) -> ColumnsTable:
-    """Open the table of a manifest, and compare the two.
+def open_columns_table(opened: Table, manifest: TableManifest) -> ColumnsTable:
+    """Return the table of a manifest, and compare the two.
 
     Raises:
         FormatError: They disagree.
-        ChecksumError: The table has another size.
     """
-    path = f"{manifest.folder}/{ROWS_NAME}"
-    if buffer.nbytes != manifest.num_bytes:
-        raise ChecksumError(
-            f"{path} has {buffer.nbytes} bytes instead of {manifest.num_bytes}; fetch it again, or "
-            f"{TableManifest.remedy}."
-        )
-    table = ColumnsTable(Table(buffer, name=path))
+    table = ColumnsTable(opened)
     found = (table.unit, table.num_rows, tuple(table.kinds.items()))
     if found != (manifest.unit, manifest.num_rows, tuple((one.name, one.kind) for one in manifest.columns)):
-        raise FormatError(f"{path} is another table than its manifest names; {TableManifest.remedy}.")
+        raise FormatError(f"{opened.name} is another table than its manifest names; {TableManifest.remedy}.")
     return table
 
 

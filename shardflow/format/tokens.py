@@ -29,7 +29,7 @@ from shardflow.format.keys import DIGEST_PATTERN, Json
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import StreamedColumn, Table, encode_table, stream_table
 from shardflow.storage import LocalStore
-from shardflow.storage.node_files import node_file
+from shardflow.storage.node_files import named_bytes, node_file
 
 COUNT_COLUMN: Final = "text_tokens"
 COUNTS_NAME: Final = "counts.tbl"
@@ -190,9 +190,10 @@ def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
         FormatError: The tokens are another dataset's, or cannot be trusted.
         ChecksumError: The table is damaged.
     """
-    open_manifest(dataset, tokenizer)
+    manifest = open_manifest(dataset, tokenizer)
     name = f"{tokens_folder(tokenizer, dataset.text_id)}/{COUNTS_NAME}"
-    table = Table(dataset.store.map(name), name=name)
+    rows = range(dataset.studies.num_samples)
+    table = dataset.table_beside(name, sha256=manifest.counts_sha256, num_bytes=None, rows=rows)
     return counts_column(
         table,
         tokenizer=tokenizer,
@@ -421,27 +422,30 @@ class TokenIds:
 
     def _joined(self) -> Iterator[bytes]:
         """Yield one table of the ids of all shards."""
-        num_tokens = [self._open(number).num_rows("token_ids") for number in range(len(self._files))]
-        num_rows = int(self._first_rows[-1])
-        dtype = self._open(0).column("token_ids").dtype if self._files else np.dtype("<u2")
+        counts = open_counts(self._dataset, self._tokenizer)
+        shards = list(pairwise(self._first_rows.tolist()))
+        first_tokens = np.cumsum([0, *(counts[first:stop].sum(dtype=np.int64) for first, stop in shards)])
 
-        def first_tokens() -> Iterator[NDArray[Any]]:
+        def bounds() -> Iterator[NDArray[Any]]:
             yield np.zeros(1, "<u8")
-            before = 0
-            for number, count in enumerate(num_tokens):
-                yield self._open(number).column("first_token")[1:] + np.uint64(before)
-                before += count
+            for (first, stop), before in zip(shards, first_tokens.tolist(), strict=False):
+                yield before + np.cumsum(counts[first:stop], dtype=np.uint64)
 
+        def ids() -> Iterator[NDArray[Any]]:
+            for number, (first, stop) in enumerate(shards):
+                table = self._open(number, is_kept=False)
+                if not np.array_equal(np.diff(table.column("first_token")), counts[first:stop]):
+                    raise FormatError(
+                        f"{table.name} must hold as many tokens a text as {COUNTS_NAME} says, got other "
+                        "numbers; delete the folder and tokenize again."
+                    )
+                yield table.column("token_ids")
+
+        dtype = self._open(0, is_kept=False).column("token_ids").dtype if shards else np.dtype("<u2")
+        num_rows = int(self._first_rows[-1])
         columns = [
-            StreamedColumn(
-                name="first_token", dtype=np.dtype("<u8"), shape=(num_rows + 1,), pieces=first_tokens()
-            ),
-            StreamedColumn(
-                name="token_ids",
-                dtype=dtype,
-                shape=(sum(num_tokens),),
-                pieces=(self._open(number).column("token_ids") for number in range(len(self._files))),
-            ),
+            StreamedColumn(name="first_token", dtype=np.dtype("<u8"), shape=(num_rows + 1,), pieces=bounds()),
+            StreamedColumn(name="token_ids", dtype=dtype, shape=(int(first_tokens[-1]),), pieces=ids()),
         ]
         meta = {**_meta(_IDS_KIND, self._tokenizer, self._dataset.text_id), "first_row": 0}
         yield from stream_table(columns, meta)
@@ -459,20 +463,18 @@ class TokenIds:
                 self._open_files.popitem(last=False)
         return file
 
-    def _open(self, number: int) -> Table:
-        file = self._files[number]
-        dataset = self._dataset
+    def _open(self, number: int, *, is_kept: bool = True) -> Table:
+        file, dataset = self._files[number], self._dataset
         name = f"{tokens_folder(self._tokenizer, dataset.text_id)}/{ids_name(number)}"
         first = int(self._first_rows[number])
         rows = range(first, first + file.num_rows)
-        buffer = dataset.map_beside(name, sha256=file.sha256, num_bytes=file.num_bytes, rows=rows)
-        if buffer.nbytes != file.num_bytes:
-            raise FormatError(
-                f"{name} must have its manifest's {file.num_bytes} bytes, got {buffer.nbytes}; delete "
-                "the folder and tokenize again."
-            )
+        if is_kept:
+            table = dataset.table_beside(name, sha256=file.sha256, num_bytes=file.num_bytes, rows=rows)
+        else:
+            data = named_bytes(dataset.store, name, sha256=file.sha256, num_bytes=file.num_bytes)
+            table = Table(memoryview(data), name=name)
         return ids_table(
-            Table(buffer, name=name),
+            table,
             first_row=int(self._first_rows[number]),
             num_rows=file.num_rows,
             tokenizer=self._tokenizer,

@@ -567,9 +567,9 @@ def _check_table(
 ) -> None:
     """Check an attached table, and its number of rows where they are samples."""
     (expected,) = _expected_tables(sidecar, manifest)
-    open_table(store, expected)
+    table = open_table(store, expected)
     with checking(expected.path):
-        open_columns_table(store.map(expected.path), manifest).verify()
+        open_columns_table(table, manifest).verify()
     if studies is not None and manifest.unit == "study" and manifest.num_rows != studies.num_samples:
         counts = f"{manifest.num_rows} samples instead of the version's {studies.num_samples}"
         raise DamageError(Damage(sidecar.manifest_path, "num_rows", counts))

@@ -3,11 +3,16 @@
 They are in a folder of the user's own below the folder for temporary files, so they are on this machine, and
 pages of a file that several processes map are in memory once. A file's name says what it was made of, and
 nothing changes it afterwards. One that was not opened for some weeks is deleted when another one is made.
+
+`own_bytes` opens the tables of datasets: a process that maps a file of a folder that others write is ended by
+SIGBUS when the file is cut, and reads other bytes than it checked when the file is written over.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -15,14 +20,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
-from shardflow.errors import StorageError
-from shardflow.storage.local import write_atomic
+from shardflow.errors import ChecksumError, NotFoundError, StorageError
+from shardflow.storage.cache.store import CachedStore
+from shardflow.storage.local import LocalStore, write_atomic
+from shardflow.storage.store import ByteRange, ByteStore
 
 _MAX_IDLE_S = 30 * 24 * 3600.0
 _POLL_S = 0.05
 MAX_WAIT_S = 900.0
 """How long a process waits for another one that makes the same file."""
+MAX_IN_MEMORY_BYTES: Final = 1 << 20
+"""Largest object that each process holds for itself; larger ones are shared by those of a node."""
+_MAX_WITHOUT_NODE_FILE_BYTES: Final = 1 << 30
+_PIECE_NUM_BYTES: Final = 16 << 20
+logger = logging.getLogger(__name__)
 
 
 def node_folder() -> Path:
@@ -46,7 +59,7 @@ def node_folder() -> Path:
     return path
 
 
-def node_file(name: str, make: Callable[[Path], Iterable[bytes]], *, max_wait_s: float = MAX_WAIT_S) -> Path:
+def node_file(name: str, make: Callable[[Path], Iterable[bytes | memoryview]], *, max_wait_s: float = MAX_WAIT_S) -> Path:
     """Return a node file, and make it if it does not exist.
 
     Args:
@@ -66,10 +79,92 @@ def node_file(name: str, make: Callable[[Path], Iterable[bytes]], *, max_wait_s:
         if not _touch(path):
             _remove_idle(folder)
             try:
-                write_atomic(path, make(folder), mode=0o600)
+                write_atomic(path, make(folder), mode=0o400)
             except OSError as error:
                 raise StorageError(f"Making {path} failed: {error.strerror or error}.") from error
     return path
+
+
+def own_bytes(store: ByteStore, path: str, *, sha256: str, num_bytes: int | None = None) -> memoryview:
+    """Return the bytes of an object that a manifest names, read-only, where nobody else changes them.
+
+    An object of up to 1 MiB is copied into memory. A larger one is copied to a node file by the first process
+    that needs it, and mapped by all; its digest is compared while it is copied.
+
+    Args:
+        store: Where the object is stored.
+        path: Its name.
+        sha256: Its digest in the manifest.
+        num_bytes: Its size in the manifest; None if that has none.
+
+    Raises:
+        ChecksumError: The object is cut, damaged, or another one than the manifest names.
+        NotFoundError: There is no such object.
+        StorageError: Reading failed; or it is larger than 1 GiB, and the node has no place for the copy.
+    """
+    expected = store.size(path) if num_bytes is None else num_bytes
+    if expected > MAX_IN_MEMORY_BYTES:
+        try:
+            return _copied(store, path, sha256, expected)
+        except NotFoundError:
+            raise
+        except StorageError as error:
+            if expected > _MAX_WITHOUT_NODE_FILE_BYTES:
+                raise
+            logger.warning("%s is held in memory by each process: %s", path, error)
+    return memoryview(named_bytes(store, path, sha256=sha256, num_bytes=expected))
+
+
+def named_bytes(store: ByteStore, path: str, *, sha256: str, num_bytes: int) -> bytes:
+    """Read an object that a manifest names into memory, and compare it; errors as of `own_bytes`."""
+    for _ in range(2):  # once more, because it may have been corrupted in transit
+        data = store.read(path)
+        if (len(data), hashlib.sha256(data).hexdigest()) == (num_bytes, sha256):
+            return data
+    raise _not_named(path)
+
+
+def _copied(store: ByteStore, path: str, sha256: str, num_bytes: int) -> memoryview:
+    """Map the copy of an object among the node files; make it if it is missing or was cut."""
+    name = f"table-{sha256}.tbl"
+    for _ in range(2):
+        place = node_file(name, lambda _: _named_pieces(store, path, sha256, num_bytes))
+        found = LocalStore(place.parent).map(place.name)
+        if found.nbytes == num_bytes:
+            return found
+        place.unlink(missing_ok=True)
+    raise StorageError(f"{place} is cut as soon as it is made; set TMPDIR.")
+
+
+def _named_pieces(store: ByteStore, path: str, sha256: str, num_bytes: int) -> Iterator[bytes | memoryview]:
+    """Yield an object in pieces; raises `ChecksumError` at its end if it is another one than is named."""
+    digest, num_read = hashlib.sha256(), 0
+    for piece in _pieces(store, path, num_bytes):
+        digest.update(piece)
+        num_read += len(piece)
+        yield piece
+    if (digest.hexdigest(), num_read) != (sha256, num_bytes):
+        raise _not_named(path)
+
+
+def _pieces(store: ByteStore, path: str, num_bytes: int) -> Iterator[bytes | memoryview]:
+    if isinstance(store, CachedStore):
+        yield store.read(path)  # a table is one block of a cache, which is fetched and checked whole
+        return
+    if store.size(path) != num_bytes:
+        raise _not_named(path)
+    buffer = memoryview(bytearray(min(_PIECE_NUM_BYTES, num_bytes)))
+    for start in range(0, num_bytes, _PIECE_NUM_BYTES):
+        piece = buffer[: min(_PIECE_NUM_BYTES, num_bytes - start)]
+        store.read_ranges(path, [ByteRange(start, len(piece))], [piece])
+        yield piece
+
+
+def _not_named(path: str) -> ChecksumError:
+    return ChecksumError(
+        f"{path} must have the manifest's size and sha256, got others: it is damaged, cut or another file; "
+        "run `shardflow verify`, and fetch it or make it again."
+    )
 
 
 def _touch(path: Path) -> bool:

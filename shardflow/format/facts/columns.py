@@ -33,6 +33,7 @@ from shardflow.format.facts.series import (
 )
 from shardflow.format.facts.studies import STUDY_NUMBERS, STUDY_STRINGS, StudyTable, open_studies
 from shardflow.format.facts.units import UnitTable
+from shardflow.format.table import Table
 from shardflow.format.tables import (
     ROWS_NAME,
     ColumnKind,
@@ -43,6 +44,7 @@ from shardflow.format.tables import (
     write_table,
 )
 from shardflow.storage import ByteStore
+from shardflow.storage.node_files import own_bytes
 
 FACTS_PREFIX: Final = "facts."
 SERIES_PREFIX: Final = "series."
@@ -200,12 +202,13 @@ class _TableSource(ColumnSource):
         """The table, opened when it is first needed."""
         manifest, dataset = self._place.manifest, self._dataset
         path = f"{manifest.folder}/{ROWS_NAME}"
+        sha256, num_bytes = manifest.sha256, manifest.num_bytes
         if self._place.store is not None:
-            buffer = self._place.store.map(path)
+            opened = Table(own_bytes(self._place.store, path, sha256=sha256, num_bytes=num_bytes), name=path)
         else:
             rows = range(dataset.studies.num_samples)
-            buffer = dataset.map_beside(path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=rows)
-        table = open_columns_table(buffer, manifest)
+            opened = dataset.table_beside(path, sha256=sha256, num_bytes=num_bytes, rows=rows)
+        table = open_columns_table(opened, manifest)
         expected = num_unit_rows(dataset, self.unit)
         if table.num_rows != expected:
             raise FormatError(

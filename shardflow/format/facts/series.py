@@ -23,6 +23,7 @@ from shardflow.format.keys import Json, sha256_hex
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
 from shardflow.storage import ByteStore
+from shardflow.storage.node_files import own_bytes
 
 SERIES_NAME: Final = "series.tbl"
 _KIND: Final = "series"
@@ -526,7 +527,8 @@ class FactsManifest(SidecarManifest, Generic[TableT]):
         """
         manifest = cls.load(store, cls.name, dataset_id)
         path = f"{cls.folder(dataset_id)}/{cls.table_name}"
-        return manifest._open(store.map(path), path)
+        buffer = own_bytes(store, path, sha256=manifest.sha256, num_bytes=manifest.num_bytes)
+        return manifest._open(Table(buffer, name=path))
 
     @classmethod
     def open(cls, dataset: Dataset) -> tuple[TableT, str]:
@@ -548,28 +550,27 @@ class FactsManifest(SidecarManifest, Generic[TableT]):
                 f"{cls.remedy}"
             ) from None
         path = f"{cls.folder(dataset_id)}/{cls.table_name}"
-        buffer = dataset.map_beside(
-            path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
+        table = manifest._open(
+            dataset.table_beside(
+                path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
+            )
         )
-        table = manifest._open(buffer, path)
         if table.num_samples != num_samples:
             raise FormatError(f"{path} is of another dataset; delete its folder and {cls.remedy}")
         return table, manifest.sha256
 
-    def _open(self, buffer: memoryview, path: str) -> TableT:
-        """Open the table, and compare it with this manifest.
+    def _open(self, table: Table) -> TableT:
+        """Return the table as one of this kind, and compare it with this manifest.
 
         Raises:
             FormatError: They disagree.
         """
-        if buffer.nbytes != self.num_bytes:
+        wrapped = self.wrap(table)
+        if any(getattr(wrapped, name) != getattr(self, name) for name in self.counted):
             raise FormatError(
-                f"{path} has {buffer.nbytes} bytes instead of {self.num_bytes}; fetch or make it again."
+                f"{table.name} is another table than its manifest names; fetch or make it again."
             )
-        table = self.wrap(Table(buffer, name=path))
-        if any(getattr(table, name) != getattr(self, name) for name in self.counted):
-            raise FormatError(f"{path} is another table than its manifest names; fetch or make it again.")
-        return table
+        return wrapped
 
     def body(self) -> dict[str, Json]:
         """Return the entries beside `head` and the digest."""

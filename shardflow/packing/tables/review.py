@@ -25,6 +25,7 @@ from shardflow.format.facts.columns import Columns, ColumnValues, image_starts, 
 from shardflow.format.facts.series import open_series
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.manifest import load, versions
+from shardflow.format.table import Table
 from shardflow.format.tables import (
     COLUMN_NAME,
     MAX_CLASSES,
@@ -44,6 +45,7 @@ from shardflow.format.tables import (
 from shardflow.packing.tables.kinds import Profile, parse_value
 from shardflow.packing.tables.readers import open_table
 from shardflow.storage import LocalStore
+from shardflow.storage.node_files import own_bytes
 
 _VERSION: Final = "table"
 _NEW: Final = "new"
@@ -417,7 +419,9 @@ def _refuse(file: str, places: NDArray[np.intp], problem: str) -> None:
 
 
 def _open(store: LocalStore, manifest: TableManifest) -> ColumnsTable:
-    return open_columns_table(store.map(f"{manifest.folder}/{ROWS_NAME}"), manifest)
+    path = f"{manifest.folder}/{ROWS_NAME}"
+    buffer = own_bytes(store, path, sha256=manifest.sha256, num_bytes=manifest.num_bytes)
+    return open_columns_table(Table(buffer, name=path), manifest)
 
 
 def _exported(dataset: Dataset, store: LocalStore, rows: _Rows) -> tuple[ColumnsTable, NDArray[np.int64]]:
