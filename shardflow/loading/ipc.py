@@ -17,6 +17,7 @@ import builtins
 import json
 import mmap
 import os
+import pickle
 import select
 import socket
 import struct
@@ -93,12 +94,14 @@ class Channel:
 
         Raises:
             ChannelClosedError: The other end is gone.
+            ShardflowError: A dataset of the setup cannot be opened any more.
         """
         try:
             with Connection(os.dup(self._socket.fileno())) as connection:
-                setup: dict[str, Any] = connection.recv()
+                data = connection.recv_bytes()
         except (OSError, EOFError):
             raise ChannelClosedError from None
+        setup: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from the process that started this one
         return setup
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:

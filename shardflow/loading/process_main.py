@@ -52,8 +52,8 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
 
 
 def _serve(channel: Channel, trainer: int) -> None:
-    setup = channel.receive_setup()
     try:
+        setup = channel.receive_setup()
         import cv2
 
         cv2.setNumThreads(1)  # parallelism comes from our own threads

@@ -59,7 +59,9 @@ def node_folder() -> Path:
     return path
 
 
-def node_file(name: str, make: Callable[[Path], Iterable[bytes | memoryview]], *, max_wait_s: float = MAX_WAIT_S) -> Path:
+def node_file(
+    name: str, make: Callable[[Path], Iterable[bytes | memoryview]], *, max_wait_s: float = MAX_WAIT_S
+) -> Path:
     """Return a node file, and make it if it does not exist.
 
     Args:

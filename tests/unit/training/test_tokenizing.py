@@ -154,7 +154,7 @@ def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(dataset: Dataset, to
         with pytest.raises((ChecksumError, FormatError)):
             TokenIds(dataset, digest).gather(np.arange(5))
     path.write_bytes(content[:-1])
-    with pytest.raises(FormatError, match="must have its manifest's"):
+    with pytest.raises(FormatError, match="must have the manifest's size and sha256"):
         TokenIds(dataset, digest).gather(np.arange(5))
 
 
