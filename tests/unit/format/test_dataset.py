@@ -95,7 +95,7 @@ def test_a_flipped_bit_of_the_samples_table_is_found_when_it_is_opened(folder: P
     path = folder / "samples" / "samples-000001.tbl"
     keys = [make_sample(row).key.encode() for row in (0, 1)]
     flip(path, 8 * path.read_bytes().index(b"".join(keys)))
-    with pytest.raises(ChecksumError, match="samples-000001.tbl must have the manifest's size and sha256"):
+    with pytest.raises(ChecksumError, match=r"samples-000001\.tbl must have the manifest's size and sha256"):
         Dataset.open(folder)
 
 
