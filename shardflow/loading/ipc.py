@@ -17,7 +17,6 @@ import builtins
 import json
 import mmap
 import os
-import pickle
 import select
 import socket
 import struct
@@ -98,10 +97,11 @@ class Channel:
         """
         try:
             with Connection(os.dup(self._socket.fileno())) as connection:
-                data = connection.recv_bytes()
+                setup: dict[str, Any] = connection.recv()
+        except ShardflowError:
+            raise  # some are an OSError too
         except (OSError, EOFError):
             raise ChannelClosedError from None
-        setup: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from the process that started this one
         return setup
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
