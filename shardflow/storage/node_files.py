@@ -31,7 +31,7 @@ _MAX_IDLE_S = 30 * 24 * 3600.0
 _POLL_S = 0.05
 MAX_WAIT_S = 900.0
 """How long a process waits for another one that makes the same file."""
-MAX_IN_MEMORY_BYTES: Final = 1 << 20
+MAX_IN_MEMORY_BYTES = 1 << 20
 """Largest object that each process holds for itself; larger ones are shared by those of a node."""
 _MAX_WITHOUT_NODE_FILE_BYTES: Final = 1 << 30
 _PIECE_NUM_BYTES: Final = 16 << 20
