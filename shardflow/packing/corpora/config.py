@@ -19,6 +19,7 @@ from shardflow.format.keys import canonical_json
 from shardflow.packing.config import ExecutionConfig, IdentityConfig, check_splits
 from shardflow.packing.deid.report_text import ReportTextMode
 from shardflow.packing.deid.text_dates import DateOrder
+from shardflow.packing.settings import KeyKind
 
 
 class LineReason(StrEnum):
@@ -50,6 +51,8 @@ class LineReason(StrEnum):
     IMAGE_MISSING = "IMAGE_MISSING"
     IMAGE_ELSEWHERE = "IMAGE_ELSEWHERE"
     NOT_AN_IMAGE = "NOT_AN_IMAGE"
+    UNKNOWN_STUDY = "UNKNOWN_STUDY"
+    SPLITS_DIFFER = "SPLITS_DIFFER"
 
 
 class ReasonInfo(NamedTuple):
@@ -154,6 +157,14 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
         "quarantined",
         "an image is no whole JPEG or PNG, or larger than conversations.max_image_bytes",
         "convert the image to PNG, or fetch it again, and run the job again",
+    ),
+    LineReason.UNKNOWN_STUDY: ReasonInfo(
+        "quarantined",
+        "conversations.studies has no such study, series, slice, region or finding, or slices are not stated",
+        "correct the place, or conversations.studies",
+    ),
+    LineReason.SPLITS_DIFFER: ReasonInfo(
+        "quarantined", "its studies are in several splits", "name studies of one split in a conversation"
     ),
 }
 
@@ -279,6 +290,20 @@ class FieldsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StudiesConfig:
+    """A packed dataset whose studies conversations may name."""
+
+    dataset: Path
+    on: KeyKind = "sample_key"
+    """What ``study`` of a place is."""
+    private_dir: Path | None = None
+    """Private folder of the dataset; for any key but the sample key."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationsConfig:
     """Settings of ``fields.kind = "conversations"``. An empty name of a field: known names are tried."""
 
@@ -310,6 +335,8 @@ class ConversationsConfig:
     """Of a line of Alpaca, as are ``input`` and ``output``."""
     input: str = "input"
     output: str = "output"
+    studies: StudiesConfig | None = None
+    """Dataset whose studies places of images may name; conversations go into the splits of their studies."""
     answer: str = "answer"
     """Verifiable answer to a prompt."""
     score: str = ""
@@ -336,6 +363,7 @@ class ConversationsConfig:
         """Return the settings that decide the dataset's bytes; where images lie is none of them."""
         settings = asdict(self)
         del settings["image_root"]
+        settings["studies"] = None if self.studies is None else self.studies.on
         return settings
 
 

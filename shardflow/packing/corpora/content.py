@@ -12,9 +12,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.format.foreign.places import ImageFacts
 from shardflow.format.keys import CONVERSATION_FIELD, REPORT_FIELD, encode_json
@@ -40,6 +40,9 @@ from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.deid.report_text import scrub
 from shardflow.packing.plan import split_of_bucket
 from shardflow.packing.scan import NUM_BUCKETS
+
+if TYPE_CHECKING:
+    from shardflow.packing.corpora.studies import StudyFinder
 
 CORPUS_FIELD: Final = "corpus.json"
 _MAX_VALUE_BYTES: Final = 4096
@@ -89,10 +92,10 @@ def _part_digest(part: Part) -> Any:
     return _slot_digest(part) if isinstance(part, Slot) else part
 
 
-def _slot_digest(slot: Slot) -> list[str]:
-    """Return what tells a picture from others: its name, or a digest of its bytes."""
+def _slot_digest(slot: Slot) -> list[Any]:
+    """Return what tells a picture from others: its name, a digest of its bytes, or its place in a study."""
     data = b"" if slot.data is None else hashlib.blake2b(slot.data, digest_size=16).digest()
-    return [slot.name, data.hex()]
+    return [slot.name, data.hex(), None if slot.study is None else asdict(slot.study)]
 
 
 class ContentMaker:
@@ -200,6 +203,9 @@ class ContentMaker:
         else:
             sample_key = self._key.surrogate("corpus-key", user_key)
         splits = self.config.splits
+        split = self._split_of_studies(record)
+        if split is not None:
+            return Identity(sample_key, split)
         if splits.group:
             bucket = self._key.bucket(self._label, _name(fields, splits.group), NUM_BUCKETS)
         elif record.conversation is not None and (slot := next(record.conversation.slots(), None)):
@@ -208,6 +214,29 @@ class ContentMaker:
         else:
             bucket = self._key.bucket(f"text-{self._label}", texts_digest(record).hex(), NUM_BUCKETS)
         return Identity(sample_key, split_of_bucket(splits.parts, bucket))
+
+    def _split_of_studies(self, record: Record) -> str | None:
+        """Return the split of the studies that a line names; None if it names none."""
+        slots = () if record.conversation is None else record.conversation.slots()
+        splits = {self._finder().split(slot.study) for slot in slots if slot.study is not None}
+        if len(splits) > 1:
+            raise LineError(LineReason.SPLITS_DIFFER)
+        return next(iter(splits), None)
+
+    def _finder(self) -> StudyFinder:
+        # Most corpora name no studies, and tables and codecs take a moment to import.
+        from shardflow.packing.corpora.studies import open_studies
+
+        studies = self.config.conversations.studies
+        if studies is None:
+            raise LineError(LineReason.UNKNOWN_STUDY)
+        return open_studies(studies)
+
+    def _found(self, slot: Slot, folder: Path) -> list[StoredPicture]:
+        """Return the pictures of a place: one, or one for each slice of a study that it names."""
+        if slot.study is not None:
+            return self._finder().pictures(slot.study)
+        return [self._pictures.find(slot, folder)]
 
     def fields(
         self, fields: Mapping[str, Any], record: Record, folder: Path = Path()
@@ -246,10 +275,13 @@ class ContentMaker:
     ) -> list[tuple[str, bytes]]:
         """Return the fields of a conversation, with its pictures."""
         source, license_name = self._origin(fields, known)
-        places: dict[Slot, int] = {}
+        places: dict[Slot, range] = {}
+        pictures: list[StoredPicture] = []
         for slot in found.slots():
-            places.setdefault(slot, len(places))
-        pictures = [self._pictures.find(slot, folder) for slot in places]
+            if slot not in places:
+                pictures += self._found(slot, folder)
+                first = max((span.stop for span in places.values()), default=0)
+                places[slot] = range(first, len(pictures))
         names = [f"image.{number:03d}.{one.kind}" for number, one in enumerate(pictures)]
         about: dict[str, Any] = {
             "format_version": 1,
@@ -280,13 +312,13 @@ class ContentMaker:
             (REPORT_FIELD, rendered(about, self._fields, self.config.conversations.marker).encode("utf-8")),
         ]
 
-    def _message(self, turn: Turn, places: Mapping[Slot, int], known: KnownValues) -> dict[str, Any]:
-        content = [
-            {"type": "image", "image": places[part]}
-            if isinstance(part, Slot)
-            else {"type": "text", "text": self._clean(part or "", known)}
-            for part in turn.content
-        ]
+    def _message(self, turn: Turn, places: Mapping[Slot, range], known: KnownValues) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        for part in turn.content:
+            if isinstance(part, Slot):
+                content += [{"type": "image", "image": number} for number in places[part]]
+            else:
+                content.append({"type": "text", "text": self._clean(part or "", known)})
         weight = {} if turn.weight is None else {"weight": turn.weight}
         return {"role": turn.role, "content": content, **weight}
 
@@ -376,7 +408,7 @@ def _name(fields: Mapping[str, Any], path: str) -> str:
 
 
 def _image_entry(name: str, picture: StoredPicture) -> dict[str, Any]:
-    return {"member": name, "rows": picture.rows, "columns": picture.columns}
+    return {"member": name, "rows": picture.rows, "columns": picture.columns, **picture.beside}
 
 
 def rendered(about: Mapping[str, Any], config: FieldsConfig, marker: str) -> str:

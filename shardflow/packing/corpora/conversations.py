@@ -50,12 +50,30 @@ _IMAGE_TYPES: Final = frozenset({"image", "image_url", "input_image"})
 _REFERENCES: Final = ("image", "image_url", "url", "path", "source", "bytes", "data")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyPlace:
+    """What of a packed study a picture shows."""
+
+    study: str
+    """Its key, of the kind that the settings name."""
+    series: int | None = None
+    slices: int | tuple[int, int] | None = None
+    """So many slices, or those from one up to another, excluded."""
+    region: int | None = None
+    """Number of a region in ``annotations.json``."""
+    finding: int | None = None
+    """Position of a finding in ``report.json``."""
+    window: str | tuple[float, float] | None = None
+    """Name of a window, or center and width."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place of a picture, by its name or with its bytes."""
+    """A place of a picture, by its name, with its bytes, or in a study."""
 
     name: str = ""
     data: bytes | None = None
+    study: StudyPlace | None = None
 
 
 Part: TypeAlias = str | Slot | None
@@ -357,6 +375,8 @@ class ConversationReader:
             return self._content(_text(value.get("text")))
         if kind not in _IMAGE_TYPES:
             raise LineError(LineReason.UNSUPPORTED_CONTENT)
+        if value.get("study") is not None:
+            return (_slot(value),)
         reference = _first(value, _REFERENCES)
         return (None if reference is None else _slot(reference),)
 
@@ -492,12 +512,47 @@ def _number(value: Any, least: float = -math.inf) -> float:
     return float(value)
 
 
+def _study_place(value: Mapping[str, Any]) -> StudyPlace:
+    """Read a place in a study."""
+    study, slices, window = value["study"], value.get("slices"), value.get("window")
+    if not isinstance(study, (str, int)) or isinstance(study, bool):
+        raise LineError(LineReason.WRONG_TYPE)
+    if isinstance(slices, list):
+        bounds = tuple(_whole(each) for each in slices)
+        if len(bounds) != 2 or not bounds[0] < bounds[1]:
+            raise LineError(LineReason.WRONG_TYPE)
+        slices = bounds
+    elif slices is not None and _whole(slices) < 1:
+        raise LineError(LineReason.WRONG_TYPE)
+    if isinstance(window, list):
+        window = tuple(_number(each) for each in window)
+        if len(window) != 2 or window[1] <= 0:
+            raise LineError(LineReason.WRONG_TYPE)
+    elif window is not None:
+        window = _text(window)
+    places = {name: value.get(name) for name in ("series", "region", "finding")}
+    return StudyPlace(
+        study=str(study),
+        slices=slices,
+        window=window,
+        **{name: None if place is None else _whole(place) for name, place in places.items()},
+    )
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise LineError(LineReason.WRONG_TYPE)
+    return value
+
+
 def _slot(value: Any) -> Slot:
-    """Read what names a picture: a text, bytes, or an object with either."""
+    """Read what names a picture: a text, bytes, an object with either, or a place in a study."""
     if isinstance(value, str):
         return Slot(name=value)
     if isinstance(value, bytes):
         return Slot(data=value)
+    if isinstance(value, dict) and value.get("study") is not None:
+        return Slot(study=_study_place(value))
     if isinstance(value, dict):
         # Hugging Face writes {"bytes", "path"}, OpenAI {"url"}, others {"type": "base64", "data"}.
         for name in ("bytes", "url", "path", "data", "image", "image_url"):

@@ -246,6 +246,7 @@ class Execution:
                     "kind": self.config.fields.kind,
                     "num_files": len(files),
                     **_told(forms, sources),
+                    **({"studies": self.plan.studies} if self.plan.studies else {}),
                 },
                 "deidentification": {
                     "counts": dict(sorted(tallies.items())),

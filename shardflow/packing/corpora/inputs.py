@@ -131,6 +131,8 @@ class CorpusPlan:
     """Digest of files, settings, key and parent version: equal plans give equal datasets."""
     basis: str
     """Digest of all that every part depends on."""
+    studies: str | None = None
+    """``dataset_id`` of the studies that lines may name."""
 
     def part_digest(self, number: int) -> str:
         """Return the digest of all that a part depends on."""
@@ -278,6 +280,7 @@ def build_plan(
     *,
     created_with: dict[str, str],
     parent: str | None,
+    studies: str | None = None,
 ) -> CorpusPlan:
     """Cut the files into parts.
 
@@ -287,15 +290,17 @@ def build_plan(
         files: The files to pack, in order.
         created_with: Versions of the packages that decide the bytes.
         parent: ``dataset_id`` of the previous version; None for a first one.
+        studies: ``dataset_id`` of the studies that lines may name.
     """
     settings = [config.content_digest(), key.key_id]
-    pictures = [] if config.conversations.image_root is None else [str(config.conversations.image_root)]
+    pictures = [str(config.conversations.image_root), *([studies] if studies else [])]
     known = [[file.file, file.num_bytes, file.probe, file.format] for file in files]
     return CorpusPlan(
         files=tuple(files),
         parts=cut_parts(files, config.shards.part_bytes),
         digest=_digest([_PLAN_VERSION, settings, parent, known]),
-        basis=_digest([created_with, settings, *pictures]),
+        basis=_digest([created_with, settings, *(pictures if config.has_conversations else ())]),
+        studies=studies,
     )
 
 

@@ -217,7 +217,9 @@ class _Job:
     def _pack(self, files: list[InputFile], base: Manifest | None, known: list[InputFile]) -> CorpusSummary:
         created_with = package_versions(_PACKAGES)
         parent = None if base is None else base.dataset_id
-        plan = build_plan(self.config, self.key, files, created_with=created_with, parent=parent)
+        plan = build_plan(
+            self.config, self.key, files, created_with=created_with, parent=parent, studies=self._studies()
+        )
         execution = Execution(
             config=self.config,
             workspace=self.workspace,
@@ -240,6 +242,17 @@ class _Job:
                 **facts,
             )
         return self._finish("packed", execution.publish(tally, created_with), len(files), **facts)
+
+    def _studies(self) -> str | None:
+        """Return the ``dataset_id`` of the studies that lines may name, once they can be used."""
+        from shardflow.packing.corpora.studies import StudyFinder, check_splits_of
+
+        studies = self.config.conversations.studies
+        if studies is None or not self.config.has_conversations:
+            return None
+        dataset = StudyFinder(studies).dataset
+        check_splits_of(dataset, self.config.splits.parts)
+        return dataset.dataset_id
 
     def _finish(
         self, status: CorpusStatus, manifest: Manifest, num_files: int, **facts: Any

@@ -13,10 +13,10 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from shardflow.format.foreign.scan import image_header
 from shardflow.packing.corpora.config import LineError, LineReason
@@ -50,6 +50,8 @@ class StoredPicture:
     rows: int
     """Height as it is shown, its orientation applied."""
     columns: int
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known of it."""
 
 
 class PictureFinder:
