@@ -16,6 +16,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import shardflow as sf
+from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.manifest import load
 from shardflow.storage import LocalStore
@@ -154,3 +155,30 @@ def test_the_loader_reads_conversations_and_their_pictures(case: CorpusCase) -> 
             assert batch["picture"].shape == (4, 3, 8, 8)
             seen += [batch["conversation"][slot]["messages"][0] for slot in batch.info.weight.nonzero()[0]]
     assert len({json.dumps(each) for each in seen}) == NUM_LINES
+
+
+def test_conversations_about_packed_studies(case: CorpusCase) -> None:
+    scans = case.folder / "scans"
+    pixels = np.random.default_rng(3).integers(0, 4000, (5, 8, 6)).astype(np.int16)
+    with sf.ShardWriter(scans) as writer:
+        for number in range(4):
+            writer.write({"__key__": f"s{number}", "s000.b2nd": pixels}, split="val" if number else "train")
+    turns = [
+        {"role": "user", "content": [{"type": "image", "study": f"s{number % 4}", "slices": 2}, "Effusion?"]}
+        for number in range(8)
+    ]
+    lines = [{"messages": [turn, {"role": "assistant", "content": "No."}]} for turn in turns]
+    case.write("a.jsonl", [json.dumps(each).encode() for each in lines])
+    studies = f"conversations.studies={{dataset = {json.dumps(str(scans))}}}"
+    with pytest.raises(ConfigError, match=r"splits\.parts has no val"):
+        case.pack(CONVERSATIONS, studies, "splits.parts={train = 1}")
+    case.pack(CONVERSATIONS, studies, "splits.parts={train = 1, val = 0}")
+    dataset = Dataset.open(case.output)
+    assert {split: len(rows) for split, rows in dataset.splits.items()} == {"train": 2, "val": 6}
+    assert [name for name in dataset.read_fields(0) if name.startswith("image")] == [
+        "image.000.png",
+        "image.001.png",
+    ]
+    corpus: Any = dataset.manifest.extra["corpus"]
+    assert corpus["studies"] == Dataset.open(scans).dataset_id
+    assert str(scans).encode() not in b"".join(path.read_bytes() for path in case.output.rglob("*.json"))

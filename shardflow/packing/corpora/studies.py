@@ -96,15 +96,19 @@ class StudyFinder:
             raise LineError(LineReason.UNKNOWN_STUDY)
         payloads = self.dataset.read_fields(target.row, [names[index] for index in indexes])
         planes = [_cut(decode_slice(names[index], payloads[names[index]]), box) for index in indexes]
-        series = described[number]
-        window = _window(place.window) or Window.of_series(series) or _extremes(planes)
+        if planes[0].ndim == 2:
+            series = described[number]
+            window = _window(place.window) or Window.of_series(series) or _extremes(planes)
+            beside = {"window": [window.low, window.high], "unit": series.get("unit")}
+        else:  # colors are shown as they are
+            window, beside = None, {}
         return [
             StoredPicture(
                 encode_array("png16", np.ascontiguousarray(to_gray(plane, window))),
                 "png",
                 plane.shape[0],
                 plane.shape[1],
-                {"window": [window.low, window.high], "unit": series.get("unit")},
+                beside,
             )
             for plane in planes
         ]

@@ -201,7 +201,7 @@ def test_numbers_of_reasons_are_frozen() -> None:
         "TEXT_TOO_LONG", "INVALID_UTF8", "INVALID_JSON", "MISSING_FIELD", "WRONG_TYPE", "UNKNOWN_ROLE",
         "DUPLICATE_KEY", "FILE_DAMAGED", "WORKER_FAILED", "WORKER_KILLED", "WORKER_OUT_OF_MEMORY",
         "WORKER_TIMEOUT", "UNKNOWN_FORM", "TURN_ORDER", "EMPTY_TURN", "UNSUPPORTED_CONTENT", "SAME_ANSWERS",
-        "IMAGE_COUNT", "IMAGE_MISSING", "IMAGE_ELSEWHERE", "NOT_AN_IMAGE",
+        "IMAGE_COUNT", "IMAGE_MISSING", "IMAGE_ELSEWHERE", "NOT_AN_IMAGE", "UNKNOWN_STUDY", "SPLITS_DIFFER",
     ]  # fmt: skip
     assert {number_of(reason) for reason in LineReason} == set(range(1, len(REASON_TABLE)))
     assert set(REASONS) == set(LineReason)
