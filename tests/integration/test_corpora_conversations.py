@@ -172,7 +172,8 @@ def test_conversations_about_packed_studies(case: CorpusCase) -> None:
     studies = f"conversations.studies={{dataset = {json.dumps(str(scans))}}}"
     with pytest.raises(ConfigError, match=r"splits\.parts has no val"):
         case.pack(CONVERSATIONS, studies, "splits.parts={train = 1}")
-    case.pack(CONVERSATIONS, studies, "splits.parts={train = 1, val = 0}")
+    summary = case.pack(CONVERSATIONS, studies, "splits.parts={train = 1, val = 0}")
+    assert summary.reasons == {}
     dataset = Dataset.open(case.output)
     assert {split: len(rows) for split, rows in dataset.splits.items()} == {"train": 2, "val": 6}
     assert [name for name in dataset.read_fields(0) if name.startswith("image")] == [

@@ -90,14 +90,14 @@ class StudyFinder:
         target = self._target(place)
         place_series = place.series if target.series is None else target.series
         number, indexes, box = self._slices(place, target, 0 if place_series is None else place_series)
-        described = self._json(target.row, STUDY_FIELD).get("series", [])
+        described = dict(enumerate(self._json(target.row, STUDY_FIELD).get("series", [])))
         names = self.dataset.slice_names(target.row, number)
-        if number >= len(described) or not indexes or max(indexes) >= len(names):
+        if not indexes or max(indexes) >= len(names):
             raise LineError(LineReason.UNKNOWN_STUDY)
         payloads = self.dataset.read_fields(target.row, [names[index] for index in indexes])
         planes = [_cut(decode_slice(names[index], payloads[names[index]]), box) for index in indexes]
         if planes[0].ndim == 2:
-            series = described[number]
+            series = described.get(number, {})
             window = _window(place.window) or Window.of_series(series) or _extremes(planes)
             beside = {"window": [window.low, window.high], "unit": series.get("unit")}
         else:  # colors are shown as they are
