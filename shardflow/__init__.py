@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from shardflow.fields import adapters
+    from shardflow.fields.conversations.field import Conversation
     from shardflow.fields.field import Field
     from shardflow.fields.registry import read_fields
     from shardflow.fields.types.columns import Column, Columns
@@ -77,6 +78,7 @@ __all__ = [
     "ColumnWriter",
     "Columns",
     "ConfigError",
+    "Conversation",
     "Dataset",
     "EpochPlan",
     "Events",
@@ -130,6 +132,7 @@ _SOURCES: Final = {
     "ColumnWriter": "shardflow.loading.column_writer:ColumnWriter",
     "Columns": "shardflow.fields.types.columns:Columns",
     "ConfigError": "shardflow.errors:ConfigError",
+    "Conversation": "shardflow.fields.conversations.field:Conversation",
     "Dataset": "shardflow.format.dataset:Dataset",
     "EpochPlan": "shardflow.sampling.plan:EpochPlan",
     "Events": "shardflow.fields.types.events:Events",

@@ -59,6 +59,7 @@ _TYPES: Final = {
     "array": "shardflow.fields.types.members:Array",
     "column": "shardflow.fields.types.columns:Column",
     "columns": "shardflow.fields.types.columns:Columns",
+    "conversation": "shardflow.fields.conversations.field:Conversation",
     "events": "shardflow.fields.types.events:Events",
     "volume": "shardflow.fields.volumes.field:Volume",
     "waveform": "shardflow.fields.types.waveform:Waveform",
@@ -440,8 +441,15 @@ def _check_crops(fields: Mapping[str, Field]) -> None:
 
 
 def _settings(field: Field) -> dict[str, str]:
-    """Return the settings that are not the default, so that a new setting leaves identities as they are."""
-    given = {one.name: getattr(field, one.name) for one in fields_of(field) if one.init}
+    """Return the settings that are not the default, so that a new setting leaves identities as they are.
+
+    A folder whose digest the field states instead is marked ``is_place``.
+    """
+    given = {
+        one.name: getattr(field, one.name)
+        for one in fields_of(field)
+        if one.init and not one.metadata.get("is_place")
+    }
     defaults = {one.name: one.default for one in fields_of(field)}
     return {name: repr(value) for name, value in given.items() if value != defaults[name]}
 

@@ -1,0 +1,368 @@
+"""Field of conversations: rendered in the loader's threads, in the sizes that the field allows.
+
+No table knows how long a rendered conversation is, so each slot has room for ``max_tokens`` and the pictures
+that fit into them; a batch shows as much of it as its longest conversation needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.config import PLACE
+from shardflow.errors import ConfigError
+from shardflow.fields.conversations.rendering import (
+    Rendered,
+    RenderedForm,
+    Renderer,
+    RenderError,
+    decode_picture,
+)
+from shardflow.fields.decode import ThreadState
+from shardflow.fields.field import (
+    Arrays,
+    ArraySpec,
+    BoundField,
+    Field,
+    FieldContext,
+    SlotContent,
+    SlotRequest,
+    Slots,
+    check_choice,
+    check_count,
+)
+from shardflow.fields.quarantine import BadSampleReason
+from shardflow.fields.reader import Shard
+from shardflow.fields.types.members import BoundMember, check_member
+
+CONVERSATION_MEMBER: Final = "conversation.json"
+_VERSION: Final = 1
+_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+_MAX_TOKENS: Final = 1 << 24
+_PICTURE: Final = re.compile(r"image\.\d{3,}\.(?:png|jpe?g)", re.ASCII)
+_PAIRS: Final = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Field):
+    """Conversation, rendered for a model by its own processor.
+
+    The entry is ``(B, L)`` int64, the token ids, padded behind each; L is the longest of the batch. Beside
+    it: ``NAME_mask`` ``(B, L)`` uint8, 1 for a token; ``NAME_weights`` ``(B, L)`` float32, the weight of each
+    token in the loss, 0 for what is not learned; and what else the processor returns under its own name:
+    ``NAME_token_type_ids`` ``(B, L)``, ``NAME_pixel_values`` and ``NAME_image_grid_thw`` of all pictures of
+    the batch, one after another on the first axis. With ``pairs`` the arrays of tokens are ``(B, 2, L)``, the
+    chosen conversation and the rejected one, and pictures follow in this order. All are equal in every bit to
+    what the processor returns for the conversation.
+
+    Example::
+
+        sf.Conversation(processor="Qwen2.5-VL-7B-Instruct", max_tokens=4096)
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    type_name: ClassVar[str] = "conversation"
+
+    processor: Annotated[str, PLACE] = field(metadata={"is_place": True})
+    """Local folder of the model's processor, or of its tokenizer for a model of text alone; both have a chat
+    template. What counts for the identity of batches are its files, not its name."""
+    max_tokens: int
+    """Most tokens of a rendered conversation, those of pictures included."""
+    train_on: tuple[str, ...] = ("assistant",)
+    """Roles whose words are learned: an assistant's answer to its end token without the header before it,
+    all of other messages. A message's own ``weight`` multiplies it. Of pairs only what follows the shared
+    messages is learned."""
+    long: Literal["error", "skip"] = "error"
+    """Conversations longer than ``max_tokens``, or with more pictures than ``max_images``; nothing is cut.
+    ``error`` masks their slot and counts a bad sample; ``skip`` leaves their slot without tokens and counts
+    it as ``long_conversations`` of `Loader.counters`."""
+    pairs: bool = False
+    """Whether samples are preferences, a chosen and a rejected end of the same conversation."""
+    max_images: int | None = None
+    """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
+    into ``max_tokens``."""
+    member: str = CONVERSATION_MEMBER
+    """Stored field that holds the conversation."""
+    max_bytes: int = 1 << 20
+    """Size that it may have; a larger one masks its slot."""
+
+    def __post_init__(self) -> None:
+        check_member(self)
+        check_choice("long", self.long, ("error", "skip"))
+        check_count("max_tokens", self.max_tokens, _MAX_TOKENS)
+        if self.max_images != 0 and self.max_images is not None:
+            check_count("max_images", self.max_images, _MAX_TOKENS)
+        if self.pairs not in (True, False):
+            raise ConfigError(f"pairs is True or False, got {self.pairs!r}.")
+        roles: Any = self.train_on
+        if isinstance(roles, str) or not roles or not {*roles} <= _ROLES:
+            raise ConfigError(f"train_on names roles, of {', '.join(sorted(_ROLES))}, got {roles!r}.")
+        object.__setattr__(self, "train_on", tuple(roles))
+        if not isinstance(self.processor, str) or "://" in self.processor:
+            raise ConfigError(f"processor is a local folder, got {self.processor!r}.")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a sample (S): 2 of a pair."""
+        return 2 if self.pairs else 1
+
+    def bind(self, name: str, context: FieldContext) -> BoundField:
+        """Bind the field to a selection."""
+        return BoundConversation(name, self, context)
+
+    @classmethod
+    def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Return ids, mask, weights and the other entries of the processor."""
+        name = entry["name"]
+        lengths = arrays[f"{name}.length"]
+        longest = max(1, int(lengths.max(initial=0)))
+        shown = (lambda array: array[:, :, :longest]) if entry["pairs"] else (lambda array: array[:, 0, :longest])
+        mask = np.arange(longest) < lengths[:, :, None]
+        found = {
+            name: shown(arrays[f"{name}.ids"]),
+            f"{name}_mask": shown(mask.astype(np.uint8)),
+            f"{name}_weights": shown(arrays[f"{name}.weights"]),
+        }
+        found |= {f"{name}_{one}": shown(arrays[f"{name}.{one}"]) for one in entry["tokens"]}
+        for one, shape in entry["pictures"].items():
+            rows = arrays[f"{name}.{one}.rows"].reshape(-1)
+            data = arrays[f"{name}.{one}.data"].reshape(len(rows), -1, *shape)
+            pieces = [data[place, :count] for place, count in enumerate(rows.tolist()) if count]
+            found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0].reshape(0, *shape)
+        return found
+
+
+class BoundConversation(BoundMember):
+    """Conversations, bound to a selection."""
+
+    spec: Conversation
+
+    def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:
+        super().__init__(name, spec, context, spec.member, spec.max_bytes)
+        self._counters = context.counters
+        self._original = Renderer.load(spec.processor)
+        self._form: RenderedForm = self._original.form(spec.max_tokens, spec.max_images)
+        self._lock, self._local = threading.Lock(), threading.local()
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """Digest of the processor."""
+        return [self._original.digest]
+
+    def array_specs(self, slots: Slots) -> list[ArraySpec]:
+        """Name the arrays of a micro-batch."""
+        name, num_slots, of_slot = self.name, len(slots), self.spec.num_sequences
+        tokens = num_slots, of_slot, self.spec.max_tokens
+        specs = [
+            ArraySpec.of(f"{name}.ids", np.int64, *tokens),
+            ArraySpec.of(f"{name}.weights", np.float32, *tokens),
+            ArraySpec.of(f"{name}.length", np.int64, num_slots, of_slot),
+            *(ArraySpec.of(f"{name}.{one}", np.int64, *tokens) for one in self._form.tokens),
+        ]
+        for one, entry in self._form.pictures.items():
+            size = num_slots * of_slot * entry.most_rows * math.prod(entry.shape)
+            specs.append(ArraySpec.of(f"{name}.{one}.data", entry.dtype, size))
+            specs.append(ArraySpec.of(f"{name}.{one}.rows", np.int64, num_slots, of_slot))
+        return specs
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
+        """Empty every slot."""
+        self.blank(arrays, slice(None))
+
+    def blank(self, arrays: Arrays, slot: int | slice) -> None:
+        """Make a slot look like one without a conversation."""
+        arrays[f"{self.name}.ids"][slot] = self._original.pad_id
+        for one in ("weights", "length", *self._form.tokens):
+            arrays[f"{self.name}.{one}"][slot] = 0
+        for one in self._form.pictures:
+            arrays[f"{self.name}.{one}.rows"][slot] = 0
+
+    def example(self, arrays: Arrays) -> None:
+        """Give the only slot a token."""
+        arrays[f"{self.name}.length"][:] = 1
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the conversation, and the pictures stored beside it."""
+        found = list(super().needed(shard, request))
+        names = [one for one in shard.index.field_names if _PICTURE.fullmatch(one)] if found else []
+        if self._form.pictures:
+            numbers = (shard.find(request.row_in_shard, one) for one in names)
+            found += [number for number in numbers if number is not None]
+        return found
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        return _SlotConversation(self, shard, request.slot, arrays, self.needed(shard, request))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what presenting needs."""
+        return {
+            **super().describe(),
+            "pairs": self.spec.pairs,
+            "tokens": list(self._form.tokens),
+            "pictures": {one: list(entry.shape) for one, entry in self._form.pictures.items()},
+        }
+
+    def put(self, arrays: Arrays, slot: int, document: Any, members: Mapping[str, bytes]) -> bool:
+        """Render a stored conversation into its slot; return whether it fits.
+
+        Raises:
+            RenderError: It is malformed, or cannot be rendered.
+        """
+        with self._counters.timed("render", 0, 1):
+            rendered = self._render(document, members)
+        if not all(self._fits(one) for one in rendered):
+            return False
+        name = self.name
+        for place, one in enumerate(rendered):
+            length = len(one.ids)
+            arrays[f"{name}.length"][slot, place] = length
+            arrays[f"{name}.ids"][slot, place, :length] = one.ids
+            arrays[f"{name}.weights"][slot, place, :length] = one.weights
+            for token, values in one.tokens.items():
+                arrays[f"{name}.{token}"][slot, place, :length] = values
+            for picture, values in one.pictures.items():
+                rows = arrays[f"{name}.{picture}.rows"]
+                data = arrays[f"{name}.{picture}.data"].reshape(*rows.shape, -1)
+                data[slot, place, : values.size] = values.reshape(-1)
+                rows[slot, place] = len(values)
+        return True
+
+    def _fits(self, rendered: Rendered) -> bool:
+        form, most = self._form, self.spec.max_tokens
+        if {*rendered.tokens} != {*form.tokens} or not rendered.pictures.keys() <= form.pictures.keys():
+            raise RenderError("the processor returned other entries than for the conversations it was tried with")
+        for one, values in rendered.pictures.items():
+            entry = form.pictures[one]
+            if values.shape[1:] != entry.shape or values.dtype != np.dtype(entry.dtype):
+                raise RenderError(
+                    f"the processor returned {one} of another shape than for the pictures it was tried with"
+                )
+            if len(values) > entry.most_rows:
+                return False
+        return len(rendered.ids) <= most
+
+    def _render(self, document: Any, members: Mapping[str, bytes]) -> list[Rendered]:
+        spec, renderer = self.spec, self._own()
+        kind, messages, images = _parts(document)
+        ends: list[list[dict[str, Any]]] = [[]]
+        if spec.pairs != (kind == "preference"):
+            raise RenderError(
+                f"it is of kind {kind}, and pairs = {'true takes preferences' if spec.pairs else 'false none'}"
+            )
+        if spec.pairs:
+            ends = [document[name] for name in _PAIRS]
+        numbers = {
+            part["image"]
+            for one in [*messages, *(message for end in ends for message in end)]
+            for part in one["content"]
+            if part["type"] == "image"
+        }
+        pictures = [
+            _picture(entry, members) if number in numbers else None for number, entry in enumerate(images)
+        ]
+        if kind == "document":
+            return [renderer.render_document(messages, pictures)]
+        first = len(messages) if spec.pairs else 0
+        return [
+            renderer.render([*messages, *end], pictures, train_on=spec.train_on, first=first) for end in ends
+        ]
+
+    def count_long(self) -> None:
+        """Count a conversation that was left out because it is too long."""
+        self._counters.add("long_conversations", num_items=1)
+
+    def _own(self) -> Renderer:
+        """Return this thread's renderer."""
+        found: Renderer | None = getattr(self._local, "renderer", None)
+        if found is None:
+            with self._lock:
+                found = self._local.renderer = self._original.copy()
+        return found
+
+
+def _parts(document: Any) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return kind, messages and images of a stored conversation.
+
+    Raises:
+        RenderError: It is not of the form of docs/format.md.
+    """
+    try:
+        kind, messages, images = document["kind"], document["messages"], document["images"]
+        version = document["format_version"]
+    except (KeyError, TypeError):
+        raise RenderError("it has no format_version, kind, messages and images") from None
+    if version != _VERSION:
+        raise RenderError(f"its format_version is {version!a}, and {_VERSION} is known")
+    return str(kind), messages, images
+
+
+def _picture(entry: Mapping[str, Any], members: Mapping[str, bytes]) -> Any:
+    name = entry.get("member")
+    if name is None:
+        raise RenderError("it shows slices of a series; render it from pictures stored as members")
+    if name not in members:
+        raise RenderError("a picture that it shows is not in the sample")
+    return decode_picture(members[name])
+
+
+class _SlotConversation:
+    """Conversation of one slot."""
+
+    __slots__ = ("_arrays", "_field", "_payloads", "_shard", "_slot", "fields")
+
+    def __init__(
+        self,
+        bound: BoundConversation,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        fields: Sequence[int],
+    ) -> None:
+        self._field, self._shard, self._slot, self._arrays = bound, shard, slot, arrays
+        self.fields = fields
+        self._payloads: dict[int, bytes] = {}
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Keep the bytes until all have come."""
+        thread.enter("decode", f"shard {self._shard.name}")
+        self._payloads[place] = payload.tobytes()
+
+    def close(self) -> None:
+        """Render the conversation into its slot."""
+        if not self._payloads:
+            return
+        bound, shard, number = self._field, self._shard, self.fields[0]
+        try:
+            document = json.loads(self._payloads[0])
+        except (ValueError, RecursionError) as error:
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, type(error).__name__) from None
+        names = {place: shard.field_name(self.fields[place]) for place in self._payloads}
+        members = {names[place]: payload for place, payload in self._payloads.items() if place}
+        try:
+            is_put = bound.put(self._arrays, self._slot, document, members)
+        except RenderError as error:
+            raise shard.bad(BadSampleReason.DECODE_FAILED, number, str(error)) from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            detail = f"{type(error).__name__} in a malformed conversation"
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, detail) from None
+        if is_put:
+            return
+        if bound.spec.long == "error":
+            raise shard.bad(
+                BadSampleReason.SIZE_MISMATCH,
+                number,
+                f"longer than max_tokens ({bound.spec.max_tokens:,}) or more pictures than fit; raise it, or "
+                'set long = "skip" to leave such conversations out',
+            )
+        bound.count_long()
