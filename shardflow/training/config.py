@@ -30,6 +30,7 @@ from shardflow.training.model_fields import (
     TaskConfig,
     VolumeAugmentConfig,
     check_classify_fields,
+    check_conversation_fields,
     check_report_fields,
     check_segment_fields,
 )
@@ -229,7 +230,8 @@ class ModelConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """What it is called with."""
     path: Path | None = None
-    """Folder of a LLaVA-style model or of a vision encoder-decoder, in place of the numbers below."""
+    """Folder of a LLaVA-style model or of a vision encoder-decoder, in place of the numbers below; of
+    conversations that of a model for text, or for images and text."""
     weights: Literal["stored", "random"] = "stored"
     """Of the folder: its safetensors, or only its ``config.json``, with weights that follow from the seed."""
     frozen: tuple[str, ...] = ()
@@ -636,22 +638,24 @@ class TrainConfig:
 
     def _check_without_reports(self) -> None:
         """Refuse settings that only a task of reports takes: they would have no effect."""
-        is_own = bool(self.task.target)
+        is_own, has_conversations = bool(self.task.target), self.task.has_conversations
         has_images = self.task.type == "classify" and not is_own
         refused = {
             "text": self.text != TextConfig(),
-            "lora": self.lora != LoraConfig(),
+            "lora": not has_conversations and self.lora != LoraConfig(),
             "batch.max_tokens": self.batch.max_tokens is not None,
             "batch.packed": self.batch.packed,
             "image": not has_images and self.image != ImageConfig(),
             "augment": not has_images and self.augment.is_active,
-            "model.target": is_own and bool(self.model.target),
+            "model.target": (is_own or has_conversations) and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
+        taken = {"target", "arguments", "frozen"}
+        taken |= {"path", "weights", "activation_checkpointing"} if has_conversations else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)
-            if one.name not in ("target", "arguments", "frozen")
+            if one.name not in taken
         }
         for name, is_given in refused.items():
             if is_given:
@@ -659,6 +663,11 @@ class TrainConfig:
                 raise ConfigError(f"{name} has no effect with {what}; remove it.")
         if has_images:
             check_classify_fields(self.fields)
+        elif has_conversations:
+            shards_whole = self.parallel.strategy == "fsdp2" and not self.lora.rank
+            check_conversation_fields(
+                self.fields, self.task, has_path=self.model.path is not None, shards_whole=shards_whole
+            )
         elif not is_own:
             self._check_segment()
 

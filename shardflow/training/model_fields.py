@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
+from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.field import Field
 from shardflow.fields.registry import type_name
 from shardflow.fields.types.columns import Column, Columns
@@ -23,27 +24,33 @@ IMAGE_FIELD: Final = "image"
 REPORT_FIELD: Final = "report"
 LABEL_FIELD: Final = "label"
 MASK_FIELD: Final = "mask"
+CONVERSATION_FIELD: Final = "conversation"
 """Names of the fields that tasks take."""
 
 _MAX_CLASSES: Final = 255
 """A map of classes takes a byte for each voxel, and 0 is the background."""
+_OF_CONVERSATIONS: Final = ("sft", "dpo", "reward")
 _TAKEN: Final = {
     "labels": ("classify", "segment"),
     "ignore": ("classify",),
     "overlap": ("segment",),
     "mode": ("segment",),
+    "beta": ("dpo",),
 }
 """Types that take a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """What is learned, see docs/howto/classify.md and docs/howto/segment-volumes.md."""
+    """What is learned, see docs/howto/classify.md, segment-volumes.md and conversations.md."""
 
-    type: Literal["report", "classify", "segment"] = "report"
+    type: Literal["report", "classify", "segment", "sft", "dpo", "reward"] = "report"
     """``report``: write the report of images. ``classify``: tell the classes of an image; takes the fields
     ``image`` and ``label``, of type ``column`` or ``columns``. ``segment``: tell the class of each voxel;
-    takes the fields ``image``, of type ``volume``, and ``mask``, of type ``mask``."""
+    takes the fields ``image``, of type ``volume``, and ``mask``, of type ``mask``. The others take the field
+    ``conversation``, of that type, and a model of transformers as ``model.path``. ``sft``: the words that the
+    field weighs. ``dpo``: prefer the chosen to the rejected conversation of a pair, against the model as it
+    was at first. ``reward``: a number for a conversation, higher for the chosen of a pair."""
     target: str = ""
     """A task of your own in place of these, ``"package.module:Class"`` of an `ArrayTask`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -59,10 +66,19 @@ class TaskConfig:
     """Of ``segment``: part of a window that the next one covers again, in evaluations."""
     mode: Literal["gaussian", "constant"] = "gaussian"
     """Of ``segment``: weights of the voxels of a window, in evaluations, as in MONAI."""
+    beta: Annotated[float, Bounds(0.0)] = 0.1
+    """Of ``dpo``: how much the model is held back from leaving what it was at first."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        defaults = {"type": "report", "labels": "auto", "ignore": (), "overlap": 0.5, "mode": "gaussian"}
+        defaults = {
+            "type": "report",
+            "labels": "auto",
+            "ignore": (),
+            "overlap": 0.5,
+            "mode": "gaussian",
+            "beta": 0.1,
+        }
         given = [name for name, default in defaults.items() if getattr(self, name) != default]
         if self.target and given:
             raise ConfigError(
@@ -84,6 +100,11 @@ class TaskConfig:
     def has_reports(self) -> bool:
         """Whether reports are learned."""
         return self.type == "report" and not self.target
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether conversations are learned."""
+        return self.type in _OF_CONVERSATIONS and not self.target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +224,41 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig) -> Volum
             "allowed; leave some out, or set task.labels = 'multi_label'."
         )
     return volume
+
+
+def check_conversation_fields(
+    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, shards_whole: bool
+) -> None:
+    """Refuse settings from which no conversations can be learned.
+
+    Args:
+        fields: The tables ``[fields.NAME]``.
+        task: The table ``[task]``.
+        has_path: Whether ``model.path`` names a model.
+        shards_whole: Whether all weights are trained, and no rank holds them whole.
+
+    Raises:
+        ConfigError: The field ``conversation`` is missing or of another type, its ``pairs`` do not fit the
+            task, or the model does not.
+    """
+    found = fields.get(CONVERSATION_FIELD)
+    if not isinstance(found, Conversation):
+        raise ConfigError(
+            f'task.type "{task.type}" takes a field {CONVERSATION_FIELD!r} of that type; add '
+            f'[fields.{CONVERSATION_FIELD}] with type = "conversation", processor and max_tokens.'
+        )
+    if found.pairs != (task.type != "sft"):
+        wanted = "takes single conversations; leave out" if found.pairs else "takes pairs; set"
+        raise ConfigError(f'task.type "{task.type}" {wanted} fields.{CONVERSATION_FIELD}.pairs.')
+    if not has_path:
+        raise ConfigError(
+            f'task.type "{task.type}" trains a model of transformers; name its folder as model.path.'
+        )
+    if task.type == "dpo" and shards_whole:
+        raise ConfigError(
+            "task.type 'dpo' compares with the model as it was at first, which no rank holds whole under "
+            "parallel.strategy 'fsdp2'; set lora.rank, whose frozen weights are that model, or take 'ddp'."
+        )
 
 
 def check_report_fields(fields: Mapping[str, Field], *, needs_text: bool) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
+from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.types.masks import Mask
 from shardflow.fields.volumes.field import Volume
 from shardflow.loading import Loader, LoaderConfig, Selection, World
@@ -54,9 +55,10 @@ from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD
+from shardflow.training.model_fields import CONVERSATION_FIELD, IMAGE_FIELD, MASK_FIELD
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
+from shardflow.training.tasks.conversations import ConversationTask
 from shardflow.training.tasks.report import ReportTask
 from shardflow.training.tasks.segment import SegmentTask
 from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
@@ -144,7 +146,8 @@ def open_task(config: TrainConfig) -> Task:
         task = make_own_task(settings)
         name = f"{settings.target} {json.dumps(settings.arguments, sort_keys=True, default=str)}"
     else:
-        make = {"classify": _classify_task, "segment": _segment_task}[settings.type]
+        kinds = {"classify": _classify_task, "segment": _segment_task}
+        make = kinds.get(settings.type, _conversation_task)
         task, name = make(config), settings.type
     return task.open(RunSettings(name=name, batch=config.batch, fields=config.fields, seed=config.run.seed))
 
@@ -159,6 +162,12 @@ def _classify_task(config: TrainConfig) -> ArrayTask:
         has_transform=bool(config.data.transform),
         seed=config.run.seed,
     )
+
+
+def _conversation_task(config: TrainConfig) -> ArrayTask:
+    field = config.fields[CONVERSATION_FIELD]
+    assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
+    return ConversationTask(config.task, config.model, config.lora, field)
 
 
 def _segment_task(config: TrainConfig) -> ArrayTask:

@@ -302,6 +302,18 @@ class Renderer:
             (tokens if is_of_tokens else pictures)[name] = array[0].astype(np.int64) if is_of_tokens else array
         return Rendered(ids, weights, tokens, pictures)
 
+    def example(self, *, has_picture: bool = True) -> Rendered:
+        """Return a small conversation, with a blank picture where the processor takes any.
+
+        Raises:
+            ConfigError: The template cannot render it.
+        """
+        num_images = int(has_picture and self.has_pictures)
+        try:
+            return self.render(_turns(num_images), [blank_picture(64, 64)], train_on=(_ASSISTANT,))
+        except RenderError as error:
+            raise ConfigError(f"processor cannot be used: {error}.") from None
+
     # ---- sizes -----------------------------------------------------------------------------------
 
     def form(self, max_tokens: int, max_images: int | None) -> RenderedForm:
