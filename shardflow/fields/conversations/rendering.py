@@ -10,10 +10,13 @@ beginnings of the whole.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import copy
 import hashlib
 import io
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -45,6 +48,8 @@ _FILES: Final = (
 _NAMING: Final = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT: Final = "assistant"
+# transformers notes the markers in a compiled template, of which a process has one.
+_MARKED: Final = threading.Lock()
 _BESIDE: Final = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
 _LARGEST_PICTURE: Final = (8192, 8192)
 
@@ -135,8 +140,6 @@ class Renderer:
 
     def copy(self) -> Self:
         """Return one for another thread."""
-        import copy
-
         return type(self)(copy.deepcopy(self.processor), self.digest)
 
     # ---- rendering -------------------------------------------------------------------------------
@@ -267,13 +270,14 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[chat],
-                chat_template=self._template,
-                return_assistant_tokens_mask=is_marked,
-                add_generation_prompt=asks,
-                **self.tokenizer.special_tokens_map,
-            )
+            with _MARKED if is_marked else contextlib.nullcontext():
+                rendered: Any = render_jinja_template(
+                    conversations=[chat],
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=is_marked,
+                    add_generation_prompt=asks,
+                    **self.tokenizer.special_tokens_map,
+                )
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise RenderError(f"the chat template raised {type(error).__name__}") from None
         texts, indices = rendered

@@ -166,7 +166,9 @@ class ConversationTask(ArrayTask):
             device = next(inner.parameters()).device
             yield self._reference.to(device)
             return
-        adapters: list[Any] = [one for one in inner.modules() if hasattr(one, "enable_adapters")]
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        adapters = [one for one in inner.modules() if isinstance(one, BaseTunerLayer)]
         is_training = inner.training
         inner.eval()
         for one in adapters:

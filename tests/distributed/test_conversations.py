@@ -1,0 +1,40 @@
+"""Fine-tuning on conversations with images: a rank is killed, two ranks go on, and one rank trains the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launcher import job
+from tests.distributed.runs import committed_samples, newest_weights
+from tests.distributed.test_kill_and_resume import RUN_TIMEOUT_S, train_alone, wait_for_step
+from tests.unit.training.test_conversations import make_run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
+
+
+def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "qwen2_5_vl", num=32)
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("max_steps = 4", "max_steps = 8\nnum_epochs = 9"), encoding="utf-8")
+    run = tmp_path / "run"
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2, options=options) as running:
+        wait_for_step(running, run, 3)
+        os.kill(running.rank_pids()[1], signal.SIGKILL)
+        finished = running.wait(RUN_TIMEOUT_S)
+    assert finished.exit_code == 0, finished.text
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["attempt"], summary["global_step"]) == ("finished", 2, 8)
+    alone = tmp_path / "alone"
+    train_alone(config, f"run.output={alone}")
+    assert committed_samples(run) == committed_samples(alone)
+    mine, other = newest_weights(run), newest_weights(alone)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)

@@ -1,0 +1,272 @@
+"""Tasks of conversations: losses written out, any family, a stop and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+from shardflow.config import load_config
+from shardflow.errors import ConfigError
+from shardflow.loading import Loader
+from shardflow.loading.sample import open_dataset
+from shardflow.training.config import TrainConfig
+from shardflow.training.run import open_task, train
+from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
+from tests.distributed.runs import committed_samples, differing_weights
+
+TEMPLATE = """
+[data]
+dataset = "dataset"
+eval_split = "val"
+[batch]
+micro_batch_size = 2
+micro_batches_per_step = 2
+[task]
+type = "{task}"
+[fields.conversation]
+type = "conversation"
+processor = "model"
+max_tokens = 400
+pairs = {pairs}
+[model]
+path = "model"
+[optimizer]
+learning_rate = 3e-3
+warmup_steps = 2
+[run]
+output = "run"
+seed = 3
+max_steps = 4
+checkpoint_every_steps = 2
+device = "cpu"
+tensorboard = false
+"""
+
+
+def make_run(folder: Path, family: str, task: str = "sft", *, num: int = 16) -> Path:
+    """A model, conversations or pairs, and the settings of a run of four steps."""
+    make_folder(family, folder / "model")
+    most = 2 if family in IMAGE_FAMILIES else 0
+    found = generate(num, 21, max_images=most, pairs=task != "sft")
+    write_conversations(folder / "dataset", found, splits={"train": 3, "val": 1})
+    pairs = str(task != "sft").lower()
+    (folder / "train.toml").write_text(TEMPLATE.format(task=task, pairs=pairs), encoding="utf-8")
+    return folder / "train.toml"
+
+
+def settings(config: Path, *changes: str) -> TrainConfig:
+    return load_config(TrainConfig, config, list(changes))
+
+
+def first_inputs(config: TrainConfig) -> tuple[Any, Any, Any, Any]:
+    """The task, its model in evaluation mode, the first batch, and its inputs."""
+    task: Any = open_task(config)
+    loader = Loader(
+        open_dataset(config.data.dataset),
+        split="train",
+        batch=task.batch_spec(None, None),
+        seed=3,
+        fields=dict(config.fields),
+    )
+    with loader:
+        model = task.make_model(loader, None).eval()
+        batch = next(iter(loader))
+        inputs = task.open_inputs(loader, torch.device("cpu"), pinned_bytes=0)(batch)
+        return task, model, batch, inputs
+
+
+def tokens_of(batch: Any) -> dict[str, torch.Tensor]:
+    """What a model of transformers takes of a batch, sequences on the first axis."""
+    names = {"conversation": "input_ids", "conversation_mask": "attention_mask"}
+    found = {}
+    for name, value in batch.items():
+        short = names.get(name, name.removeprefix("conversation_"))
+        if short == "weights":
+            continue
+        is_of_tokens = value.shape[-1] == batch["conversation"].shape[-1] and value.ndim == (
+            batch["conversation"].ndim
+        )
+        array = np.array(value.reshape(-1, value.shape[-1]) if is_of_tokens else value)
+        if is_of_tokens or len(array):
+            found[short] = torch.from_numpy(array).long() if is_of_tokens else torch.from_numpy(array)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("llama", "gemma3", "qwen2_5_vl") else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
+def test_loss_is_that_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, family))
+    task, model, batch, inputs = first_inputs(config)
+    kind: Any = (
+        transformers.AutoModelForImageTextToText
+        if family in IMAGE_FAMILIES
+        else transformers.AutoModelForCausalLM
+    )
+    own = kind.from_pretrained(str(tmp_path / "model"), dtype=torch.float32).eval()
+    tokens = tokens_of(batch)
+    weights = torch.from_numpy(np.array(batch["conversation_weights"]))
+    # With weights of 0 and 1 the loss of the model itself, which averages over its labels.
+    labels = torch.where(weights > 0, tokens["input_ids"], -100)
+    with torch.no_grad():
+        wanted = own(**tokens, labels=labels)
+        output = inputs.forward(model)
+        torch.testing.assert_close(output, wanted.logits, rtol=0, atol=1e-5)
+        losses = functional.cross_entropy(
+            wanted.logits[:, :-1].flatten(0, 1), tokens["input_ids"][:, 1:].flatten(), reduction="none"
+        )
+        total = (losses * weights[:, 1:].flatten()).sum()
+        torch.testing.assert_close(inputs.loss(output), total, rtol=1e-5, atol=1e-5)
+        if bool(((weights == 0) | (weights == 1)).all()):
+            mean = inputs.loss(output) / inputs.num_tokens
+            torch.testing.assert_close(mean, wanted.loss, rtol=1e-5, atol=1e-5)
+    assert inputs.num_tokens == float(weights[:, 1:].sum())
+
+
+def written_out(model: Any, batch: Any) -> torch.Tensor:
+    """Log-probabilities of the learned tokens of each sequence, by a loop."""
+    tokens = tokens_of(batch)
+    weights = torch.from_numpy(np.array(batch["conversation_weights"])).reshape(tokens["input_ids"].shape)
+    logits = torch.log_softmax(model(**tokens).logits, dim=-1)
+    found = []
+    for row, ids in enumerate(tokens["input_ids"]):
+        chosen = [logits[row, at - 1, ids[at]] * weights[row, at] for at in range(1, len(ids))]
+        found.append(torch.stack(chosen).sum())
+    return torch.stack(found)
+
+
+def test_preference_loss_follows_the_paper(tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, "qwen2_5_vl", "dpo"), "task.beta=0.3")
+    _, model, batch, inputs = first_inputs(config)
+    own = transformers.AutoModelForImageTextToText.from_pretrained(
+        str(tmp_path / "model"), dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        # At first both are equal, and the loss is log 2 for each pair.
+        loss = inputs.loss(inputs.forward(model))
+        torch.testing.assert_close(loss, torch.tensor(2 * np.log(2.0)).float())
+        before = written_out(own, batch)
+        for mine, other in zip(model.parameters(), own.parameters(), strict=True):
+            change = torch.randn_like(mine, generator=None) * 0.05
+            mine.add_(change)
+            other.add_(change)
+        gained = (written_out(own, batch) - before).unflatten(0, (-1, 2))
+        wanted = -functional.logsigmoid(0.3 * (gained[:, 0] - gained[:, 1])).sum()
+        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
+    assert inputs.num_tokens == 2.0
+
+
+def test_adapters_are_off_in_the_reference(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = settings(make_run(tmp_path, "llama", "dpo"), "lora.rank=2")
+    _, model, _, inputs = first_inputs(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+        own, expected = inputs.forward(model)
+        assert not torch.allclose(own, expected)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+        torch.testing.assert_close(inputs.forward(model)[0], expected)
+
+
+def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, "llama", "reward"))
+    _, model, batch, inputs = first_inputs(config)
+    own = transformers.AutoModelForSequenceClassification.from_pretrained(
+        str(tmp_path / "model"), num_labels=1, dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        own.score.weight.copy_(model.score.weight)
+        tokens = tokens_of(batch)
+        # The padding token is that of the end of a turn here, so each sequence is scored alone.
+        lengths = tokens["attention_mask"].sum(dim=1).tolist()
+        hidden = [
+            own.model(tokens["input_ids"][row : row + 1, :length]).last_hidden_state[0, -1]
+            for row, length in enumerate(lengths)
+        ]
+        scores = own.score(torch.stack(hidden))[:, 0].unflatten(0, (-1, 2))
+        wanted = -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
+        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_path: Path) -> None:
+    """Else the exchange of gradients waits for them; and none of them is NaN."""
+    task, model, batch, _ = first_inputs(settings(make_run(tmp_path, family)))
+    is_of_pictures = {"conversation_pixel_values", "conversation_image_grid_thw"}
+    empty = {
+        name: np.zeros_like(value)[: 0 if name in is_of_pictures else None] for name, value in batch.items()
+    }
+    arrays = task.arrays(empty, is_evaluation=False)
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}
+    loss = task.losses(task.forward(model, tensors), tensors).sum()
+    assert float(loss.detach()) == 0.0
+    loss.backward()
+    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    assert len(trained) > 20
+    for name, gradient in trained.items():
+        assert gradient is not None, name
+        assert not gradient.any(), name
+
+
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [
+        ("llama", "sft"),
+        ("qwen2_5_vl", "dpo"),
+        pytest.param("gemma3", "reward", marks=pytest.mark.slow),
+        pytest.param("llava", "sft", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(family: str, task: str, tmp_path: Path) -> None:
+    config = make_run(tmp_path, family, task)
+    whole = train(settings(config))
+    assert whole.outcome == "finished"
+    assert whole.evaluation_scores.keys() == {"token_accuracy" if task == "sft" else "pair_accuracy"}
+    leave()
+    other = tmp_path / "other"
+    train(settings(config, f"run.output={other}", "run.max_steps=2"))
+    leave()
+    again = train(settings(config, f"run.output={other}"))
+    assert again.resumed_from == "step-00000002"
+    assert committed_samples(other) == committed_samples(tmp_path / "run")
+    assert differing_weights(other, tmp_path / "run") == []
+
+
+def leave() -> None:
+    """Leave the process group, as a run that ends does with its process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"takes pairs; set fields\.conversation\.pairs"):
+        settings(config, "task.type=dpo")
+    with pytest.raises(ConfigError, match=r"model\.path|lora\.rank|no rank holds whole"):
+        settings(
+            config, "task.type=dpo", "fields.conversation.pairs=true", "parallel.strategy=fsdp2"
+        )
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("micro_batch_size = 2", "max_tokens = 100"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"batch\.max_tokens has no effect with task\.type 'sft'"):
+        settings(config)
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"task\.beta needs task\.type = 'dpo'"):
+        settings(config, "task.beta=0.5")
+    make_folder("qwen2_5_vl", tmp_path / "pictures", with_model=False)
+    with pytest.raises(ConfigError, match=r"returns pictures, and model\.path holds 'llama'"):
+        first_inputs(settings(config, "fields.conversation.processor=" + str(tmp_path / "pictures")))
