@@ -1,4 +1,4 @@
-"""Tiny processors and models of the families that are trained on conversations, and generated conversations."""
+"""Tiny processors and models of the families that conversations train, and generated conversations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WORDS: Final = (
     "What is seen? Compare with the prior study: stable since 2019-03-04. \n\n  Answer: yes. "
 )
 _CHATML: Final = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nYou are a helpful "
-    "assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nYou are a "
+    "helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,8 +40,8 @@ _LLAMA: Final = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 _GEMMA: Final = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set head = messages[0]['content'][0]['text'] + "
-    "'\n\n' %}{% set rest = messages[1:] %}{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set head = messages[0]['content'][0]['text'] "
+    "+ '\n\n' %}{% set rest = messages[1:] %}{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
     "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
@@ -107,7 +107,9 @@ def _processor(family: str) -> Any:
         )
         images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
         return transformers.Gemma3Processor(images, words, chat_template=_GEMMA, image_seq_length=4)
-    words = _tokenizer(("<pad>", "<s>", "</s>", "<image>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    words = _tokenizer(
+        ("<pad>", "<s>", "</s>", "<image>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     images = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
     )
@@ -252,7 +254,10 @@ def _member(number: int) -> str:
 
 
 def write_conversations(
-    folder: Path, found: Sequence[tuple[Mapping[str, Any], Sequence[Any]]], *, splits: Mapping[str, int] | None = None
+    folder: Path,
+    found: Sequence[tuple[Mapping[str, Any], Sequence[Any]]],
+    *,
+    splits: Mapping[str, int] | None = None,
 ) -> Path:
     """Write conversations into a dataset, four or so a shard."""
     with ShardWriter(folder, max_samples=8, splits=splits) as writer:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def learned(words: Any, batch: Any, slot: int) -> list[tuple[str, float]]:
     """Runs of tokens of one weight, as text."""
     ids, weights = batch["chat"][slot], batch["chat_weights"][slot]
     starts = np.flatnonzero(np.diff(weights, prepend=0.0, append=0.0))
-    runs = [slice(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True) if weights[a]]
+    runs = [slice(a, b) for a, b in pairwise(starts.tolist()) if weights[a]]
     return [(words.decode(ids[run]).strip(), float(weights[run.start])) for run in runs]
 
 

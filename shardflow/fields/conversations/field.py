@@ -108,8 +108,9 @@ class Conversation(Field):
         if isinstance(roles, str) or not roles or not {*roles} <= _ROLES:
             raise ConfigError(f"train_on names roles, of {', '.join(sorted(_ROLES))}, got {roles!r}.")
         object.__setattr__(self, "train_on", tuple(roles))
-        if not isinstance(self.processor, str) or "://" in self.processor:
-            raise ConfigError(f"processor is a local folder, got {self.processor!r}.")
+        if "://" in str(self.processor):
+            raise ConfigError("processor is a local folder, got an address; download it first.")
+        object.__setattr__(self, "processor", str(self.processor))
 
     @property
     def num_sequences(self) -> int:
@@ -126,7 +127,12 @@ class Conversation(Field):
         name = entry["name"]
         lengths = arrays[f"{name}.length"]
         longest = max(1, int(lengths.max(initial=0)))
-        shown = (lambda array: array[:, :, :longest]) if entry["pairs"] else (lambda array: array[:, 0, :longest])
+        place = slice(None) if entry["pairs"] else 0
+
+        def shown(array: NDArray[Any]) -> NDArray[Any]:
+            found: NDArray[Any] = array[:, place, :longest]
+            return found
+
         mask = np.arange(longest) < lengths[:, :, None]
         found = {
             name: shown(arrays[f"{name}.ids"]),
@@ -137,7 +143,7 @@ class Conversation(Field):
         for one, shape in entry["pictures"].items():
             rows = arrays[f"{name}.{one}.rows"].reshape(-1)
             data = arrays[f"{name}.{one}.data"].reshape(len(rows), -1, *shape)
-            pieces = [data[place, :count] for place, count in enumerate(rows.tolist()) if count]
+            pieces = [data[number, :count] for number, count in enumerate(rows.tolist()) if count]
             found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0].reshape(0, *shape)
         return found
 
@@ -241,7 +247,7 @@ class BoundConversation(BoundMember):
     def _fits(self, rendered: Rendered) -> bool:
         form, most = self._form, self.spec.max_tokens
         if {*rendered.tokens} != {*form.tokens} or not rendered.pictures.keys() <= form.pictures.keys():
-            raise RenderError("the processor returned other entries than for the conversations it was tried with")
+            raise RenderError("the processor returned other entries than for what it was tried with")
         for one, values in rendered.pictures.items():
             entry = form.pictures[one]
             if values.shape[1:] != entry.shape or values.dtype != np.dtype(entry.dtype):
@@ -258,7 +264,7 @@ class BoundConversation(BoundMember):
         ends: list[list[dict[str, Any]]] = [[]]
         if spec.pairs != (kind == "preference"):
             raise RenderError(
-                f"it is of kind {kind}, and pairs = {'true takes preferences' if spec.pairs else 'false none'}"
+                f"its kind is {kind!a}, and pairs = {'true takes preference' if spec.pairs else 'false none'}"
             )
         if spec.pairs:
             ends = [document[name] for name in _PAIRS]

@@ -172,9 +172,7 @@ class Renderer:
         found = self.call(text, [pictures[number] for number in used])
         return self._weighed(found, spans)
 
-    def render_document(
-        self, messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]
-    ) -> Rendered:
+    def render_document(self, messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> Rendered:
         """Render text and images in order, without a template; all words are learned, and the end token.
 
         Raises:
@@ -297,24 +295,27 @@ class Renderer:
         for one in replaced:  # what stands for a picture is never predicted
             first, last = map(int, one["new_span"])
             weights[(offsets[:, 0] < last) & (offsets[:, 1] > first)] = 0.0
-        tokens, pictures = {}, {}
+        tokens: dict[str, NDArray[np.int64]] = {}
+        pictures: dict[str, NDArray[Any]] = {}
         for name, value in found.items():
             if name in _BESIDE:
                 continue
             array = np.asarray(value)
             is_of_tokens = array.shape[:2] == (1, len(ids)) and array.ndim == 2 and array.dtype.kind in "iub"
-            (tokens if is_of_tokens else pictures)[name] = array[0].astype(np.int64) if is_of_tokens else array
+            if is_of_tokens:
+                tokens[name] = array[0].astype(np.int64)
+            else:
+                pictures[name] = array
         return Rendered(ids, weights, tokens, pictures)
 
-    def example(self, *, has_picture: bool = True) -> Rendered:
-        """Return a small conversation, with a blank picture where the processor takes any.
+    def example(self, pictures: Sequence[Any]) -> Rendered:
+        """Return a small conversation about some pictures.
 
         Raises:
             ConfigError: The template cannot render it.
         """
-        num_images = int(has_picture and self.has_pictures)
         try:
-            return self.render(_turns(num_images), [blank_picture(64, 64)], train_on=(_ASSISTANT,))
+            return self.render(_turns(len(pictures)), pictures, train_on=(_ASSISTANT,))
         except RenderError as error:
             raise ConfigError(f"processor cannot be used: {error}.") from None
 
@@ -330,18 +331,14 @@ class Renderer:
         Raises:
             ConfigError: The template cannot render a conversation of two turns.
         """
-        try:
-            plain = self.render(_turns(0), (), train_on=(_ASSISTANT,))
-            if not plain.weights.any():
-                raise RenderError("no word of the assistant stands in its rendered text")
-            if not self.has_pictures or max_images == 0:
-                return RenderedForm(tuple(sorted(plain.tokens)), {})
-            probes = [
-                self.render(_turns(1), [blank_picture(*size)], train_on=(_ASSISTANT,))
-                for size in ((64, 64), (448, 448))
-            ]
-        except RenderError as error:
-            raise ConfigError(f"processor cannot be used: {error}.") from None
+        plain = self.example(())
+        if not plain.weights.any():
+            raise ConfigError(
+                "processor has a chat template that writes no word of the assistant; take that of the model."
+            )
+        if not self.has_pictures or max_images == 0:
+            return RenderedForm(tuple(sorted(plain.tokens)), {})
+        probes = [self.example([blank_picture(*size)]) for size in ((64, 64), (448, 448))]
         sizes = [len(one.ids) - len(plain.ids) for one in probes]
         per_picture = max(1, min(sizes))
         most = max_tokens // per_picture if max_images is None else min(max_images, max_tokens // per_picture)
@@ -389,7 +386,7 @@ def blank_picture(rows: int, columns: int) -> Any:
 
 
 def _turns(num_images: int) -> list[dict[str, Any]]:
-    images = [{"type": "image", "image": 0}] * num_images
+    images = [{"type": "image", "image": number} for number in range(num_images)]
     words = [{"type": "text", "text": "What is seen?"}]
     answer = [{"type": "text", "text": "Clear lungs."}]
     return [

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from shardflow.errors import ConfigError
 from shardflow.fields.transforming import load_function
@@ -198,7 +199,7 @@ def freeze(model: nn.Module, beginnings: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
 
 
-def freeze_idle(model: nn.Module, arguments: Sequence[torch.Tensor]) -> None:
+def freeze_idle(model: nn.Module, arguments: Sequence[Any]) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
     A parameter without a gradient makes the exchange of gradients wait forever. The graph of a forward pass
@@ -207,7 +208,7 @@ def freeze_idle(model: nn.Module, arguments: Sequence[torch.Tensor]) -> None:
 
     Args:
         model: The model on the CPU.
-        arguments: Of its forward, a smallest micro-batch without padding.
+        arguments: Of its forward, tensors or mappings of them: a smallest micro-batch without padding.
     """
     with torch.enable_grad():
         try:
@@ -242,16 +243,15 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-def _used_on_meta(model: nn.Module, arguments: Sequence[torch.Tensor], *, answer: bool) -> set[str]:
+def _used_on_meta(model: nn.Module, arguments: Sequence[Any], *, answer: bool) -> set[str]:
     parameters = {
         name: torch.empty_like(parameter, device="meta", requires_grad=True)
         for name, parameter in model.named_parameters()
     }
     buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
     with _Answers(answer=answer):
-        output = torch.func.functional_call(
-            model, {**parameters, **buffers}, tuple(one.to("meta") for one in arguments)
-        )
+        given = tree_map_only(torch.Tensor, lambda one: one.to("meta"), tuple(arguments))
+        output = torch.func.functional_call(model, {**parameters, **buffers}, given)
     leaves = _leaves(output)
     return {name for name, parameter in parameters.items() if id(parameter) in leaves}
 

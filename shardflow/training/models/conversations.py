@@ -6,7 +6,6 @@ one that counts nothing, so that every trained parameter takes part in every bac
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +17,10 @@ from transformers.utils import logging as transformers_logging
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 from shardflow.training.config import LoraConfig, ModelConfig
-from shardflow.training.models.building import add_lora, freeze, leaves_of
+from shardflow.training.models.building import add_lora, freeze, freeze_idle
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N806
 # Tensors carry their axes as a suffix: N sequences, T tokens, D width, V vocabulary.
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class ConversationModel(nn.Module):
@@ -48,7 +45,7 @@ class ConversationModel(nn.Module):
         self.model = inner
 
     def forward(
-        self, tokens: Mapping[str, torch.Tensor], pictures: Mapping[str, torch.Tensor], *, is_blank: bool
+        self, tokens: Mapping[str, torch.Tensor], pictures: Mapping[str, torch.Tensor], is_blank: bool = False
     ) -> torch.Tensor:
         """Return logits ``(N, T, V)``, or a score of each sequence ``(N,)``.
 
@@ -114,7 +111,7 @@ def build_conversation_model(
             "name the model's own processor."
         )
     model = ConversationModel(inner, has_score=has_score, seed=seed).train()
-    _freeze_idle(model, example)
+    freeze_idle(model, (example["tokens"], example["pictures"]))
     if settings.activation_checkpointing:
         inner.activation_checkpointing_enable()
     freeze(model, settings.frozen)
@@ -138,9 +135,8 @@ def _read(settings: ModelConfig, seed: int) -> nn.Module:
         has_images = type(config) in AutoModelForImageTextToText._model_mapping
         kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         if settings.weights == "random":
-            model: nn.Module = kind.from_config(config).float()
-            return model
-        return kind.from_pretrained(
+            return _float(kind.from_config(config))
+        model = kind.from_pretrained(
             str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
         )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
@@ -148,14 +144,8 @@ def _read(settings: ModelConfig, seed: int) -> nn.Module:
             "model.path must be a folder with a language model of transformers, and safetensors where "
             f"model.weights is 'stored', got {type(error).__name__} ({path.name}); correct it."
         ) from None
+    return _float(model)
 
 
-def _freeze_idle(model: ConversationModel, example: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Freeze what no output depends on; without a gradient the exchange of gradients would wait forever."""
-    with torch.enable_grad():
-        used = leaves_of(model(example["tokens"], example["pictures"], is_blank=False))
-    idle = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
-    for name in idle:
-        model.get_parameter(name).requires_grad_(False)
-    if idle:
-        _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
+def _float(model: nn.Module) -> nn.Module:
+    return model.float()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardflow.fields.conversations.field import Conversation
-from shardflow.fields.conversations.rendering import Rendered, Renderer
+from shardflow.fields.conversations.rendering import Renderer, blank_picture
 from shardflow.loading import Batch
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.distributed import unwrap
@@ -55,7 +55,8 @@ class ConversationTask(ArrayTask):
         self._task, self._model, self._lora, self._field = task, model, lora, field
         self._reference: nn.Module | None = None
         renderer = Renderer.load(field.processor)
-        self._small = renderer.example(has_picture=field.max_images != 0)
+        has_pictures = renderer.has_pictures and field.max_images != 0
+        self._small = renderer.example([blank_picture(64, 64)] if has_pictures else ())
 
     def settings(self) -> Mapping[str, Any]:
         """Return what a checkpoint must match; the loader compares the processor."""
@@ -92,8 +93,7 @@ class ConversationTask(ArrayTask):
         return model
 
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
-        """Return what the processor returned, sequences on the first axis, ``(N, T)``; those of a pair follow
-        each other."""
+        """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""
         name, small = CONVERSATION_FIELD, self._small
         mask = _sequences(batch[f"{name}_mask"]).astype(np.int64)
         found = {
@@ -125,10 +125,11 @@ class ConversationTask(ArrayTask):
 
     def counts(self, arrays: Mapping[str, NDArray[Any]], num_slots: int) -> NDArray[Any]:
         """Return the weights of the learned tokens of each slot, or 1 for each pair."""
-        learned = arrays[_LEARNED][:, 1:].sum(axis=1, dtype=np.float64)
+        learned: NDArray[np.float64] = arrays[_LEARNED][:, 1:].sum(axis=1, dtype=np.float64)
         if self._task.type == "sft":
             return learned
-        return (learned.reshape(num_slots, 2) > 0).all(axis=1).astype(np.float64)
+        is_pair = np.all(learned.reshape(num_slots, 2) > 0, axis=1)
+        return np.asarray(is_pair, np.float64)
 
     def scores(self, output: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return learned and right tokens of each slot, or how far the chosen is ahead."""
@@ -149,14 +150,16 @@ class ConversationTask(ArrayTask):
     def _margins(self, output: Any) -> torch.Tensor:
         """Return how far the chosen sequence of each pair is ahead, ``(B,)``."""
         if self._task.type == "reward":
-            found_B2 = output.unflatten(0, (-1, 2))
-            return found_B2[:, 0] - found_B2[:, 1]
-        own_N, expected_N = output
-        gained_B2 = (own_N - expected_N).unflatten(0, (-1, 2))
-        return self._task.beta * (gained_B2[:, 0] - gained_B2[:, 1])
+            found_N, scale = output, 1.0
+        else:
+            own_N, expected_N = output
+            found_N, scale = own_N - expected_N, self._task.beta
+        found_B2: torch.Tensor = found_N.reshape(-1, 2)
+        return scale * (found_B2[:, 0] - found_B2[:, 1])
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return (tensors[_LEARNED][:, 1:].sum(dim=1) > 0).unflatten(0, (-1, 2)).all(dim=1)
+        learned_N = tensors[_LEARNED][:, 1:].sum(dim=1)
+        return (learned_N > 0).reshape(-1, 2).all(dim=1)
 
     @contextlib.contextmanager
     def _as_at_first(self, model: nn.Module) -> Iterator[nn.Module]:

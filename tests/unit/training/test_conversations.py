@@ -107,7 +107,7 @@ def tokens_of(batch: Any) -> dict[str, torch.Tensor]:
 )
 def test_loss_is_that_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
     config = settings(make_run(tmp_path, family))
-    task, model, batch, inputs = first_inputs(config)
+    _, model, batch, inputs = first_inputs(config)
     kind: Any = (
         transformers.AutoModelForImageTextToText
         if family in IMAGE_FAMILIES
@@ -160,7 +160,7 @@ def test_preference_loss_follows_the_paper(tmp_path: Path) -> None:
             change = torch.randn_like(mine, generator=None) * 0.05
             mine.add_(change)
             other.add_(change)
-        gained = (written_out(own, batch) - before).unflatten(0, (-1, 2))
+        gained = (written_out(own, batch) - before).reshape(-1, 2)
         wanted = -functional.logsigmoid(0.3 * (gained[:, 0] - gained[:, 1])).sum()
         torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
     assert inputs.num_tokens == 2.0
@@ -197,7 +197,7 @@ def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> Non
             own.model(tokens["input_ids"][row : row + 1, :length]).last_hidden_state[0, -1]
             for row, length in enumerate(lengths)
         ]
-        scores = own.score(torch.stack(hidden))[:, 0].unflatten(0, (-1, 2))
+        scores = own.score(torch.stack(hidden))[:, 0].reshape(-1, 2)
         wanted = -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
         torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
 
@@ -257,9 +257,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"takes pairs; set fields\.conversation\.pairs"):
         settings(config, "task.type=dpo")
     with pytest.raises(ConfigError, match=r"model\.path|lora\.rank|no rank holds whole"):
-        settings(
-            config, "task.type=dpo", "fields.conversation.pairs=true", "parallel.strategy=fsdp2"
-        )
+        settings(config, "task.type=dpo", "fields.conversation.pairs=true", "parallel.strategy=fsdp2")
     text = config.read_text(encoding="utf-8")
     config.write_text(text.replace("micro_batch_size = 2", "max_tokens = 100"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"batch\.max_tokens has no effect with task\.type 'sft'"):
