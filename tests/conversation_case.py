@@ -40,9 +40,9 @@ _LLAMA: Final = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 _GEMMA: Final = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set head = messages[0]['content'][0]['text'] "
-    "+ '\n\n' %}{% set rest = messages[1:] %}{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set head = messages[0].content[0].text "
+    "+ '\n\n' %}{% set rest = messages[1:] %}{% else %}{% set head = '' %}{% set rest = messages %}"
+    "{% endif %}{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
     "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
     "{% if loop.first %}{{ head }}{% endif %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
@@ -107,9 +107,8 @@ def _processor(family: str) -> Any:
         )
         images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
         return transformers.Gemma3Processor(images, words, chat_template=_GEMMA, image_seq_length=4)
-    words = _tokenizer(
-        ("<pad>", "<s>", "</s>", "<image>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+    marks = ("<pad>", "<s>", "</s>", "<image>")
+    words = _tokenizer(marks, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     images = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
     )

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations with images: a rank is killed, two ranks go on, and one rank trains the same."""
+"""Fine-tuning on conversations with images: a rank is killed, and one rank trains the same."""
 
 from __future__ import annotations
 

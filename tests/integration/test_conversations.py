@@ -1,4 +1,4 @@
-"""Conversations: what a batch holds is what the model's own processor returns, and each token has its weight."""
+"""Conversations: a batch holds what the model's own processor returns, and each token has its weight."""
 
 from __future__ import annotations
 

@@ -135,17 +135,14 @@ def _read(settings: ModelConfig, seed: int) -> nn.Module:
         has_images = type(config) in AutoModelForImageTextToText._model_mapping
         kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         if settings.weights == "random":
-            return _float(kind.from_config(config))
-        model = kind.from_pretrained(
-            str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        )
+            model: nn.Module = kind.from_config(config).float()
+        else:
+            model = kind.from_pretrained(
+                str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             "model.path must be a folder with a language model of transformers, and safetensors where "
             f"model.weights is 'stored', got {type(error).__name__} ({path.name}); correct it."
         ) from None
-    return _float(model)
-
-
-def _float(model: nn.Module) -> nn.Module:
-    return model.float()
+    return model
