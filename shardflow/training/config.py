@@ -230,8 +230,8 @@ class ModelConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """What it is called with."""
     path: Path | None = None
-    """Folder of a LLaVA-style model or of a vision encoder-decoder, in place of the numbers below; of
-    conversations that of a model for text, or for images and text."""
+    """Folder of a model of transformers, in place of the numbers below; reports take LLaVA-style ones and
+    vision encoder-decoders."""
     weights: Literal["stored", "random"] = "stored"
     """Of the folder: its safetensors, or only its ``config.json``, with weights that follow from the seed."""
     frozen: tuple[str, ...] = ()
@@ -638,24 +638,23 @@ class TrainConfig:
 
     def _check_without_reports(self) -> None:
         """Refuse settings that only a task of reports takes: they would have no effect."""
-        is_own, has_conversations = bool(self.task.target), self.task.has_conversations
+        is_own, is_chat = bool(self.task.target), self.task.has_conversations
         has_images = self.task.type == "classify" and not is_own
         refused = {
             "text": self.text != TextConfig(),
-            "lora": not has_conversations and self.lora != LoraConfig(),
+            "lora": not is_chat and self.lora != LoraConfig(),
             "batch.max_tokens": self.batch.max_tokens is not None,
             "batch.packed": self.batch.packed,
             "image": not has_images and self.image != ImageConfig(),
             "augment": not has_images and self.augment.is_active,
-            "model.target": (is_own or has_conversations) and bool(self.model.target),
+            "model.target": (is_own or is_chat) and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
-        taken = {"target", "arguments", "frozen"}
-        taken |= {"path", "weights", "activation_checkpointing"} if has_conversations else set()
+        of_folder = {"path", "weights", "activation_checkpointing"} if is_chat else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)
-            if one.name not in taken
+            if one.name not in {"target", "arguments", "frozen", *of_folder}
         }
         for name, is_given in refused.items():
             if is_given:
@@ -663,11 +662,9 @@ class TrainConfig:
                 raise ConfigError(f"{name} has no effect with {what}; remove it.")
         if has_images:
             check_classify_fields(self.fields)
-        elif has_conversations:
-            shards_whole = self.parallel.strategy == "fsdp2" and not self.lora.rank
-            check_conversation_fields(
-                self.fields, self.task, has_path=self.model.path is not None, shards_whole=shards_whole
-            )
+        elif is_chat:
+            is_cut = self.parallel.strategy == "fsdp2" and not self.lora.rank
+            check_conversation_fields(self.fields, self.task, has_path=bool(model.path), is_cut=is_cut)
         elif not is_own:
             self._check_segment()
 
@@ -683,13 +680,7 @@ class TrainConfig:
                 "task.type 'segment' evaluates the volumes of one dataset, and data.dataset is a blend file; "
                 "leave out data.eval_split, and evaluate each dataset by a run of its own."
             )
-        volume = check_segment_fields(self.fields, self.task)
-        for name, refused in (("center", "whole"), ("irregular", "resample")):
-            if self.data.eval_split and getattr(volume, name) == refused:
-                raise ConfigError(
-                    f"Evaluations cut windows that fields.image.{name} = {refused!r} does not fit; remove "
-                    "it, or leave out data.eval_split."
-                )
+        volume = check_segment_fields(self.fields, self.task, is_evaluated=bool(self.data.eval_split))
         self.augment_volumes.check(volume)
 
     def _keep_folders_apart(self) -> None:

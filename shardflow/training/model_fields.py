@@ -187,12 +187,13 @@ def check_classify_fields(fields: Mapping[str, Field]) -> None:
         )
 
 
-def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig) -> Volume:
+def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_evaluated: bool) -> Volume:
     """Refuse fields from which the classes of voxels cannot be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
+        is_evaluated: Whether there are evaluations, which cut windows.
 
     Returns:
         The field ``image``.
@@ -223,11 +224,17 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig) -> Volum
             f"fields.mask.labels has {num_labels} labels that exclude each other, and {_MAX_CLASSES} are "
             "allowed; leave some out, or set task.labels = 'multi_label'."
         )
+    for name, refused in (("center", "whole"), ("irregular", "resample")):
+        if is_evaluated and getattr(volume, name) == refused:
+            raise ConfigError(
+                f"Evaluations cut windows that fields.image.{name} = {refused!r} does not fit; remove it, or "
+                "leave out data.eval_split."
+            )
     return volume
 
 
 def check_conversation_fields(
-    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, shards_whole: bool
+    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, is_cut: bool
 ) -> None:
     """Refuse settings from which no conversations can be learned.
 
@@ -235,7 +242,7 @@ def check_conversation_fields(
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
         has_path: Whether ``model.path`` names a model.
-        shards_whole: Whether all weights are trained, and no rank holds them whole.
+        is_cut: Whether all weights are trained, and no rank holds them whole.
 
     Raises:
         ConfigError: The field ``conversation`` is missing or of another type, its ``pairs`` do not fit the
@@ -254,7 +261,7 @@ def check_conversation_fields(
         raise ConfigError(
             f'task.type "{task.type}" trains a model of transformers; name its folder as model.path.'
         )
-    if task.type == "dpo" and shards_whole:
+    if task.type == "dpo" and is_cut:
         raise ConfigError(
             "task.type 'dpo' compares with the model as it was at first, which no rank holds whole under "
             "parallel.strategy 'fsdp2'; set lora.rank, whose frozen weights are that model, or take 'ddp'."

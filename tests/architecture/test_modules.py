@@ -31,7 +31,12 @@ PLACES = {
         "shardflow/cli/train.py",
         "shardflow/reports/token_classifier.py",  # where a model is set
     ),
-    "transformers": ("shardflow/training/", "shardflow/reports/token_classifier.py", "pipelines/"),
+    "transformers": (
+        "shardflow/training/",
+        "shardflow/reports/token_classifier.py",
+        "shardflow/fields/conversations/rendering.py",  # the model's own processor
+        "pipelines/",
+    ),
     "pickle": (),
     "marshal": (),
     "shelve": (),
@@ -40,7 +45,7 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE_NAME = re.compile(r"(?:shardflow|pipelines)(?:\.[a-z_]\w*)+(?::[A-Za-z_]\w*)?")
 # Dotted names that are no modules: groups of entry points, files, and prefixes of metric names.
 _OTHER_NAMES = re.compile(
-    r"shardflow\.(?:attachment_kinds|codecs|layouts|report_extractors|report_lexicons|tables|fish|zsh|json|run|cache|stage)\b"
+    r"shardflow\.(?:attachment_kinds|codecs|layouts|processors|report_extractors|report_lexicons|tables|fish|zsh|json|run|cache|stage)\b"
 )
 
 
