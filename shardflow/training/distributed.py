@@ -44,6 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
@@ -470,6 +471,11 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a tensor that is sharded, else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:

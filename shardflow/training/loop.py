@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final, Literal
@@ -32,18 +32,18 @@ from shardflow.errors import RanksDisagreeError
 from shardflow.loading import Batch, Loader
 from shardflow.loading.lock import lock_digest
 from shardflow.training.checkpoint.saving import CheckpointSaver
-from shardflow.training.config import OptimizerConfig, RunConfig
+from shardflow.training.config import RunConfig
 from shardflow.training.distributed import Ranks, StopRequest, settle
 from shardflow.training.hooks import LoopHook, LoopHooks, PendingFeed, StepPlace, StepReport, StepReports
 from shardflow.training.inputs import DeviceFeed, InputSource, MicroFeed, StepInputs, step_inputs
 from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 from shardflow.training.metrics import CheckpointMetrics, EvaluationMetrics, MetricsWriter, StepMetrics
+from shardflow.training.rates import OptimizerConfig, learning_rate
 from shardflow.training.step import (
     Updates,
     accumulate_gradients,
     compute_loss,
-    learning_rate,
     set_learning_rate,
 )
 from shardflow.training.tasks.task import Meter, Task
@@ -585,7 +585,9 @@ class _Evaluation(LoopHook):
         is_due = step % every == 0 if every else position.step == 0
         if not is_due and step < self._num_steps:
             return
-        with parts.measures.timed("evaluate"), parts.open_evaluation() as batches:
+        is_average = parts.optimization.ema_decay > 0 and parts.optimization.evaluate_ema
+        weights = parts.updates.average.swapped() if is_average else nullcontext()
+        with parts.measures.timed("evaluate"), parts.open_evaluation() as batches, weights:
             found = evaluate(
                 parts.model,
                 batches,
@@ -608,7 +610,8 @@ class _Evaluation(LoopHook):
         self._progress.last_evaluation_step = step
         if parts.metrics is not None:
             parts.metrics.write_evaluation(found)
-        _LOGGER.info("evaluation after %d steps: loss %s", step, found.loss)
+        of = " of averaged weights" if is_average else ""
+        _LOGGER.info("evaluation%s after %d steps: loss %s", of, step, found.loss)
 
 
 def _run_length(run: RunConfig, steps_in: Callable[[int], int]) -> int:

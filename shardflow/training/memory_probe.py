@@ -177,7 +177,7 @@ def main(path: str) -> int:
     from shardflow.training.data import sample_inputs
     from shardflow.training.distributed import choose_device, compile_blocks
     from shardflow.training.models.building import build_report_model
-    from shardflow.training.step import COMPUTE_TYPES, build_optimizer, compute_loss
+    from shardflow.training.step import COMPUTE_TYPES, WeightAverage, build_optimizer, compute_loss
     from shardflow.training.text import ReportTokenizer
 
     config = load_config(TrainConfig, path)
@@ -197,6 +197,7 @@ def main(path: str) -> int:
         compile_blocks(model)
     model.to(device)
     optimizer = build_optimizer(model, config.optimizer)
+    average = WeightAverage(optimizer, config.optimizer.ema_decay)
     room_bytes = peak.room_bytes()
     for size in _SIZES:
         inputs = sample_inputs(
@@ -214,6 +215,7 @@ def main(path: str) -> int:
             loss = compute_loss(model, inputs, COMPUTE_TYPES[config.run.precision])
             torch.autograd.backward(loss)
             optimizer.step()
+            average.update()
             optimizer.zero_grad(set_to_none=True)
             peak_bytes = peak.end()
         except (torch.OutOfMemoryError, MemoryError):

@@ -299,6 +299,7 @@ def prepare_run(
         loader.load_masks(checkpoint.state["masks"])
         load_model(model, checkpoint.model)
         load_optimizer(model, optimizer, checkpoint.optimizer)
+        updates.average.forget_unused()
         updates.load_state_dict(checkpoint.state.get("updates", {}))
         _LOGGER.info("resuming from %s at global step %d", checkpoint.name, checkpoint.state["global_step"])
     start = checkpoint.state["global_step"] if checkpoint else 0

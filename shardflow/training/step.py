@@ -1,7 +1,4 @@
-"""One optimizer step: the learning rate, the gradient of the step's micro-batches, and the update.
-
-The learning rate is computed from the step number, never stored, so a resumed run has it right by
-construction.
+"""One optimizer step: rates of layers, the gradient of its micro-batches, the update, the average of weights.
 
 With L the sum of the weighted losses of all micro-batches of the step and N their weighted targets (tokens
 or labels), the gradient is that of L / N. DDP and FSDP2 average over ranks, so each rank's loss is multiplied
@@ -17,18 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from shardflow.errors import TrainingError
+from shardflow.errors import ConfigError, TrainingError
 from shardflow.seeds import derive
-from shardflow.training.config import OptimizerConfig
-from shardflow.training.distributed import gather_whole, no_sync, unwrap
+from shardflow.training.distributed import gather_whole, local_part, no_sync, unwrap
 from shardflow.training.hooks import LoopHook, StepReport
 from shardflow.training.inputs import StepInputs
+from shardflow.training.rates import OptimizerConfig
 
 COMPUTE_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By ``run.precision``: the type to compute in, or None for that of the weights."""
@@ -38,45 +35,148 @@ _GROWTH_STEPS: Final = 1_000
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW; matrices decay, vectors (biases, norms, the start embedding) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """Build AdamW; matrices decay, vectors (biases, norms, the start embedding) do not.
+
+    Each group has a ``scale``, the factor of the learning rate that `set_learning_rate` applies.
+
+    Raises:
+        ConfigError: Settings of layers or names that the model does not have.
+    """
+    scales = learning_rate_scales(model, settings)
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for is_matrix in (True, False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter.ndim >= 2) == is_matrix:
+                groups.setdefault((is_matrix, scales[name]), []).append(parameter)
     return torch.optim.AdamW(
-        groups,
+        [
+            {"params": group, "weight_decay": settings.weight_decay if is_matrix else 0.0, "scale": scale}
+            for (is_matrix, scale), group in groups.items()
+        ],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )
 
 
-def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Compute the learning rate of a step: linear warm-up, then a cosine down to the final share.
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group: the step's, times the group's scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]
+
+
+def learning_rate_scales(model: nn.Module, settings: OptimizerConfig) -> dict[str, float]:
+    """Return the factor of the learning rate of each parameter, by its name.
+
+    Raises:
+        ConfigError: No parameter's name begins so, or the model has no repeated layers to decay over.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    scales = dict.fromkeys(names, 1.0)
+    if settings.layer_decay < 1.0:
+        for name, num_behind in _layers_behind(model, names).items():
+            scales[name] = settings.layer_decay**num_behind
+    for beginning in settings.learning_rate_scales:
+        if not any(name.startswith(beginning) for name in names):
+            raise ConfigError(
+                f"optimizer.learning_rate_scales: no parameter name begins with {beginning!r}; {names[0]} is "
+                "one of them."
+            )
+    for name in names:
+        fitting = [beginning for beginning in settings.learning_rate_scales if name.startswith(beginning)]
+        if fitting:
+            scales[name] *= settings.learning_rate_scales[max(fitting, key=len)]
+    return scales
+
+
+def _layers_behind(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Return how many layers further the output is, of the parameters of stacks of layers and before them.
+
+    A stack is an outermost list of at least two modules of one class that have parts of their own; it belongs
+    to the largest part of the model that has no other one, such as an encoder. What comes before it there, in
+    the order in which parameters were registered, are its embeddings.
+    """
+    stacks: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        is_inner = any(name.startswith(f"{outer}.") for outer in stacks)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not is_inner and _are_layers([*module]):
+            stacks[name] = [f"{name}.{child}." for child, _ in module.named_children()]
+    if not stacks:
+        raise ConfigError(
+            "optimizer.layer_decay needs a model with repeated layers, got one without; name its parts in "
+            "optimizer.learning_rate_scales."
+        )
+    found: dict[str, int] = {}
+    for stack, layers in stacks.items():
+        words = stack.split(".")
+        parts = ["".join(f"{word}." for word in words[:length]) for length in range(len(words) + 1)]
+        part = next(part for part in parts if sum(f"{name}.".startswith(part) for name in stacks) == 1)
+        is_before = True
+        for name in (name for name in names if name.startswith(part)):
+            number = next((number for number, layer in enumerate(layers) if name.startswith(layer)), None)
+            is_before = is_before and number is None
+            if number is not None or is_before:
+                found[name] = len(layers) - (-1 if number is None else number)
+    return found
+
+
+def _are_layers(modules: Sequence[nn.Module]) -> bool:
+    return len(modules) > 1 and len({type(one) for one in modules}) == 1 and any(modules[0].children())
+
+
+class WeightAverage:
+    """Exponential moving average of the trained weights (Polyak and Juditsky 1992).
+
+    It is an entry of the optimizer's state, beside the moments: so it is a share where weights are, and a
+    checkpoint holds it, by parameter name, for any number of ranks. Buffers are not averaged.
 
     Args:
-        settings: Highest rate, length of the warm-up, final share.
-        step: Global step, from 0.
-        num_steps: Steps of the whole run.
-
-    Example:
-        >>> settings = OptimizerConfig(learning_rate=1.0, warmup_steps=2, final_learning_rate_share=0.1)
-        >>> [round(learning_rate(settings, step, 6), 3) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
+        optimizer: Of the weights.
+        decay: Share of the average that a step keeps; 0 keeps none.
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    final = settings.final_learning_rate_share
-    return settings.learning_rate * (final + (1.0 - final) * cosine)
 
+    _ENTRY: Final = "ema"
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._optimizer, self._decay = optimizer, decay
+
+    def update(self) -> None:
+        """Move the average towards the weights, after a step that changed them."""
+        if not self._decay:
+            return
+        averages, weights = [], []
+        for parameter, state in self._optimizer.state.items():
+            if self._ENTRY in state:
+                averages.append(local_part(state[self._ENTRY]))
+                weights.append(local_part(parameter.detach()))
+            else:
+                state[self._ENTRY] = parameter.detach().clone()
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
+
+    def forget_unused(self) -> None:
+        """Drop the average of a checkpoint where this run keeps none."""
+        if not self._decay:
+            for state in self._optimizer.state.values():
+                state.pop(self._ENTRY, None)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Put the average in the place of the weights inside the block; the weights return bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, state in self._optimizer.state.items():
+            if self._ENTRY in state:
+                weights, average = local_part(parameter), local_part(state[self._ENTRY])
+                kept = weights.clone()
+                weights.copy_(average)
+                average.copy_(kept)
 
 
 def seed_micro_batch(seed: int, epoch: int, step: int, micro: int) -> None:
@@ -212,6 +312,7 @@ class Updates:
     Attributes:
         loss_scale: What the next step's loss is multiplied by.
         num_skipped: Steps of the whole run that changed nothing because of their gradient.
+        average: The moving average of the weights.
     """
 
     def __init__(
@@ -224,6 +325,7 @@ class Updates:
     ) -> None:
         self.loss_scale = settings.initial_loss_scale if is_scaled else 1.0
         self.num_skipped = 0
+        self.average = WeightAverage(optimizer, settings.ema_decay)
         self._model = model
         self._optimizer = optimizer
         self._settings = settings
@@ -282,6 +384,7 @@ class Updates:
             return None
         nn.utils.clip_grads_with_norm_(parameters, self._settings.max_gradient_norm, norm)
         self._optimizer.step()
+        self.average.update()
         self._skipped_in_a_row = 0
         self._good_steps += 1
         if self._is_scaled and self._good_steps >= _GROWTH_STEPS:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardflow.errors import CheckpointError
+from shardflow.training.distributed import local_part
 
 _TYPES: Final = {
     "F64": torch.float64,
@@ -263,7 +264,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in own.items():
             given = _rows_for(name, tensor, tensors)
             _check_type(name, tensor, given)
-            _local(tensor).copy_(given)
+            local_part(tensor).copy_(given)
 
 
 def load_optimizer(
@@ -294,10 +295,6 @@ def load_optimizer(
         state[entry] = _like(parameter, given.to(parameter.device, copy=True))
     for owner, state in states.items():
         optimizer.state[parameters[owner]] = state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

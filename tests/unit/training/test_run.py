@@ -61,10 +61,12 @@ def run_stopped(tiny: TinyInput, output: Path, after: int, *overrides: str) -> T
         return train(tiny_config(tiny, output, *overrides), on_step=send, stop=stop)
 
 
+def final_checkpoint(output: Path) -> Checkpoint:
+    return read_checkpoint(output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip())
+
+
 def final_model(output: Path) -> Mapping[str, torch.Tensor]:
-    return read_checkpoint(
-        output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
-    ).model
+    return final_checkpoint(output).model
 
 
 def assert_equal_models(first: Path, second: Path) -> None:
@@ -72,6 +74,26 @@ def assert_equal_models(first: Path, second: Path) -> None:
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def test_average_of_weights_is_evaluated_and_resumes_exactly(tiny: TinyInput, tmp_path: Path) -> None:
+    average = ("optimizer.ema_decay=0.5", "optimizer.schedule=wsd", "optimizer.layer_decay=0.8")
+    settings = ("run.max_steps=6", "data.eval_split=val", "run.checkpoint_every_steps=3")
+    weights = run(tiny, tmp_path / "weights", *settings, *average, "optimizer.evaluate_ema=false")
+    whole = run(tiny, tmp_path / "whole", *settings, *average)
+    run_stopped(tiny, tmp_path / "parts", 3, *settings, *average)
+    again = run(tiny, tmp_path / "parts", *settings, *average)
+    assert (again.resumed_from, again.loss) == ("step-00000003", whole.loss)
+    assert again.evaluation_loss == whole.evaluation_loss != weights.evaluation_loss
+    assert_equal_models(tmp_path / "whole", tmp_path / "parts")
+    assert_equal_models(tmp_path / "whole", tmp_path / "weights")
+    mine, other = (final_checkpoint(tmp_path / name).optimizer for name in ("whole", "parts"))
+    assert {name.rpartition(".")[2] for name in mine} == {"step", "exp_avg", "exp_avg_sq", "ema"}
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+    # Without the setting it is dropped.
+    run(tiny, tmp_path / "parts", "run.max_steps=7", *average[1:])
+    assert not [name for name in final_checkpoint(tmp_path / "parts").optimizer if name.endswith(".ema")]
 
 
 def test_a_refused_run_leaves_no_process_group(tiny: TinyInput, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from shardflow.errors import CheckpointError, WaitTimeoutError
 from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.saving import CheckpointSaver, SavingStage
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import OptimizerConfig, TimeoutConfig
+from shardflow.training.config import TimeoutConfig
 from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.metrics import CheckpointMetrics
+from shardflow.training.rates import OptimizerConfig
 from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 

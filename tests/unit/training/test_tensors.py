@@ -8,7 +8,7 @@ from torch import nn
 
 from shardflow.errors import CheckpointError
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import OptimizerConfig
+from shardflow.training.rates import OptimizerConfig
 from shardflow.training.step import build_optimizer
 from tests.tiny_models import model_tensors, optimizer_tensors
 

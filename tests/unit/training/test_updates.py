@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardflow.errors import TrainingError
-from shardflow.training.config import OptimizerConfig
+from shardflow.training.rates import OptimizerConfig
 from shardflow.training.step import Updates, build_optimizer
 from tests.tiny_models import optimizer_tensors
 
