@@ -1,4 +1,4 @@
-"""``shardflow preview``: slices of one study beside its report, as a picture."""
+"""``shardflow preview``: slices of one study beside its report, or a conversation, as a picture."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from shardflow.viewing import (
     WINDOWS,
     Window,
     find_row,
+    has_conversation,
+    read_conversation,
     read_findings,
     read_study,
+    render_conversation,
     render_findings,
     render_study,
 )
@@ -33,6 +36,9 @@ DESCRIPTION = """\
 Draws slices of a study, evenly spread over its primary series, with the sides of the patient, a scale bar and
 slice numbers, beside the report. With --findings the report is drawn with its findings marked by what is said
 of them, and beside it the slices that show each, with the confidence and its evidence.
+
+A sample that is a conversation is drawn turn by turn, with its images in their places; what is learned by
+default is tinted.
 
 KEY is a sample key, or a split and a row of it: train:0. The picture shows pixels and text of a
 patient, unless it says GENERATED: keep it where the dataset may be kept. Needs Pillow:
@@ -93,7 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
     window = Window.parse(arguments.window) if arguments.window else None
     dataset = open_dataset(arguments.dataset, with_studies=True)
     row = find_row(dataset, arguments.key)
-    if arguments.findings:
+    if has_conversation(dataset, row):
+        if arguments.findings or arguments.series or arguments.slices != _USUAL_SLICES or window:
+            raise ConfigError(
+                "--findings, --series, --slices and --window must be left out for a conversation, got one of "
+                "them; its images are drawn as they are stored."
+            )
+        picture, facts, amount = _draw_conversation(arguments, dataset, row)
+    elif arguments.findings:
         if arguments.series or arguments.slices != _USUAL_SLICES:
             raise ConfigError(
                 "--series and --slices must be left out with --findings, got them; "
@@ -121,6 +134,23 @@ def _draw_slices(
         "generated": bool(view.generated),
     }
     return render_study(view, window=window, font=arguments.font), facts, counted(len(view.slices), "slice")
+
+
+def _draw_conversation(
+    arguments: argparse.Namespace, dataset: Dataset, row: int
+) -> tuple[bytes, dict[str, Any], str]:
+    view = read_conversation(dataset, row)
+    turns = sum(len(view.about.get(what, ())) for what in ("messages", "chosen", "rejected"))
+    facts = {
+        "sample_key": view.sample_key,
+        "row": view.place,
+        "kind": view.about.get("kind"),
+        "turns": turns,
+        "images": len(view.images),
+        "generated": bool(view.generated),
+    }
+    picture = render_conversation(view, font=arguments.font)
+    return picture, facts, f"{counted(turns, 'turn')}, {counted(len(view.images), 'image')}"
 
 
 def _draw_findings(

@@ -1,7 +1,7 @@
 """Views of datasets for people: pictures of studies, a page about a dataset, and a local web viewer.
 
 Nothing here changes a dataset. The names are loaded on first use, so that a packing process that needs only
-`planes` does not load HTTP and HTML. `render_study` and `render_findings` need Pillow (the extra ``pack``).
+`planes` does not load HTTP and HTML. `render_study` and its like need Pillow (the extra ``pack``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from shardflow.viewing.conversation_sheet import (
+        ConversationView,
+        has_conversation,
+        read_conversation,
+        render_conversation,
+    )
     from shardflow.viewing.dataset_facts import Bounds, DatasetFacts, gather
     from shardflow.viewing.findings_sheet import FindingsView, read_findings, render_findings
     from shardflow.viewing.page import render_page
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WINDOWS",
     "Bounds",
+    "ConversationView",
     "DatasetFacts",
     "FindingsView",
     "StudyView",
@@ -28,13 +35,22 @@ __all__ = [
     "Window",
     "find_row",
     "gather",
+    "has_conversation",
+    "read_conversation",
     "read_findings",
     "read_study",
+    "render_conversation",
     "render_findings",
     "render_page",
     "render_study",
 ]
 _MODULES: Final = {
+    "conversation_sheet": (
+        "ConversationView",
+        "has_conversation",
+        "read_conversation",
+        "render_conversation",
+    ),
     "dataset_facts": ("Bounds", "DatasetFacts", "gather"),
     "findings_sheet": ("FindingsView", "read_findings", "render_findings"),
     "page": ("render_page",),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.format import Dataset, FieldLocation, decode_array
-from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
+from shardflow.format.keys import CONVERSATION_FIELD, REPORT_FIELD, STUDY_FIELD
 from shardflow.format.ledger import LineOutcomes
 from shardflow.format.table import Table
 from shardflow.sampling import BatchSpec, EpochPlan
@@ -144,6 +144,7 @@ _JSON_FIELDS: Final = {
     "annotations": "annotations.json",
     "records": "records.json",
     "waveforms": "waveforms.json",
+    "conversation": CONVERSATION_FIELD,
 }
 _MASK: Final = re.compile(r"s(\d{3,})\.m(\d{3,})\.i(\d{4,})\.[a-z0-9]+")
 _MAX_OPEN: Final = 8

@@ -38,7 +38,7 @@ function* details(value, name = "") {
 
 export function renderDetails(target, study) {
   target.replaceChildren();
-  for (const part of ["study", "records", "waveforms", "annotations", "alignment"]) {
+  for (const part of ["study", "conversation", "records", "waveforms", "annotations", "alignment"]) {
     if (!study[part]) continue;
     const rows = [...details(study[part])];
     target.append(element("h2", {}, `${part}.json`));
