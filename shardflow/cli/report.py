@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,9 @@ def _report_privacy(arguments: argparse.Namespace) -> int:
     # Packing needs pydicom, which the training image does not carry.
     from shardflow.packing.deid.known_values import KnownValues
     from shardflow.packing.deid.pseudonyms import SecretKey
-    from shardflow.packing.deid.report_text import find_spans
+    from shardflow.packing.deid.report_text import find_spans, load_recognizers
     from shardflow.packing.privacy_page import is_signed, privacy_page_path, render_privacy_page
+    from shardflow.packing.registry import offered_recognizers
     from shardflow.synthetic.identifiers import measure, plant
 
     dataset = open_dataset(arguments.dataset)
@@ -125,10 +126,13 @@ def _report_privacy(arguments: argparse.Namespace) -> int:
     settings = extra.get("config", {}).get("deid", {})
     mode, order = settings.get("report_text", "keep"), settings.get("date_order", "unknown")
     nobody = KnownValues(())
-    measured = measure(
-        plant("test", num_values=8),
-        lambda text: ((span.start, span.end) for span in find_spans(text, nobody, mode=mode, order=order)),
-    ).table()
+    recognize = load_recognizers(offered_recognizers([name for name, _ in settings.get("recognizers", ())]))
+
+    def find(text: str) -> Iterator[tuple[int, int]]:
+        for span in find_spans(text, nobody, mode=mode, order=order, recognize=recognize):
+            yield span.start, span.end
+
+    measured = measure(plant("test", num_values=8), find).table()
     pixels = _measure_pixels(settings)
     page = render_privacy_page(dataset, private, key, measured, pixels)
     write_atomic(path, [page], replace=True, mode=0o600)

@@ -11,9 +11,10 @@ from shardflow.errors import ConfigError, SourceError
 from shardflow.packing.deid.pixel_rules import load_rules
 from shardflow.packing.deid.pixel_text import TextFinder
 from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.deid.report_text import load_recognizers
 from shardflow.packing.engines.base import decode
 from shardflow.packing.engines.worker import answering
-from shardflow.packing.registry import attachment_kinds
+from shardflow.packing.registry import attachment_kinds, offered_recognizers
 from shardflow.packing.scan import AttachmentFinder, Scanner
 from shardflow.packing.settings import (
     AttachmentsConfig,
@@ -41,7 +42,7 @@ from shardflow.packing.workspace import Workspace
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
-    from shardflow.packing.deid.text_model import TextModel
+    from shardflow.packing.deid.report_text import Family
     from shardflow.packing.engines.worker import Handler
 
 
@@ -83,8 +84,7 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         reading.findings or reading.anatomy or reading.extractors or reading.model is not None
     ):
         ReportParser(reading).check()
-    if config.deid.model is not None:
-        _load_model(config.deid.model)
+    _recognizer(config.deid)
     if config.deid.pixel_text != "off":
         TextFinder()
     if config.attachments.leave_out:
@@ -156,7 +156,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
                 key=key,
                 settings=setup.deid,
                 pixels=load_rules(*setup.pixel_rules),
-                recognize=None if setup.deid.model is None else _load_model(setup.deid.model).find,
+                recognize=_recognizer(setup.deid),
                 text=None if setup.deid.pixel_text == "off" else TextFinder(setup.deid.pixel_text_keep),
             ),
             records=setup.clinical,
@@ -185,12 +185,15 @@ def _read_document(task: DocumentTask) -> DocumentDone:
         return DocumentDone(reason=error.reason)
 
 
-def _load_model(folder: Path) -> TextModel:
-    """Load the model that searches texts; torch is imported for it alone.
+def _recognizer(settings: DeidConfig) -> Family | None:
+    """Load what searches texts beside the rules: a model, for which alone torch is imported, and recognizers.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: One of them cannot be used.
     """
-    from shardflow.packing.deid.text_model import TextModel
+    models: list[Family] = []
+    if settings.model is not None:
+        from shardflow.packing.deid.text_model import TextModel
 
-    return TextModel(folder)
+        models.append(TextModel(settings.model).find)
+    return load_recognizers(offered_recognizers(settings.recognizers), *models)

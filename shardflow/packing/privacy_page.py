@@ -123,7 +123,7 @@ def render_privacy_page(
             section("Rules and counts", _counts(manifest, deid, settings)),
             section("Dates and ages", _dates(settings)),
             section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
-            section("Measured on generated texts", _measured(measured)),
+            section("Measured on generated texts", _measured(measured, settings)),
             section("Measured on generated images", _measured_pixels(settings, pixels)),
             section("Held back or blanked", _thumbnails(manifest, private, num_thumbnails)),
             section("Software", table(("", ""), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
@@ -205,17 +205,22 @@ def _profile(deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return table(("code", "profile or option", "applied", "how"), rows)
 
 
-def _measured(measured: Mapping[str, Any]) -> str:
+def _measured(measured: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     languages = list(measured["by_language"])
     rows = [
         (escape(category), *(f"{found} of {planted}" for found, planted in (row[name] for name in languages)))
         for category, row in measured["by_category"].items()
     ]
     rows.append(("<b>all</b>", *(f"{measured['by_language'][name]['recall']:.4f}" for name in languages)))
+    model = (
+        "The model of deid.model, which only adds to that, was not asked. "
+        if "model_sha256" in settings
+        else ""
+    )
     text = (
         f"{measured['identifiers']:,} generated identifiers of 18 categories, with this dataset's settings and nothing "
         f"known from headers: recall {measured['recall']:.4f}; lost: {100 * measured['clinical_words_lost_share']:.2f} % of the words of "
-        f"findings, {100 * measured['other_words_lost_share']:.2f} % of those around identifiers. Generated sentences are no measure of "
+        f"findings, {100 * measured['other_words_lost_share']:.2f} % of those around identifiers. {model}Generated sentences are no measure of "
         "your reports: read a sample of these before a release."
     )
     return note(escape(text)) + table(("found", *(f"#{name}" for name in languages)), rows)

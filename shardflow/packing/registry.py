@@ -1,8 +1,8 @@
-"""Registry of what packing loads by name: task handlers, and kinds of attachments.
+"""Registry of what packing loads by name: task handlers, kinds of attachments, recognizers of identifiers.
 
 Packages offer further kinds of attachments as entry points of the group ``shardflow.attachment_kinds``, each
 a tuple of `shardflow.packing.sources.attachments.AttachmentKind`. Kinds are loaded for the first file that is
-not an image.
+not an image. They offer recognizers in the group ``shardflow.recognizers``, which ``deid.recognizers`` names.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from importlib.metadata import EntryPoint
 
     from shardflow.packing.sources.attachments import AttachmentKind
@@ -32,6 +33,8 @@ ATTACHMENT_KINDS: Final = {
 """Kinds of attachments in the order in which they are tried; each module imports quickly."""
 
 ATTACHMENT_KINDS_GROUP: Final = "shardflow.attachment_kinds"
+RECOGNIZERS_GROUP: Final = "shardflow.recognizers"
+"""Group of entry points; each names a `shardflow.packing.deid.report_text.Recognizer`."""
 
 
 def resolve(target: str) -> Any:
@@ -81,3 +84,23 @@ def attachment_kinds(records: str = "") -> tuple[AttachmentKind, ...]:
     replaced = {kind.name for kind in configured}
     # Configured records are tried first: they may look like files of a general kind.
     return (*configured, *(kind for kind in kinds if kind.name not in replaced))
+
+
+def offered_recognizers(names: Sequence[str]) -> list[EntryPoint]:
+    """Return the entry points of recognizers, sorted by name.
+
+    Args:
+        names: Those of the settings.
+
+    Raises:
+        ConfigError: No installed package offers one of these names.
+    """
+    from importlib.metadata import entry_points
+
+    found = {entry.name: entry for entry in entry_points(group=RECOGNIZERS_GROUP)}
+    missing = sorted(set(names) - found.keys())
+    if missing:
+        raise ConfigError(
+            f"deid.recognizers must name installed recognizers, got {missing[0]!r}; install its package."
+        )
+    return [found[name] for name in sorted(set(names))]

@@ -200,6 +200,9 @@ class DeidConfig:
     model: Path | None = None
     """Local folder of a token-classification model of transformers that searches reports beside the rules
     (extra ``deid-model``; raise ``execution.memory_bytes`` by its size and about 2 GiB)."""
+    recognizers: tuple[str, ...] = ()
+    """Names of recognizers that installed packages offer, which search reports and other texts beside the
+    rules; see docs/extending.md."""
     date_order: DateOrder = "unknown"
     """How reports write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``, which removes such dates."""
     dates: DatesMode = "days"
@@ -277,6 +280,15 @@ class DeidConfig:
             from shardflow.reports.token_classifier import model_digest
 
             content["model_sha256"] = model_digest(self.model, "deid.model")
+        if not self.recognizers:
+            del content["recognizers"]
+        else:
+            from shardflow.packing.registry import offered_recognizers
+
+            found = offered_recognizers(self.recognizers)
+            content["recognizers"] = [
+                [one.name, "" if one.dist is None else one.dist.version] for one in found
+            ]
         if self.times == "second":  # settings older than this one keep their digest
             del content["times"]
         if self.pixel_text == "off":

@@ -19,7 +19,9 @@ from shardflow.format import codecs
 from shardflow.format.facts.columns import open_columns
 from shardflow.format.facts.making import attach_facts
 from shardflow.packing.tables.joining import TableSettings, attach_table
+from tests.dicom_factory import make_study
 from tests.docs.blocks import find_blocks
+from tests.pack_case import PackCase
 
 NUM_SAMPLES = 8
 SPEC = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
@@ -34,9 +36,23 @@ zraw = ward_tools:codec
 broken = ward_tools:absent
 other = ward_tools:Spirometry
 
+[shardflow.recognizers]
+absent = ward_tools:absent
+none = ward_tools:WARD
+outside = ward_tools:outside
+unnamed = ward_tools:unnamed
+wards = ward_tools:find_wards
+
 [shardflow.tables]
 npz = ward_tools:read_npz
 csv = ward_tools:absent
+"""
+BAD_RECOGNIZERS = """
+def outside(text):
+    return [(0, len(text) + 1, "NAME")]
+
+def unnamed(text):
+    return [(0, 1, "SOMEBODY")]
 """
 
 
@@ -50,14 +66,14 @@ def _forget() -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of the page's blocks, as an installer leaves it."""
     blocks = [block.text for block in find_blocks("python") if block.page == Path("docs/extending.md")]
-    wanted = ("class Spirometry(Field)", "codec = Codec(", "def read_npz(")
+    wanted = ("class Spirometry(Field)", "codec = Codec(", "def read_npz(", "def find_wards(")
     chosen = [one for one in blocks if any(sign in one for sign in wanted)]
-    assert len(chosen) == 3
+    assert len(chosen) == 4
     monkeypatch.chdir(tmp_path)  # a block of the page writes a file when it is imported
     folder = tmp_path / "site"
     info = folder / "ward_tools-1.0.dist-info"
     info.mkdir(parents=True)
-    (folder / "ward_tools.py").write_text("\n".join(chosen), encoding="utf-8")
+    (folder / "ward_tools.py").write_text("\n".join([*chosen, BAD_RECOGNIZERS]), encoding="utf-8")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ward-tools\nVersion: 1.0\n", "utf-8")
     (info / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
@@ -173,3 +189,38 @@ def test_a_table_reader_of_a_package_reads_its_files(dataset: sf.Dataset, tmp_pa
     (tmp_path / "made.xlsx").touch()
     with pytest.raises(ConfigError, match=r"read from \.csv, .*\.npz.*, got \.xlsx"):
         attach_table(dataset, tmp_path / "made.xlsx", TableSettings(name="clip", on="sample_key"))
+
+
+@pytest.mark.usefixtures("package")
+def test_a_recognizer_of_a_package_searches_reports_beside_the_rules(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    study = make_study(case.dicom / "a", num_slices=1)
+    case.write_reports({study.study_instance_uid: "Small effusion. Called to Ward B12 on 03/14/2019."})
+    summary = case.pack('deid.report_text="scrub"', 'deid.recognizers=["wards"]')
+    dataset = case.open()
+    report = dataset.read_fields(0, ["report.txt"])["report.txt"].decode()
+    assert report.rstrip() == "Small effusion. Called to [PLACE] on [DATE]."
+    assert summary.status == "packed"
+    assert case.config('deid.recognizers=["wards"]').deid.content()["recognizers"] == [["wards", "1.0"]]
+    assert "recognizers" not in case.config().deid.content()
+
+
+@pytest.mark.usefixtures("package")
+def test_a_recognizer_that_cannot_be_asked_is_refused_and_never_publishes_a_text(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    study = make_study(case.dicom / "a", num_slices=1)
+    case.write_reports({study.study_instance_uid: "Small effusion."})
+    for name, message in (
+        ("other", "must name installed recognizers, got 'other'; install its package"),
+        ("absent", "'absent' must be importable, got AttributeError"),
+        ("none", "'none' must be callable, got Pattern"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            case.pack(f'deid.recognizers=["{name}"]')
+    for name in ("outside", "unnamed"):
+        summary = case.pack(f'deid.recognizers=["{name}"]', "policy.max_quarantined_share=1.0")
+        assert summary.status == "quarantine_limit"
+        assert summary.reasons["WORKER_FAILED"] >= 1
+        assert not list(case.output.rglob("*.tar"))

@@ -8,11 +8,15 @@ identifier of a form that no pattern describes is missed; docs/deidentification.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from itertools import chain
+from operator import index
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from shardflow.errors import ConfigError
 from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.text_abroad import (
     find_numbers_abroad,
@@ -41,6 +45,9 @@ from shardflow.packing.deid.text_patterns import (
 )
 from shardflow.packing.deid.text_people import find_people
 from shardflow.packing.deid.unknown_words import find_names_that_are_words, find_unknown_words, find_years
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
 """``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text is
@@ -73,6 +80,9 @@ CHINESE_FAMILIES: Final[dict[str, Family]] = {
 
 STRICT_FAMILIES: Final[dict[str, Family]] = {"unknown words": find_unknown_words, "years": find_years}
 """Families of the strict mode."""
+
+Recognizer: TypeAlias = Callable[[str], Iterable[tuple[int, int, str]]]
+"""Finds identifying text beside the rules: start and end (characters, closed-open) and `Category` of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +143,50 @@ def find_spans(
         else span
         for span in merge(spans, text)
     ]
+
+
+def load_recognizers(entries: Iterable[EntryPoint], *others: Family) -> Family | None:
+    """Return what searches texts beside the rules; None if nothing does.
+
+    Args:
+        entries: Recognizers that packages offer (`shardflow.packing.registry.offered_recognizers`).
+        others: Further families, such as a model's.
+
+    Raises:
+        ConfigError: A recognizer cannot be imported, or is nothing to call; or, when a text is searched, its
+            answer is no span of the text. No text is published then.
+    """
+    families = list(others)
+    for entry in entries:
+        try:
+            found = entry.load()
+        except Exception as error:  # noqa: BLE001 -- a foreign package may raise anything
+            raise ConfigError(
+                f"the recognizer {entry.name!r} must be importable, got {type(error).__name__}; repair or "
+                "uninstall its package."
+            ) from None
+        if not callable(found):
+            raise ConfigError(
+                f"the recognizer {entry.name!r} must be callable, got {type(found).__name__}; see "
+                "docs/extending.md."
+            )
+        families.append(partial(_recognized, entry.name, found))
+    return (lambda text: chain.from_iterable(find(text) for find in families)) if families else None
+
+
+def _recognized(name: str, find: Recognizer, text: str) -> Iterator[Span]:
+    for answer in find(text):
+        try:
+            start, end, category = answer
+            span = Span(start=index(start), end=index(end), category=Category(category))
+        except (TypeError, ValueError):
+            span = None
+        if span is None or not 0 <= span.start < span.end <= len(text):
+            raise ConfigError(
+                f"the recognizer {name!r} must return spans of the text as (start, end, category), with one "
+                f"of {', '.join(Category)}; see docs/extending.md."
+            ) from None
+        yield span
 
 
 def scrub(
