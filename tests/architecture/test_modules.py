@@ -45,7 +45,8 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE_NAME = re.compile(r"(?:shardflow|pipelines)(?:\.[a-z_]\w*)+(?::[A-Za-z_]\w*)?")
 # Dotted names that are no modules: groups of entry points, files, and prefixes of metric names.
 _OTHER_NAMES = re.compile(
-    r"shardflow\.(?:attachment_kinds|codecs|layouts|processors|report_extractors|report_lexicons|tables|fish|zsh|json|run|cache|stage)\b"
+    r"shardflow\.(?:attachment_kinds|codecs|layouts|processors|recognizers|report_extractors|report_lexicons|tables|"
+    r"fish|zsh|json|run|cache|stage)"
 )
 
 
