@@ -1,4 +1,4 @@
-"""A sample of the generated studies of benchmarks/privacy/studies.py: nothing planted comes out, nobody is torn."""
+"""A sample of the generated studies of benchmarks/privacy: nothing planted comes out, and nobody is torn."""
 
 from __future__ import annotations
 
