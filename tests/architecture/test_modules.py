@@ -46,7 +46,7 @@ _MODULE_NAME = re.compile(r"(?:shardflow|pipelines)(?:\.[a-z_]\w*)+(?::[A-Za-z_]
 # Dotted names that are no modules: groups of entry points, files, and prefixes of metric names.
 _OTHER_NAMES = re.compile(
     r"shardflow\.(?:attachment_kinds|codecs|layouts|processors|recognizers|report_extractors|report_lexicons|tables|"
-    r"fish|zsh|json|run|cache|stage)"
+    r"fish|zsh|json|run|cache|stage)\b"
 )
 
 
