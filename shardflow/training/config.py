@@ -249,6 +249,9 @@ class ModelConfig:
     dropout: Annotated[float, Bounds(0.0, 0.9)] = 0.1
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, about a third more compute."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention of a model of ``model.path``, as transformers names it; ``auto`` leaves it the choice.
+    ``flash_attention_2`` needs its package and half precision."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -256,6 +259,8 @@ class ModelConfig:
             raise ConfigError("model.arguments needs model.target, which is not set; remove it.")
         if self.path is None and self.weights != "stored":
             raise ConfigError("model.weights needs model.path, which is not set; remove it.")
+        if self.path is None and self.attn_implementation != "auto":
+            raise ConfigError("model.attn_implementation needs model.path, which is not set; remove it.")
         for part in ("vision", "language"):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
             if width % heads or (width // heads) % 2:
@@ -617,7 +622,8 @@ class TrainConfig:
             "model.target": (is_own or is_chat) and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
-        of_folder = {"path", "weights", "activation_checkpointing"} if is_chat else set()
+        given = {"path", "weights", "activation_checkpointing", "attn_implementation"}
+        of_folder = given if is_chat else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)

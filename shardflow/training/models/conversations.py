@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import logging as transformers_logging
 
 from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.models.building import add_lora, freeze, freeze_idle
+from shardflow.training.models.pretrained import read_model
 
 # ruff: noqa: N806
 # Tensors carry their axes as a suffix: N sequences, T tokens, D width, V vocabulary.
@@ -128,21 +128,13 @@ def build_conversation_model(
 def _read(settings: ModelConfig, seed: int) -> nn.Module:
     path = settings.path
     assert path is not None  # noqa: S101 - checked when the settings were read
-    transformers_logging.disable_progress_bar()
     torch.manual_seed(derive(seed, "model-weights"))
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        has_images = type(config) in AutoModelForImageTextToText._model_mapping
-        kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-        if settings.weights == "random":
-            model: nn.Module = kind.from_config(config).float()
-        else:
-            model = kind.from_pretrained(
-                str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            "model.path must be a folder with a language model of transformers, and safetensors where "
-            f"model.weights is 'stored', got {type(error).__name__} ({path.name}); correct it."
+            "model.path must be a folder with a language model of transformers, got "
+            f"{type(error).__name__} ({path.name}); correct it."
         ) from None
-    return model
+    has_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return read_model(AutoModelForImageTextToText if has_images else AutoModelForCausalLM, config, settings)

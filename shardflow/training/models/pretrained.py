@@ -245,7 +245,7 @@ def build_pretrained(
     config = _read_config(path)
     kind = VisionEncoderDecoderModel if config.model_type == _ENCODER_DECODER else AutoModelForImageTextToText
     torch.manual_seed(derive(seed, "model-weights"))
-    inner = _read_model(kind, path, config, is_stored=settings.weights == "stored").train()
+    inner = read_model(kind, config, settings).train()
     vision = config.encoder if config.model_type == _ENCODER_DECODER else config.vision_config
     normalization = _read_normalization(path, num_channels=int(getattr(vision, "num_channels", 3)))
     _check_view(image, vision)
@@ -287,27 +287,50 @@ def _read_config(path: Path) -> Any:
     return config
 
 
-def _read_model(kind: Any, path: Path, config: Any, *, is_stored: bool) -> nn.Module:
+def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:
+    """Read a model of the folder ``model.path``, or make it with weights of torch's random numbers.
+
+    Args:
+        kind: The class, or auto class, of transformers.
+        config: The configuration of the folder.
+        settings: The table ``[model]``.
+
+    Returns:
+        The model on the CPU in float32.
+
+    Raises:
+        ConfigError: It cannot be built, or there is no such attention for it here.
+    """
+    path = settings.path
+    assert path is not None  # noqa: S101 - checked when the settings were read
     transformers_logging.disable_progress_bar()
+    chosen = settings.attn_implementation
+    attention = {} if chosen == "auto" else {"attn_implementation": chosen}
     try:
-        model: nn.Module = (
-            kind.from_pretrained(
-                str(path), config=config, local_files_only=True, use_safetensors=True, dtype=torch.float32
+        if settings.weights == "stored":
+            model: nn.Module = kind.from_pretrained(
+                str(path),
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                **attention,
             )
-            if is_stored
-            else _make_model(kind, config)
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        else:
+            is_auto = hasattr(kind, "from_config")
+            make = kind.from_config if is_auto else kind._from_config if attention else kind
+            model = make(config, **attention).float()
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+        if attention and isinstance(error, ValueError | ImportError):
+            raise ConfigError(
+                f"model.attn_implementation {chosen!r} does not work with model.path here; choose another, "
+                "install its package, or leave it out."
+            ) from None
         raise ConfigError(
             f"model.path must hold a model that can be built, with safetensors where model.weights is "
             f"'stored', got {type(error).__name__} ({path.name}); correct it, or set model.weights."
         ) from None
     return model
-
-
-def _make_model(kind: Any, config: Any) -> nn.Module:
-    model: nn.Module = kind(config) if kind is VisionEncoderDecoderModel else kind.from_config(config)
-    return model.float()
 
 
 def _read_normalization(path: Path, *, num_channels: int) -> PixelNormalization:

@@ -63,6 +63,7 @@ class ReportTask:
         bindings["places of fields.image"] = num_places(self.images)
         # Recomputing activations changes memory, not results; compiling changes time.
         del bindings["model.activation_checkpointing"]
+        del bindings["model.attn_implementation"]
         del bindings["image.compile"]
         for name in ("path", "weights", "frozen", "target", "arguments"):
             del bindings[f"model.{name}"]

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardflow.errors import ConfigError, StateError
 from shardflow.training.checkpoint.files import read_checkpoint
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import ImageConfig, TrainConfig
 from shardflow.training.metrics import read_metrics
-from shardflow.training.models.building import freeze_idle
+from shardflow.training.models.building import _smallest_inputs, freeze_idle
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
@@ -161,6 +161,32 @@ def test_layers_that_no_output_depends_on_are_not_trained(tiny: TinyInput, folde
     idle = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert idle
     assert all("layers.2." in name or "post_layernorm" in name for name in idle)
+
+
+@pytest.mark.parametrize("kind", ["llava", "encoder-decoder"])
+@pytest.mark.parametrize("weights", ["stored", "random"])
+def test_attention_is_that_of_the_settings(
+    tiny: TinyInput, folders: dict[str, Path], kind: str, weights: str
+) -> None:
+    """The same numbers to rounding, by another implementation."""
+    models = {}
+    for name in ("eager", "sdpa"):
+        settings = (f"model.attn_implementation={name}", f"model.weights={weights}")
+        models[name], _ = build(tiny, folders[kind], *settings)
+        inner: Any = models[name].model
+        assert {inner.config._attn_implementation} == {name}
+    inputs = tuple(
+        one.expand(2, *one.shape[1:]) for one in _smallest_inputs(ImageConfig(rows=16, columns=16))
+    )
+    first, second = (model.eval()(*inputs) for model in models.values())
+    torch.testing.assert_close(first, second)
+
+
+def test_attention_that_is_not_installed_is_refused(tiny: TinyInput, folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="attn_implementation 'flash_attention_2' does not work"):
+        build(tiny, folders["llava"], "model.attn_implementation=flash_attention_2")
+    with pytest.raises(ConfigError, match=r"needs model\.path"):
+        tiny_config(tiny, tiny.folder / "run", "model.attn_implementation=eager")
 
 
 class Steps(nn.Module):
