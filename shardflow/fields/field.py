@@ -309,7 +309,7 @@ class Field(ABC):
 
     @property
     def depends_on(self) -> Sequence[str]:
-        """Names of fields that are bound before this one; they must not depend on others themselves."""
+        """Names of fields that are bound before this one."""
         return ()
 
     def for_evaluation(self) -> Field:

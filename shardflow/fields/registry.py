@@ -188,6 +188,16 @@ _DEFAULT_IMAGES: Final[Mapping[str, PixelField]] = {
 }
 
 
+def _in_order(fields: Mapping[str, Field]) -> list[str]:
+    """Return the names of fields, each behind those that it depends on, as far as these are there."""
+
+    def depth(name: str, above: frozenset[str]) -> int:
+        others = {*fields[name].depends_on} & fields.keys() - above
+        return 1 + max((depth(other, above | {other}) for other in others), default=0)
+
+    return sorted(fields, key=lambda name: depth(name, frozenset({name})))
+
+
 class FieldSet:
     """Fields of a loader, bound to its samples. Safe for many threads.
 
@@ -213,8 +223,8 @@ class FieldSet:
         self.specs = dict(fields)
         reads_previous = any(one.study == "previous" for one in fields.values())
         self.previous: PreviousStudies | None = PreviousStudies(context.samples) if reads_previous else None
-        for name, one in sorted(fields.items(), key=lambda item: len(item[1].depends_on)):
-            context.bound[name] = _bind(name, one, context, self.previous)
+        for name in _in_order(fields):
+            context.bound[name] = _bind(name, fields[name], context, self.previous)
         self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
         self._context = context
         self._entries = [self._describe(one) for one in self.bound]

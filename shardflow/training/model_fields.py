@@ -25,6 +25,8 @@ REPORT_FIELD: Final = "report"
 LABEL_FIELD: Final = "label"
 MASK_FIELD: Final = "mask"
 CONVERSATION_FIELD: Final = "conversation"
+_TAKEN: Final = frozenset({"index", "is_known", "row", "shape", "start", "target"})
+"""Names of what a task of segmentation gets beside its channels."""
 """Names of the fields that tasks take."""
 
 _MAX_CLASSES: Final = 255
@@ -187,6 +189,24 @@ def check_classify_fields(fields: Mapping[str, Field]) -> None:
         )
 
 
+def segment_volumes(fields: Mapping[str, Field]) -> dict[str, Volume]:
+    """Return the field ``image`` and the volumes that are like it, whose channels a model gets in this order.
+
+    Raises:
+        ConfigError: One of these has the name of something else that the model gets.
+    """
+    volumes = {name: one for name, one in fields.items() if isinstance(one, Volume)}
+    found = {IMAGE_FIELD: volumes[IMAGE_FIELD]}
+    found |= {name: one for name, one in volumes.items() if one.like == IMAGE_FIELD}
+    taken = sorted(found.keys() & _TAKEN)
+    if taken:
+        raise ConfigError(
+            f"fields.{taken[0]} cannot be a channel, as something else has this name; choose another one, "
+            "such as that of the sequence."
+        )
+    return found
+
+
 def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_evaluated: bool) -> Volume:
     """Refuse fields from which the classes of voxels cannot be learned.
 
@@ -216,6 +236,7 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
             'fields.image trains on regions without a margin, such as center = "foreground"; evaluations cut '
             "windows of the same roi_size by themselves."
         )
+    segment_volumes(fields)
     if mask.like != IMAGE_FIELD:
         raise ConfigError('fields.mask must follow the volume; write like = "image".')
     num_labels = len(mask.labels or ()) if mask.merge == "stack" else 1

@@ -28,7 +28,6 @@ from shardflow.config import dump_config
 from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.types.masks import Mask
-from shardflow.fields.volumes.field import Volume
 from shardflow.loading import Loader, LoaderConfig, Selection, World
 from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
@@ -55,7 +54,7 @@ from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-from shardflow.training.model_fields import CONVERSATION_FIELD, IMAGE_FIELD, MASK_FIELD
+from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segment_volumes
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
 from shardflow.training.tasks.conversations import ConversationTask
@@ -171,10 +170,10 @@ def _conversation_task(config: TrainConfig) -> ArrayTask:
 
 
 def _segment_task(config: TrainConfig) -> ArrayTask:
-    volume, mask = config.fields[IMAGE_FIELD], config.fields[MASK_FIELD]
-    assert isinstance(volume, Volume)  # noqa: S101 - checked when the settings were read
-    assert isinstance(mask, Mask)  # noqa: S101
-    return SegmentTask(config.task, config.model, volume, mask, config.augment_volumes)
+    mask = config.fields[MASK_FIELD]
+    assert isinstance(mask, Mask)  # noqa: S101 - checked when the settings were read
+    volumes = segment_volumes(config.fields)
+    return SegmentTask(config.task, config.model, volumes, mask, config.augment_volumes)
 
 
 def check_bindings(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from shardflow.fields.volumes.stored import Crop, is_covered, stored_view
 from shardflow.format import array_header, decode_array
 from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.telemetry import StageCounters
+
+_LOGGER = logging.getLogger(__name__)
+_FRAME: Final = "frame_of_reference_key"
 
 
 class Delivery:
@@ -54,6 +58,7 @@ class Delivery:
         self.name, self.dtype, self.fill, self.windows = name, dtype, fill, windows
         self.interpolation, self._antialias, self.counters = interpolation, antialias, counters
         self._loss = LossWarning(name, dtype)
+        self._has_other_frames = False
         self.blank = np.full((max(1, len(windows)), 1, 1, 1), 0 if windows else fill, dtype)
         for (low, high), channel in zip(windows, self.blank, strict=False):
             show_window(np.full((1, 1, 1), fill, np.float32), low, high, channel)
@@ -102,6 +107,20 @@ class Delivery:
     def sigmas(self, grid: Grid) -> Vector:
         """Return the smoothing before a grid is sampled, see `resampling.smoothing`."""
         return smoothing(grid) if self._antialias else (0.0, 0.0, 0.0)
+
+    def check_frames(self, own: str | None, other: str | None) -> None:
+        """Count and log, once, that a series is in another frame of reference than the one it follows."""
+        if own is None or other is None or own == other:
+            return
+        self.counters.add("other_frames", num_items=1)
+        if not self._has_other_frames:
+            self._has_other_frames = True
+            _LOGGER.warning(
+                "series of the field %r are in another frame of reference than those of the field that they "
+                "are like, so their places in millimeters need not agree; register them before packing, or "
+                "leave such studies out with where=",
+                self.name,
+            )
 
 
 def show_window(values: NDArray[Any], low: float, high: float, target: NDArray[Any]) -> None:
@@ -238,10 +257,13 @@ class SlotVolume(RegionContent):
 
     def _read_study(self, payload: NDArray[np.uint8]) -> None:
         try:
-            series = json.loads(payload.tobytes())["series"][self._crop.stored.series]
-            found = series.get("display_range")
+            series = json.loads(payload.tobytes())["series"]
+            found = series[self._crop.stored.series].get("display_range")
             if found is not None:
                 self._arrays[f"{self._delivery.name}_range"][self._slot] = float(found[0]), float(found[1])
+            if self._crop.like is not None:
+                both = (series[each].get(_FRAME) for each in (self._crop.stored.series, self._crop.like))
+                self._delivery.check_frames(*both)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             reason = BadSampleReason.TEXT_UNREADABLE
             raise self._shard.bad(reason, "study.json", type(error).__name__) from None

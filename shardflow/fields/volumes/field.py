@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -26,7 +27,6 @@ from shardflow.fields.field import (
     check_count,
 )
 from shardflow.fields.layout import PixelDtype
-from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pixels import fill_value
@@ -44,6 +44,7 @@ from shardflow.fields.volumes.geometry import (
     Grid,
     Shape,
     Vector,
+    alongside,
     check_orientation,
     finest_spacing,
     oriented,
@@ -54,6 +55,7 @@ from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
 from shardflow.fields.volumes.settings import (
     check_foreground,
+    check_within,
     checked_center,
     checked_labels,
     checked_margin,
@@ -63,7 +65,14 @@ from shardflow.fields.volumes.settings import (
     margins,
     window_ends,
 )
-from shardflow.fields.volumes.stored import Crop, StoredVolume, VolumeTable, slice_knots
+from shardflow.fields.volumes.stored import (
+    Crop,
+    StoredVolume,
+    VolumeTable,
+    brick_plan,
+    slice_fields,
+    slice_knots,
+)
 from shardflow.fields.volumes.windows import (
     check_covers,
     checked_overlap,
@@ -76,11 +85,18 @@ from shardflow.format.volumes.bricks import RegionPlan
 
 Center: TypeAlias = Literal["random", "foreground", "body", "finding", "middle", "whole", "grid"]
 _DRAWN: Final = ("random", "foreground", "body")
-_WITHIN: Final = ("random", "middle", "whole")
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
 _MAX_CROPS: Final = 2**10
 _LIMITS: Final = Limits(max_series=1)
+_UNSET: Final = (0, 0, 0)
+_OF_LEADER: Final = frozenset(
+    {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
+    | {"orientation", "margin", "study"}
+)
+"""Settings that decide where a region is: a volume that is like another has none of them."""
+_MILLIMETERS: Final = ("orientation", "spacing_mm", "like")
+"""Settings that need the place of a series in the patient."""
 _BESIDE: Final = ("mask", "affine", "range", "valid", "index", "start", "shape")
 
 
@@ -116,8 +132,13 @@ class Volume(Field):
     series: str | None = None
     """Expression over the series table, such as ``"modality == 'CT' and slice_spacing_mm <= 2"``. None
     selects all volumes (`DEFAULT_VOLUMES`)."""
-    roi_size: tuple[int, int, int]
+    roi_size: tuple[int, int, int] = _UNSET
     """Voxels (D, H, W) of the region, as delivered."""
+    like: str | None = None
+    """Name of another volume field, whose region is delivered of this series too, at the same places in
+    millimeters: sequences of an MR study, PET on the grid of its CT. Where voxels do not coincide they are
+    interpolated once. What says where regions are is left out, ``roi_size`` too; with ``missing="pad"`` a
+    study may lack the series."""
     center: Center | str = "random"
     """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
     that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
@@ -186,7 +207,9 @@ class Volume(Field):
     """Whether ``NAME_valid`` is delivered."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
+        self._check_like()
+        if self.like is None:
+            object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
         checked_center(self.center, get_args(Center))
         check_choice("dtype", self.dtype, (None, "uint8", "int16", "uint16", "float32"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
@@ -206,7 +229,7 @@ class Volume(Field):
             )
         is_labeled = self.within == "foreground" and (self.pos, self.neg) == (1, 1)
         check_foreground(self.labels, self.pos, self.neg, is_used=self.center == "foreground" or is_labeled)
-        self._check_within()
+        check_within(self.within, self.center, self.labels)
         self._check_grid()
         self._check_windows()
         object.__setattr__(self, "windows", checked_windows(self.windows))
@@ -225,15 +248,31 @@ class Volume(Field):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
 
-    def _check_within(self) -> None:
-        check_choice("within", self.within, (None, "body", "foreground"))
-        if self.within is not None and self.center not in _WITHIN:
+    def _check_like(self) -> None:
+        if self.like is None:
+            if self.roi_size == _UNSET:
+                raise ConfigError(
+                    "A volume needs roi_size, the voxels (D, H, W) of its region, such as (96, 96, 96), or "
+                    "like, the name of another volume field, for the same region of another series."
+                )
+            return
+        if not isinstance(self.like, str):
+            raise ConfigError(f"like is the name of a Volume field, got {self.like!r}.")
+        given = [
+            one.name
+            for one in fields_of(self)
+            if one.name in _OF_LEADER and getattr(self, one.name) != one.default
+        ]
+        if given:
             raise ConfigError(
-                f"within={self.within!r} cuts a volume before its region is random, in the middle or all of "
-                f"it, got center={self.center!r}; leave one of them out."
+                f"like={self.like!r} delivers the region of that field, which {given[0]} would change; leave "
+                "it out."
             )
-        if self.within == "foreground" and self.labels is None:
-            raise ConfigError("within='foreground' is the box around labels; write labels=['NAME', ...].")
+
+    @property
+    def depends_on(self) -> Sequence[str]:
+        """The field whose region is delivered."""
+        return () if self.like is None else (self.like,)
 
     def _check_grid(self) -> None:
         if self.orientation is not None:
@@ -282,7 +321,7 @@ class Volume(Field):
 
     def for_evaluation(self) -> Volume:
         """Return the field with a region around the middle in place of one that is drawn."""
-        if self.center not in _DRAWN and not self.has_column:
+        if self.like is not None or (self.center not in _DRAWN and not self.has_column):
             return self
         labels = self.labels if self.within == "foreground" else None
         return replace(self, center="middle", labels=labels, pos=1.0, neg=1.0, num_samples=1)
@@ -324,6 +363,7 @@ class BoundVolume(BoundField):
         series = DEFAULT_VOLUMES if spec.series is None else spec.series
         self.selected = context.catalog.select(series, context.populations)
         self.selected.check(name, spec.series, pads=spec.missing == "pad")
+        self.leader = None if spec.like is None else self._leader(spec.like, context)
         self._check_units(context)
         self._check_series()
         self._samples, self._populations = context.samples, context.populations
@@ -353,7 +393,7 @@ class BoundVolume(BoundField):
         depth, rows, columns = (
             size + 2 * more for size, more in zip(spec.roi_size, self.margin, strict=True)
         )
-        self.shape: Shape = (depth, rows, columns)
+        self.shape: Shape = (depth, rows, columns) if self.leader is None else self.leader.shape
         self._tables = [VolumeTable(table) for table in self.selected.catalog.tables]
         self._foreground: Foreground | None = None
         if spec.center == "foreground":
@@ -396,13 +436,15 @@ class BoundVolume(BoundField):
                     f"{num_series:,} series of the field {self.name!r} have {what}, so no affine maps them "
                     f"to millimeters; add 'and not flags.{flag}' to its series, or irregular='resample'."
                 )
-        num_unknown = self.selected.num_without_affine()
-        if num_unknown and (self.spec.orientation is not None or self.spec.spacing_mm is not None):
-            raise ConfigError(
-                f"{num_unknown:,} series of the field {self.name!r} have no known place in millimeters, "
-                "which orientation and spacing_mm need; add 'and slice_spacing_mm > 0' to its series, "
-                "or leave them out."
-            )
+        needing = [name for name in _MILLIMETERS if getattr(self.spec, name) is not None]
+        for one in (self, self.leader) if self.leader is not None else (self,):
+            num_unknown = one.selected.num_without_affine()
+            if num_unknown and needing:
+                raise ConfigError(
+                    f"{num_unknown:,} series of the field {one.name!r} have no known place in millimeters, "
+                    f"which {' and '.join(needing)} of {self.name!r} need; add 'and slice_spacing_mm > 0' to "
+                    "its series, or leave them out."
+                )
         named = [window for window in self.spec.windows if isinstance(window, str)]
         if named and self.selected.values("unit") != ["HU"]:
             raise ConfigError(
@@ -410,10 +452,25 @@ class BoundVolume(BoundField):
                 "not; add \"and unit == 'HU'\" to its series, or write windows as (center, width)."
             )
 
+    def _leader(self, like: str, context: FieldContext) -> BoundVolume:
+        """Return the field whose region is delivered."""
+        found = context.bound.get(like)
+        if not isinstance(found, BoundVolume) or found.leader is not None or found.spec.study != "own":
+            volumes = [one for one in context.bound.values() if isinstance(one, BoundVolume)]
+            names = [one.name for one in volumes if one.leader is None and one.spec.study == "own"]
+            raise ConfigError(
+                f"The field {self.name!r} is like {like!r}, which must be a volume of the sample's own study "
+                f"with a region of its own; name one of: {', '.join(names) or 'none'}."
+            )
+        return found
+
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
-        """Rows of each dataset's own table that have a series, ``(num_rows,)``."""
-        return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+        """Rows of each dataset's own table that have a series, ``(num_rows,)``, and one to be like."""
+        found = [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+        if self.leader is None:
+            return found
+        return [own & other for own, other in zip(found, self.leader.has_content, strict=True)]
 
     @property
     def coverage(self) -> Coverage:
@@ -531,7 +588,7 @@ class BoundVolume(BoundField):
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the numbers of the slices of the region, and of the study's description."""
-        return self._fields(shard, request, self.crop(shard, request))
+        return slice_fields(shard, request.row_in_shard, self.crop(shard, request))
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
@@ -539,14 +596,15 @@ class BoundVolume(BoundField):
         if crop is None:
             self.blank(arrays, request.slot)
             return NoContent()
-        fields, plan = self._fields(shard, request, crop), self._plan(shard, request, crop)
+        row = request.row_in_shard
+        fields, plan = slice_fields(shard, row, crop), brick_plan(shard, row, crop)
         if self.spec.has_windows:
             self._put_window(request, crop.stored, arrays)
         return SlotVolume(self.delivery, shard, request.slot, arrays, crop, fields, plan)
 
     def needed_regions(self, shard: Shard, request: SlotRequest) -> list[RegionPlan]:
         """Return the region of a volume in bricks."""
-        plan = self._plan(shard, request, self.crop(shard, request))
+        plan = brick_plan(shard, request.row_in_shard, self.crop(shard, request))
         return [] if plan is None else [plan]
 
     def crop(self, shard: Shard, request: SlotRequest) -> Crop | None:
@@ -556,6 +614,8 @@ class BoundVolume(BoundField):
             return None
         stored = self._tables[request.component].volume(request.study_row, found[0].series)
         knots = slice_knots(shard, request.row_in_shard, stored) if stored.is_irregular else None
+        if self.leader is not None:
+            return self._alongside(self.leader.crop(shard, request), stored, knots)
         box = None
         if self._body is not None and self.spec.within is not None:
             box = self._body.box(request.component, request.study_row, stored.series)
@@ -565,6 +625,20 @@ class BoundVolume(BoundField):
         grid = grid.cropped((depth, rows, columns), self.shape)
         mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
         return Crop(stored, grid, source_region(grid, stored.shape, mode, self.delivery.sigmas(grid)))
+
+    def _alongside(
+        self, lead: Crop | None, stored: StoredVolume, knots: tuple[float, ...] | None
+    ) -> Crop | None:
+        """Return the region of another field in a series."""
+        if lead is None:
+            return None
+        grid, own, other = lead.grid, lead.stored.affine, stored.affine
+        if stored.series != lead.stored.series:
+            assert own is not None and other is not None  # noqa: S101, PT018 - checked when they were bound
+            grid = alongside(grid, own, other, knots)
+        mode: Interpolation = "nearest" if grid.is_copy else self.spec.interpolation
+        region = source_region(grid, stored.shape, mode, self.delivery.sigmas(grid))
+        return Crop(stored, grid, region, like=lead.stored.series)
 
     def _grid(
         self,
@@ -620,32 +694,3 @@ class BoundVolume(BoundField):
         arrays[f"{name}_index"][slot] = number, num_windows(shape, size, overlap)
         arrays[f"{name}_start"][slot] = window_start(shape, size, overlap, number)
         arrays[f"{name}_shape"][slot] = shape
-
-    def _fields(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> list[int]:
-        """Return the numbers of the slices of a region, and behind them that of the study.
-
-        Of a volume in bricks there are no slices, see `_plan`.
-        """
-        if crop is None:
-            return []
-        study = shard.study(request.row_in_shard)
-        beside = [] if study is None else [study]
-        if crop.region is None or shard.volume_field(request.row_in_shard, crop.stored.series) is not None:
-            return beside
-        stored = shard.slices(request.row_in_shard, "full", crop.stored.series)
-        if len(stored) != crop.stored.shape[0]:
-            detail = f"{len(stored)} slices of series {crop.stored.series}, of {crop.stored.shape[0]}"
-            raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
-        return [*stored[crop.region.slices[0]].tolist(), *beside]
-
-    def _plan(self, shard: Shard, request: SlotRequest, crop: Crop | None) -> RegionPlan | None:
-        """Return what to read of a volume in bricks; None where it is stored in slices."""
-        if crop is None or crop.region is None:
-            return None
-        number = shard.volume_field(request.row_in_shard, crop.stored.series)
-        if number is None:
-            return None
-        volume = shard.index.volume(number)
-        if volume.shape != crop.stored.shape or not np.can_cast(volume.dtype, crop.stored.dtype):
-            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "another volume than in the series table")
-        return volume.plan(crop.region.start, crop.region.stop)

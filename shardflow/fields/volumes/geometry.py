@@ -32,6 +32,8 @@ _AXES: Final = (0, 1, 2)
 _CODES: Final = {"L": (0, 1), "R": (0, -1), "P": (1, 1), "A": (1, -1), "S": (2, 1), "I": (2, -1)}
 _MAX_TILT: Final = math.sin(math.radians(0.5))
 """Axes that are closer to perpendicular count as such; packing flags `gantry_tilt` by the same angle."""
+_CLOSE: Final = 0.01
+"""Voxels by which two grids may differ and still be the same."""
 _IDENTITY: Final[Matrix] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
@@ -335,6 +337,40 @@ def is_perpendicular(columns: Matrix) -> bool:
     """Whether the axes of an affine are perpendicular, or so close to it that they count as such."""
     units = [_scaled(column, 1 / math.sqrt(_dot(column, column))) for column in columns]
     return all(abs(_dot(units[a], units[b])) <= _MAX_TILT for a, b in ((0, 1), (1, 2), (2, 0)))
+
+
+def alongside(grid: Grid, affine: Affine, other: Affine, knots: tuple[float, ...] | None = None) -> Grid:
+    """Return the points of a grid in another stored volume: those of the same places in millimeters.
+
+    Axes that run along those of the other volume within a hundredth of a voxel over the whole grid do so, and
+    points that are as close to voxels are these: affines differ by the rounding of files.
+
+    Args:
+        grid: The points.
+        affine: Of the stored volume that they are in.
+        other: Of the other one.
+        knots: Of the other one, see `Grid`.
+    """
+    if other == affine and grid.knots is None:
+        return replace(grid, knots=knots)
+    own, inverse = grid.affine(affine), other.inverse()
+    exact = _matrix(tuple(_dot(inverse[a], own.columns[k]) for k in _AXES) for a in _AXES)
+    steps = _matrix(tuple(_near(exact[a][k], _CLOSE / grid.shape[k]) for k in _AXES) for a in _AXES)
+    rows = _transposed(own.columns)
+    middle = _vector((length - 1) / 2 for length in grid.shape)
+    place = _vector(own.origin[i] + _dot(rows[i], middle) - other.origin[i] for i in _AXES)
+    origin = _vector(_dot(inverse[a], place) - _dot(steps[a], middle) for a in _AXES)
+    found = Grid(grid.shape, steps, origin, knots)
+    if found.axes is not None and all(value in (-1.0, 0.0, 1.0) for row in steps for value in row):
+        snapped = (round(value) if abs(value - round(value)) <= _CLOSE else value for value in origin)
+        found = replace(found, origin=_vector(snapped))
+    return found
+
+
+def _near(value: float, tolerance: float) -> float:
+    """Return -1, 0 or 1 if a value is one of them but for a tolerance, else the value."""
+    nearest = float(min(max(round(value), -1), 1))
+    return nearest if abs(value - nearest) <= tolerance else value
 
 
 def stretched(grid: Grid, shape: Shape) -> Grid:

@@ -11,6 +11,7 @@ from shardflow.fields.field import check_choice, check_count
 from shardflow.fields.layout import WINDOWS
 from shardflow.fields.volumes.geometry import Shape, Vector
 
+_WITHIN: Final = ("random", "middle", "whole")
 _MAX_SIDE: Final = 2**11
 _SPACINGS_MM: Final = (0.01, 1000)
 """Finer than a micro-CT, and longer than a body: a number beyond is a slip."""
@@ -132,6 +133,22 @@ def checked_center(center: Any, choices: tuple[str, ...]) -> bool:
             f"center is one of {listed}, or a column of places such as 'lesions.center', got {center!r}."
         )
     return False
+
+
+def check_within(within: Any, center: str, labels: Sequence[str] | None) -> None:
+    """Refuse a box in which no region is placed.
+
+    Raises:
+        ConfigError: It is such.
+    """
+    check_choice("within", within, (None, "body", "foreground"))
+    if within is not None and center not in _WITHIN:
+        raise ConfigError(
+            f"within={within!r} cuts a volume before its region is random, in the middle or all of it, got "
+            f"center={center!r}; leave one of them out."
+        )
+    if within == "foreground" and labels is None:
+        raise ConfigError("within='foreground' is the box around labels; write labels=['NAME', ...].")
 
 
 def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_used: bool) -> None:

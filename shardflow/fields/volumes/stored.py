@@ -19,6 +19,7 @@ from shardflow.fields.volumes.geometry import ONE, Affine, Grid, Shape
 from shardflow.fields.volumes.resampling import Region
 from shardflow.format.facts.series import SeriesTable
 from shardflow.format.keys import STUDY_FIELD
+from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.storage import ByteRange
 from shardflow.storage.cache.store import read_afresh
 
@@ -49,6 +50,8 @@ class Crop:
     """The delivered voxels, in stored coordinates."""
     region: Region | None
     """Stored voxels that are needed; None for none."""
+    like: int | None = None
+    """Series whose region it is; None for its own."""
 
 
 class VolumeTable:
@@ -116,6 +119,49 @@ def slice_knots(shard: Shard, row: int, stored: StoredVolume) -> tuple[float, ..
     if len(knots) != stored.shape[0] or knots[0] != 0 or not is_ascending or not math.isfinite(knots[-1]):
         raise shard.bad(BadSampleReason.TEXT_UNREADABLE, number, "slice_offsets_mm")
     return knots
+
+
+def slice_fields(shard: Shard, row: int, crop: Crop | None) -> list[int]:
+    """Return the numbers of the slices of a region, and behind them that of the study's description.
+
+    Of a volume in bricks there are no slices, see `brick_plan`.
+
+    Args:
+        shard: Holds the sample.
+        row: Of the sample in the shard.
+        crop: The region; None for none.
+
+    Raises:
+        BadSample: Slices are missing.
+    """
+    if crop is None:
+        return []
+    study = shard.study(row)
+    beside = [] if study is None else [study]
+    if crop.region is None or shard.volume_field(row, crop.stored.series) is not None:
+        return beside
+    stored = shard.slices(row, "full", crop.stored.series)
+    if len(stored) != crop.stored.shape[0]:
+        detail = f"{len(stored)} slices of series {crop.stored.series}, of {crop.stored.shape[0]}"
+        raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
+    return [*stored[crop.region.slices[0]].tolist(), *beside]
+
+
+def brick_plan(shard: Shard, row: int, crop: Crop | None) -> RegionPlan | None:
+    """Return what to read of a volume in bricks; None where it is stored in slices. Arguments as above.
+
+    Raises:
+        BadSample: The stored volume is another one than tables describe.
+    """
+    if crop is None or crop.region is None:
+        return None
+    number = shard.volume_field(row, crop.stored.series)
+    if number is None:
+        return None
+    volume = shard.index.volume(number)
+    if volume.shape != crop.stored.shape or not np.can_cast(volume.dtype, crop.stored.dtype):
+        raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, "another volume than in the series table")
+    return volume.plan(crop.region.start, crop.region.stop)
 
 
 def is_covered(crop: Crop) -> bool:

@@ -189,12 +189,13 @@ class VolumeAugmentation(VolumeAugmentSettings):
         """Augment the tensors of a batch: the half of a call that is the device's.
 
         Args:
-            tensors: By the names of the batch's entries; volumes must be there, and of what belongs to them
-                only what is wanted.
+            tensors: By the names of the batch's entries, as far as they are wanted.
             drawn: Of `draw_batch`.
         """
         found = dict(tensors)
         for one in drawn:
+            if one.name not in tensors:
+                continue
             regions, mode = tensors[one.name].to(torch.float32), self.interpolation
             masks = [mask for mask in one.masks if mask in tensors]
             found[one.name] = regions.new_empty((*regions.shape[:2], *self.roi_size))

@@ -43,6 +43,7 @@ from shardflow.training.tasks.volume_scores import VolumeMeter
 
 _LOGGER = logging.getLogger(__name__)
 _SMOOTH: Final = 1e-5
+_BESIDE: Final = ("range", "mask")
 WINDOW_ARRAYS: Final = ("row", "index", "start", "shape")
 """Arrays of evaluations that say which window of which volume a slot is."""
 
@@ -53,7 +54,7 @@ class SegmentTask(ArrayTask):
     Args:
         task: The table ``[task]``.
         model: The table ``[model]``.
-        volume: The field of the volumes.
+        volumes: The field of the volumes and those that are like it, whose channels follow.
         mask: The field of the masks: a plane for each label, or one of all.
         augment: The table ``[augment_volumes]``.
     """
@@ -62,11 +63,12 @@ class SegmentTask(ArrayTask):
         self,
         task: TaskConfig,
         model: ModelConfig,
-        volume: Volume,
+        volumes: Mapping[str, Volume],
         mask: Mask,
         augment: VolumeAugmentConfig,
     ) -> None:
-        self._task, self._model, self._volume, self._augment = task, model, volume, augment
+        self._task, self._model, self._augment = task, model, augment
+        self._volumes, self._volume = volumes, volumes[IMAGE_FIELD]
         labels = tuple(mask.labels or ())
         self.names: Sequence[str] = labels if mask.merge == "stack" or len(labels) == 1 else ("foreground",)
         """Of the labels; of several that are one plane ``foreground``."""
@@ -76,11 +78,14 @@ class SegmentTask(ArrayTask):
 
     def settings(self) -> Mapping[str, Any]:
         """Return what a checkpoint must match: model, scale of the image, labels, augmentation."""
-        volume = self._volume
+        windows = {
+            f"fields.{name}.windows": [one if isinstance(one, str) else list(one) for one in volume.windows]
+            for name, volume in self._volumes.items()
+        }
         return {
             "task.labels": "multi_label" if self.has_overlaps else "multi_class",
             "task.names": list(self.names),
-            "fields.image.windows": [one if isinstance(one, str) else list(one) for one in volume.windows],
+            **windows,
             "augment_volumes.preset": self._augment.preset,
             "augment_volumes.settings": self._augment.settings,
             "model.target": self._model.target,
@@ -145,12 +150,12 @@ class SegmentTask(ArrayTask):
 
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:
         """Return regions, masks, and whether somebody looked; of an evaluation also where windows are."""
-        image, mask = batch[IMAGE_FIELD], batch[MASK_FIELD]
+        mask = batch[MASK_FIELD]
         is_known = (batch[f"{IMAGE_FIELD}_mask"] > 0) & (batch[f"{MASK_FIELD}_mask"] > 0)
         arrays = {
-            "image": image,
-            "display_range": batch[f"{IMAGE_FIELD}_range"],
-            "mask": mask,
+            **{name: batch[name] for name in self._volumes},
+            **{f"{name}_{beside}": batch[f"{name}_{beside}"] for name in self._volumes for beside in _BESIDE},
+            MASK_FIELD: mask,
             "is_known": is_known & (np.asarray(batch.arrays["weight"]) > 0),
         }
         if is_evaluation:
@@ -164,19 +169,24 @@ class SegmentTask(ArrayTask):
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Scale the regions to -1 to 1, and of labels that exclude each other make one map of classes."""
-        image, mask = tensors["image"].float(), tensors["mask"]
-        if not self._volume.windows:
-            low, high = tensors["display_range"].reshape(-1, 2, 1, 1, 1, 1).unbind(dim=1)
-            image = ((image - low) / torch.where(high > low, high - low, torch.ones_like(low))).clamp(0, 1)
-        elif self._volume.dtype == "uint8":
-            image = image / 255
-        image = image * 2 - 1
-        target = mask
+        image = torch.cat([self._scaled(name, tensors) for name in self._volumes], dim=1)
+        target = mask = tensors[MASK_FIELD]
         if not self.has_overlaps:
             numbers = torch.arange(1, len(self.names) + 1, device=mask.device, dtype=torch.uint8)
             target = (mask * numbers.view(1, -1, 1, 1, 1)).amax(dim=1, keepdim=True)
         kept: dict[str, torch.Tensor] = {name: tensors[name] for name in WINDOW_ARRAYS if name in tensors}
         return {"image": image, "target": target, "is_known": tensors["is_known"].bool(), **kept}
+
+    def _scaled(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the channels of a field from -1 to 1; of a series that a study lacks -1."""
+        volume, image = self._volumes[name], tensors[name].float()
+        if not volume.windows:
+            low, high = tensors[f"{name}_range"].reshape(-1, 2, 1, 1, 1, 1).unbind(dim=1)
+            image = ((image - low) / torch.where(high > low, high - low, torch.ones_like(low))).clamp(0, 1)
+        elif volume.dtype == "uint8":
+            image = image / 255
+        is_there = tensors[f"{name}_mask"].reshape(-1, 1, 1, 1, 1) > 0
+        return torch.where(is_there, image * 2 - 1, torch.full_like(image, -1))
 
     # ---- model -----------------------------------------------------------------------------------
 
@@ -190,7 +200,8 @@ class SegmentTask(ArrayTask):
         if self._model.target:
             model = build_target(self._model)
         else:
-            model = UNet3d(example[IMAGE_FIELD].shape[1], self.num_outputs)
+            num_channels = sum(example[name].shape[1] for name in self._volumes)
+            model = UNet3d(num_channels, self.num_outputs)
         freeze(model, self._model.frozen)
         return model
 
