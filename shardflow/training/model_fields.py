@@ -25,10 +25,10 @@ REPORT_FIELD: Final = "report"
 LABEL_FIELD: Final = "label"
 MASK_FIELD: Final = "mask"
 CONVERSATION_FIELD: Final = "conversation"
-_TAKEN: Final = frozenset({"index", "is_known", "row", "shape", "start", "target"})
-"""Names of what a task of segmentation gets beside its channels."""
 """Names of the fields that tasks take."""
 
+_NO_CHANNELS: Final = frozenset({"index", "is_known", "row", "shape", "start", "target"})
+"""Names of what a task of segmentation gets beside its channels."""
 _MAX_CLASSES: Final = 255
 """A map of classes takes a byte for each voxel, and 0 is the background."""
 _OF_CONVERSATIONS: Final = ("sft", "dpo", "reward")
@@ -198,7 +198,7 @@ def segment_volumes(fields: Mapping[str, Field]) -> dict[str, Volume]:
     volumes = {name: one for name, one in fields.items() if isinstance(one, Volume)}
     found = {IMAGE_FIELD: volumes[IMAGE_FIELD]}
     found |= {name: one for name, one in volumes.items() if one.like == IMAGE_FIELD}
-    taken = sorted(found.keys() & _TAKEN)
+    taken = sorted(found.keys() & _NO_CHANNELS)
     if taken:
         raise ConfigError(
             f"fields.{taken[0]} cannot be a channel, as something else has this name; choose another one, "
@@ -231,6 +231,11 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
     volume, mask = fields[IMAGE_FIELD], fields[MASK_FIELD]
     assert isinstance(volume, Volume)  # noqa: S101 - checked above
     assert isinstance(mask, Mask)  # noqa: S101
+    if volume.like is not None:
+        raise ConfigError(
+            "fields.image has the region that the other channels follow; write roi_size for it, and like = "
+            '"image" for the others.'
+        )
     if volume.center == "grid" or volume.margin not in (0, (0, 0, 0)):
         raise ConfigError(
             'fields.image trains on regions without a margin, such as center = "foreground"; evaluations cut '

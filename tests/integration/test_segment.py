@@ -22,9 +22,11 @@ from shardflow.cli.main import main
 from shardflow.config import load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.metrics import read_metrics
+from shardflow.training.model_fields import TaskConfig, VolumeAugmentConfig
 from shardflow.training.run import TrainSummary, train
+from shardflow.training.tasks.segment import SegmentTask
 from tests.integration.loader_support import flip_bit, locate
 from tests.pack_case import PackCase
 
@@ -64,6 +66,8 @@ checkpoint_every_steps = 2
 _MONAI = "model.arguments={spatial_dims=3, in_channels=1, out_channels=3, channels=[8, 16], strides=[2]}"
 SHAPE = (10, 24, 20)
 UNANNOTATED = "ct08"
+WITHOUT = 3
+"""Number of a study that lacks the second series, where there is one."""
 
 
 def truth_of(number: int) -> tuple[NDArray[np.int16], dict[str, NDArray[np.uint8]]]:
@@ -77,11 +81,11 @@ def truth_of(number: int) -> tuple[NDArray[np.int16], dict[str, NDArray[np.uint8
     return voxels.astype("int16"), {"lesion": ball.astype("uint8"), "vessel": rod.astype("uint8")}
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, *, num_studies: int = 15, has_second: bool = False) -> Path:
     affine = [[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.5, 0], [0, 0, 0, 1]]
     series = {"kind": "volume", "modality": "CT", "unit": "HU", "affine_lps": affine, "slice_spacing_mm": 1.5}
     with sf.ShardWriter(folder / "dataset", splits={"train": 2, "val": 1}) as writer:
-        for number in range(15):
+        for number in range(num_studies):
             voxels, masks = truth_of(number)
             rois: list[dict[str, Any]] = []
             members: dict[str, Any] = {}
@@ -105,12 +109,19 @@ def write(folder: Path) -> Path:
                 )
             annotations = {"annotations.json": {"format_version": 1, "rois": rois, "dangling": []}, **members}
             key = f"ct{number:02d}"
+            more: dict[str, Any] = {}
+            if has_second and number != WITHOUT:
+                coarse = [[2.0, 0, 0, 0.5], [0, 2.0, 0, 0.5], [0, 0, 1.5, 0], [0, 0, 0, 1]]
+                more["s001.b2nd"] = voxels[:, ::2, ::2]
+                members = {"affine_lps": coarse, "modality": "MR", "unit": "raw"}
+                more["study.json"] = {"series": [series, {**series, **members}]}
             writer.write(
                 {
                     "__key__": key,
                     "s000.b2nd": voxels,
                     "study.json": {"series": [series]},
                     **({} if key == UNANNOTATED else annotations),
+                    **more,
                 }
             )
     for option in ("--facts", "--voxels"):
@@ -255,6 +266,48 @@ def test_augmented_runs_resume_to_equal_weights(folder: Path, tmp_path: Path) ->
         run(folder, tmp_path / "again", *settings, "augment_volumes.preset=nnunet")
 
 
+def test_series_of_a_study_are_channels(tmp_path: Path) -> None:
+    write(tmp_path, num_studies=6, has_second=True)
+    settings = (
+        "fields.image.series=modality == 'CT'",
+        "fields.mr={type='volume', like='image', series=\"modality == 'MR'\", missing='pad'}",
+        "run.max_steps=4",
+        "augment_volumes.preset=geometry",
+    )
+    summary = run(tmp_path, tmp_path / "run", *settings)
+    assert summary.outcome == "finished"
+    assert summary.evaluation_scores["num_volumes"]
+    whole = weights_of(tmp_path / "run")
+    assert {one.shape[1] for one in whole.values() if one.ndim == 5} >= {2}
+    shutil.copytree(tmp_path / "run", tmp_path / "half")
+    shutil.rmtree(max((tmp_path / "half" / "checkpoints").glob("step-*")))
+    again = run(tmp_path, tmp_path / "half", *settings)
+    assert (again.resumed_from, again.evaluation_scores) == ("step-00000002", summary.evaluation_scores)
+    resumed = weights_of(tmp_path / "half")
+    assert all(torch.equal(one, resumed[name]) for name, one in whole.items())
+    with pytest.raises(StateError, match="content_id"):
+        run(tmp_path, tmp_path / "half", settings[0], *settings[2:], "run.max_steps=6")
+
+
+def test_a_channel_that_a_study_lacks_is_the_least_value() -> None:
+    image = sf.Volume(roi_size=(1, 1, 2), windows=[(0, 400)])
+    mask = sf.Mask(like="image", labels=["a"])
+    volumes = {"image": image, "mr": sf.Volume(like="image", missing="pad")}
+    task = SegmentTask(TaskConfig(type="segment"), ModelConfig(), volumes, mask, VolumeAugmentConfig())
+    tensors = {
+        "image": torch.tensor([0.0, 1.0]).reshape(1, 1, 1, 1, 2).repeat(2, 1, 1, 1, 1),
+        "mr": torch.tensor([[50.0, 100.0], [0.0, 0.0]]).reshape(2, 1, 1, 1, 2),
+        "image_range": torch.zeros(2, 2),
+        "mr_range": torch.tensor([[50.0, 100.0], [0.0, 0.0]]),
+        "image_mask": torch.ones(2, dtype=torch.uint8),
+        "mr_mask": torch.tensor([1, 0], dtype=torch.uint8),
+        "mask": torch.zeros(2, 1, 1, 1, 2, dtype=torch.uint8),
+        "is_known": torch.ones(2, dtype=torch.bool),
+    }
+    found = task.prepare(tensors)["image"].flatten(2)
+    assert found.tolist() == [[[-1, 1], [-1, 1]], [[-1, 1], [-1, -1]]]
+
+
 def test_a_volume_with_a_bad_window_is_counted_and_named(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,6 +349,8 @@ def test_other_models_labels_and_grids(folder: Path, tmp_path: Path, settings: t
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (("fields.index={type='volume', like='image'}",), "fields.index cannot be a channel"),
+        (("fields.image={type='volume', like='ct'}",), "the region that the other channels follow"),
         (("fields.mask.like=ct",), 'write like = "image"'),
         (
             ("fields.image={type='volume', roi_size=[8, 8, 8], center='grid'}",),
