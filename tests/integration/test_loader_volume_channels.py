@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def test_other_frames_of_reference_are_said_once(tmp_path: Path, caplog: pytest.
         return [replace(one, extra={"frame_of_reference_key": frame}) for one, frame in both]
 
     for frames, num_said in ((("a", "b"), 1), (("a", "a"), 0), (("a", None), 0)):
-        made = make_volumes(tmp_path / f"{frames[1]}", lambda number, f=frames: of(f, number), num_samples=4)
+        made = make_volumes(tmp_path / f"{frames[1]}", partial(of, frames), num_samples=4)
         fields = {name: one for name, one in fields_of().items() if name != "pet"}
         caplog.clear()
         with caplog.at_level(logging.WARNING), open_loader(made, SPEC, fields) as loader:
