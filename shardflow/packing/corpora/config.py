@@ -53,6 +53,7 @@ class LineReason(StrEnum):
     NOT_AN_IMAGE = "NOT_AN_IMAGE"
     UNKNOWN_STUDY = "UNKNOWN_STUDY"
     SPLITS_DIFFER = "SPLITS_DIFFER"
+    IMAGES_TOO_LARGE = "IMAGES_TOO_LARGE"
 
 
 class ReasonInfo(NamedTuple):
@@ -155,7 +156,7 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
     ),
     LineReason.NOT_AN_IMAGE: ReasonInfo(
         "quarantined",
-        "an image is no whole JPEG or PNG, or larger than conversations.max_image_bytes",
+        "an image is no whole JPEG or PNG, or has more than 2^27 pixels",
         "convert the image to PNG, or fetch it again, and run the job again",
     ),
     LineReason.UNKNOWN_STUDY: ReasonInfo(
@@ -165,6 +166,11 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
     ),
     LineReason.SPLITS_DIFFER: ReasonInfo(
         "quarantined", "its studies are in several splits", "name studies of one split in a conversation"
+    ),
+    LineReason.IMAGES_TOO_LARGE: ReasonInfo(
+        "quarantined",
+        "more bytes of images than conversations.max_image_bytes",
+        "raise the limit, or make the images smaller",
     ),
 }
 
@@ -331,6 +337,7 @@ class ConversationsConfig:
     """What becomes of the images of a line whose texts have no place for them: IMAGE_COUNT, or they go
     before the first user's words."""
     max_image_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 64 * _MIB
+    """Bytes of all images of one line."""
     instruction: str = "instruction"
     """Of a line of Alpaca, as are ``input`` and ``output``."""
     input: str = "input"

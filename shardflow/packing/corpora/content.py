@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -95,7 +96,8 @@ def _part_digest(part: Part) -> Any:
 def _slot_digest(slot: Slot) -> list[Any]:
     """Return what tells a picture from others: its name, a digest of its bytes, or its place in a study."""
     data = b"" if slot.data is None else hashlib.blake2b(slot.data, digest_size=16).digest()
-    return [slot.name, data.hex(), None if slot.study is None else asdict(slot.study)]
+    name = slot.name if not slot.name or slot.name.startswith("data:") else os.path.normpath(slot.name)
+    return [name, data.hex(), None if slot.study is None else asdict(slot.study)]
 
 
 class ContentMaker:
@@ -282,6 +284,8 @@ class ContentMaker:
                 pictures += self._found(slot, folder)
                 first = max((span.stop for span in places.values()), default=0)
                 places[slot] = range(first, len(pictures))
+            if sum(len(one.payload) for one in pictures) > self.config.conversations.max_image_bytes:
+                raise LineError(LineReason.IMAGES_TOO_LARGE)
         names = [f"image.{number:03d}.{one.kind}" for number, one in enumerate(pictures)]
         about: dict[str, Any] = {
             "format_version": 1,

@@ -43,6 +43,8 @@ _FILE_BYTES: Final = 1 << 46
 _FILES_AT_ONCE: Final = 32
 # The packages whose versions decide the bytes of a corpus.
 _PACKAGES: Final = ("numpy", "pyarrow", "rapidfuzz", "shardflow")
+# Those that check pictures and make them from slices.
+_PICTURE_PACKAGES: Final = ("opencv-python-headless", "pillow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +217,8 @@ class _Job:
         return files
 
     def _pack(self, files: list[InputFile], base: Manifest | None, known: list[InputFile]) -> CorpusSummary:
-        created_with = package_versions(_PACKAGES)
+        pictures = _PICTURE_PACKAGES if self.config.has_conversations else ()
+        created_with = package_versions((*_PACKAGES, *pictures))
         parent = None if base is None else base.dataset_id
         plan = build_plan(
             self.config, self.key, files, created_with=created_with, parent=parent, studies=self._studies()

@@ -12,6 +12,7 @@ import binascii
 import io
 import os
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from shardflow.packing.corpora.lines import reading
 
 _KINDS: Final = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png"}
 _ORIENTATION: Final = 0x0112
+_MAX_PIXELS: Final = 1 << 27
 _TURNED: Final = range(5, 9)
 """Orientations that exchange rows and columns."""
 _PNG_HEAD: Final = b"\x89PNG\r\n\x1a\n"
@@ -59,7 +61,7 @@ class PictureFinder:
 
     Args:
         root: Folder that names begin in; None for that of the line's file.
-        max_bytes: Larger files are no pictures.
+        max_bytes: Larger files are not read.
         keeps_notes: Whether metadata is stored too.
     """
 
@@ -81,7 +83,7 @@ class PictureFinder:
         """
         payload = slot.data if slot.data is not None else self._read(slot.name, folder)
         if len(payload) > self._max_bytes:
-            raise LineError(LineReason.NOT_AN_IMAGE)
+            raise LineError(LineReason.IMAGES_TOO_LARGE)
         kind, orientation, rows, columns = _decoded(payload)
         # Also finds the end: a decoder takes a picture that lacks its last bytes.
         plain = without_notes(payload, orientation)
@@ -119,15 +121,17 @@ def _decoded(payload: bytes) -> tuple[str, int, int, int]:
     """Decode a picture; return its kind, orientation, rows and columns.
 
     Raises:
-        LineError: It cannot be decoded as a whole, or is neither JPEG nor PNG.
+        LineError: It cannot be decoded as a whole, is neither JPEG nor PNG, or has too many pixels.
     """
     from PIL import Image
 
-    # The header bounds the memory: it may state any size.
-    if image_header(payload) is None:
+    # A header may state any size, and memory is allocated by it.
+    header = image_header(payload)
+    if header is None or header.rows * header.columns > _MAX_PIXELS:
         raise LineError(LineReason.NOT_AN_IMAGE)
     try:
-        with Image.open(io.BytesIO(payload), formats=("JPEG", "PNG")) as image:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(payload), formats=("JPEG", "PNG")) as image:
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             kind = _KINDS[image.format or ""]
             image.load()
             orientation = image.getexif().get(_ORIENTATION, 1)

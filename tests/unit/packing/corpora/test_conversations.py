@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -332,9 +334,23 @@ def test_pictures_that_cannot_be_had_have_their_reason(folder: Path, tmp_path: P
         "data:image/png;base64,####": LineReason.NOT_AN_IMAGE,
     }
     assert {name: reason(pictured("<image>?", image=name), folder) for name in expected} == expected
-    assert reason(pictured("<image>?", image="a.png"), folder, max_image_bytes=50) is LineReason.NOT_AN_IMAGE
     # A root of their own, for lines that lie elsewhere.
     assert stored(pictured("<image>?", image="a.png"), tmp_path, image_root=folder)["images"]
+
+
+def test_images_of_a_line_have_a_limit_together(folder: Path) -> None:
+    size = len(picture(1))
+    (folder / "c.png").write_bytes(picture(4))
+    line = pictured("<image><image>?", images=["a.png", "c.png"])
+    assert len(stored(line, folder, max_image_bytes=2 * size + 50)["images"]) == 2
+    for limit in (size + 50, size // 2):
+        assert reason(line, folder, max_image_bytes=limit) is LineReason.IMAGES_TOO_LARGE
+    # A few bytes that state many pixels: nothing is allocated for them.
+    bomb = bytearray(picture(1))
+    bomb[16:24] = struct.pack(">II", 15_000, 12_000)
+    bomb[29:33] = struct.pack(">I", zlib.crc32(bomb[12:29]))
+    (folder / "bomb.png").write_bytes(bomb)
+    assert reason(pictured("<image>?", image="bomb.png"), folder) is LineReason.NOT_AN_IMAGE
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -414,7 +430,11 @@ def test_conversations_about_one_picture_stay_in_one_split(folder: Path) -> None
         return made.identify(line, made.read(line), "file", 0).split
 
     by_picture = [
-        {split(pictured(f"<image>{question}?", image=f"{n}.png")) for question in range(6)} for n in range(30)
+        {
+            split(pictured(f"<image>{question}?", image=f"{'./' * (question % 2)}{n}.png"))
+            for question in range(6)
+        }
+        for n in range(30)
     ]
     assert all(len(splits) == 1 for splits in by_picture)
     assert set.union(*by_picture) == {"train", "val"}

@@ -202,6 +202,7 @@ def test_numbers_of_reasons_are_frozen() -> None:
         "DUPLICATE_KEY", "FILE_DAMAGED", "WORKER_FAILED", "WORKER_KILLED", "WORKER_OUT_OF_MEMORY",
         "WORKER_TIMEOUT", "UNKNOWN_FORM", "TURN_ORDER", "EMPTY_TURN", "UNSUPPORTED_CONTENT", "SAME_ANSWERS",
         "IMAGE_COUNT", "IMAGE_MISSING", "IMAGE_ELSEWHERE", "NOT_AN_IMAGE", "UNKNOWN_STUDY", "SPLITS_DIFFER",
+        "IMAGES_TOO_LARGE",
     ]  # fmt: skip
     assert {number_of(reason) for reason in LineReason} == set(range(1, len(REASON_TABLE)))
     assert set(REASONS) == set(LineReason)
