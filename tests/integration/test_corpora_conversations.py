@@ -63,7 +63,7 @@ def samples(case: CorpusCase) -> dict[str, dict[str, bytes]]:
     }
 
 
-def test_arrays_lines_and_parquet_make_the_same_samples(case: CorpusCase) -> None:
+def test_arrays_lines_parquet_and_tars_make_the_same_samples(case: CorpusCase) -> None:
     lines = [line(number) for number in range(NUM_LINES)]
     settings = (CONVERSATIONS, "fields.key=id", "splits.group=id")
     (case.texts / "a.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
@@ -82,11 +82,26 @@ def test_arrays_lines_and_parquet_make_the_same_samples(case: CorpusCase) -> Non
     rows = [each | {"image": {"bytes": picture(n), "path": None}} for n, each in enumerate(lines)]
     parquet.write_table(pa.Table.from_pylist(rows), stream, row_group_size=5)
     others["a.parquet"] = stream.getvalue()
+    # Tars of WebDataset have them beside the line, named or in the order of the tar.
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for number, each in enumerate(lines):
+            if number % 2:
+                each = {name: value for name, value in each.items() if name != "image"}
+            else:
+                each = each | {"image": "png" if number % 4 else f"images/{number}.png"}
+            for ending, payload in (("json", json.dumps(each).encode()), ("png", picture(number))):
+                member = tarfile.TarInfo(f"images/{number}.{ending}")
+                member.size = len(payload)
+                tar.addfile(member, io.BytesIO(payload))
+    others["a.tar"] = stream.getvalue()
     for name, content in others.items():
         other = CorpusCase(case.folder.parent / name.replace(".", "_"))
         other.prepare()
         (other.texts / name).write_bytes(content)
-        other.pack(*settings, f"conversations.image_root={case.texts}")
+        root = case.folder if name == "a.tar" else case.texts
+        form = "conversations.form=llava"
+        other.pack(*settings, form, f"conversations.image_root={root}")
         assert samples(other) == found
 
 

@@ -8,8 +8,8 @@ in the order of reading. Nothing is left out in silence: a line that does not fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from shardflow.packing.corpora.config import (
@@ -18,6 +18,7 @@ from shardflow.packing.corpora.config import (
     LineError,
     LineReason,
 )
+from shardflow.packing.corpora.lines import TarLine
 
 Kind: TypeAlias = Literal["conversation", "preference", "reward", "prompt", "document"]
 
@@ -191,7 +192,11 @@ class ConversationReader:
             score = self._score(fields) if form == "reward" else None
             kind: Kind = "conversation" if score is None else "reward"
             found = Conversation(form=form, kind=kind, messages=self._messages(fields), score=score)
-        return _checked(self._placed(found, self._pictures(fields)))
+        num_places = sum(part is None for turn in found.turns() for part in turn.content)
+        placed = self._placed(found, self._pictures(fields, num_places), num_places)
+        if isinstance(fields, TarLine):
+            placed = _mapped(placed, lambda turn: _beside(turn, fields))
+        return _checked(placed)
 
     # ---- forms -----------------------------------------------------------------------------------
 
@@ -382,20 +387,22 @@ class ConversationReader:
 
     # ---- pictures --------------------------------------------------------------------------------
 
-    def _pictures(self, fields: Mapping[str, Any]) -> list[Slot]:
+    def _pictures(self, fields: Mapping[str, Any], num_places: int) -> list[Slot]:
         """Return the pictures that stand beside the turns of a line."""
         value = self._value(fields, "images")
-        if value is None or self._has(fields, "texts"):
+        if self._has(fields, "texts"):
             return []
+        if value is None:
+            beside = fields.pictures if isinstance(fields, TarLine) and num_places else ()
+            return [Slot(name=name) for name in beside]
         return [_slot(each) for each in (value if isinstance(value, list) else [value])]
 
-    def _placed(self, found: Conversation, pictures: list[Slot]) -> Conversation:
+    def _placed(self, found: Conversation, pictures: list[Slot], num_places: int) -> Conversation:
         """Put the pictures beside the turns into their places, in the order of reading.
 
         Raises:
             LineError: There are more or fewer than places.
         """
-        num_places = sum(part is None for turn in found.turns() for part in turn.content)
         messages = found.messages
         if pictures and not num_places and self._config.unplaced_images == "first":
             at = next((n for n, turn in enumerate(messages) if turn.role in ("user", "document")), None)
@@ -408,31 +415,34 @@ class ConversationReader:
             raise LineError(LineReason.IMAGE_COUNT)
         following = iter(pictures)
 
-        def placed(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-            return tuple(
-                Turn(
-                    turn.role,
-                    _joined(next(following) if part is None else part for part in turn.content),
-                    turn.weight,
-                )
-                for turn in turns
-            )
+        def placed(turn: Turn) -> Turn:
+            parts = (next(following) if part is None else part for part in turn.content)
+            return replace(turn, content=_joined(parts))
 
-        return Conversation(
-            form=found.form,
-            kind=found.kind,
-            messages=placed(messages),
-            chosen=placed(found.chosen),
-            rejected=placed(found.rejected),
-            score=found.score,
-            answer=found.answer,
-        )
+        return _mapped(replace(found, messages=messages), placed)
 
     def _score(self, fields: Mapping[str, Any]) -> float:
         value = self._value(fields, "score")
         if value is None:
             raise LineError(LineReason.MISSING_FIELD)
         return _number(value)
+
+
+def _mapped(found: Conversation, change: Callable[[Turn], Turn]) -> Conversation:
+    """Return a conversation with every turn changed, in the order of reading."""
+    messages, chosen, rejected = (
+        tuple(change(turn) for turn in turns) for turns in (found.messages, found.chosen, found.rejected)
+    )
+    return replace(found, messages=messages, chosen=chosen, rejected=rejected)
+
+
+def _beside(turn: Turn, line: TarLine) -> Turn:
+    """Return a turn with the pictures that stand beside the line in its tar."""
+    parts: list[Part] = []
+    for part in turn.content:
+        data = line.picture(part.name) if isinstance(part, Slot) and part.name else None
+        parts.append(part if data is None else Slot(data=data))
+    return replace(turn, content=tuple(parts))
 
 
 def _joined(parts: Iterator[Part]) -> tuple[Part, ...]:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardflow.errors import ConfigError, FormatError, StorageError, os_reason
 from shardflow.packing.corpora.config import LineError, LineReason
 from shardflow.packing.corpora.lines import (
     DamagedFileError,
     Fields,
+    TarLine,
     array_lines,
     parquet_rows,
     parse_line,
@@ -30,6 +31,7 @@ from shardflow.packing.corpora.lines import (
     reading,
     row_groups,
     stream_lines,
+    tar_samples,
 )
 from shardflow.storage import write_atomic
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from shardflow.packing.corpora.config import CorpusConfig
     from shardflow.packing.deid.pseudonyms import SecretKey
 
+Source = TypeVar("Source")
 _FORMATS: Final = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -64,7 +67,7 @@ class InputFile:
 
     path: str
     format: str
-    """``jsonl``, ``json``, ``gz``, ``zst``, ``parquet``, or ``other``, which is not read."""
+    """``jsonl``, ``json``, ``tar``, ``gz``, ``zst``, ``parquet``, or ``other``, which is not read."""
     num_bytes: int
     file: str = ""
     """Surrogate of its name."""
@@ -158,7 +161,7 @@ def discover(roots: Sequence[Path], *, has_conversations: bool = False) -> list[
     Args:
         roots: Folders and files.
         has_conversations: Whether ``.json`` is read too, one array of lines or objects one after another, and
-            JPEG and PNG below folders belong to lines and are no files of their own.
+            ``.tar`` of WebDataset; JPEG and PNG below folders belong to lines and are no files of their own.
 
     Raises:
         ConfigError: A root does not exist.
@@ -190,8 +193,8 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _input_file(path: Path, name: str, has_conversations: bool) -> InputFile:
     kind = next((kind for suffix, kind in _FORMATS.items() if path.name.lower().endswith(suffix)), "other")
-    if has_conversations and path.suffix.lower() == ".json":
-        kind = "json"
+    if has_conversations:
+        kind = {".json": "json", ".tar": "tar"}.get(path.suffix.lower(), kind)
     num_bytes = modified_ns = 0
     try:
         status = path.stat()
@@ -373,6 +376,10 @@ def _piece_lines(
         yield from parquet_rows(path, range(start, stop), columns)
         return
     limit = config.limits.max_line_bytes
+    if kind == "tar":
+        for sample in tar_samples(path, limit, config.conversations.max_image_bytes):
+            yield sample.place, _read(TarLine.of, sample)
+        return
     if kind == "json":
         lines = array_lines(path, limit)
     else:
@@ -381,8 +388,11 @@ def _piece_lines(
         if line is None:
             yield place, LineReason.LINE_TOO_LONG
             continue
-        try:
-            fields: Fields | LineReason = parse_line(line)
-        except LineError as error:
-            fields = error.reason
-        yield place, fields
+        yield place, _read(parse_line, line)
+
+
+def _read(read: Callable[[Source], Fields], source: Source) -> Fields | LineReason:
+    try:
+        return read(source)
+    except LineError as error:
+        return error.reason

@@ -1,4 +1,4 @@
-"""Lines and rows of input files: JSON lines, arrays of JSON, compressed texts, Parquet.
+"""Lines and rows of input files: JSON lines, arrays of JSON, compressed texts, Parquet, tars.
 
 Memory is bounded by the longest line that is allowed: a line above the limit is skipped and never held. A
 line belongs to the range that contains its first byte, so adjacent ranges yield every line once.
@@ -12,11 +12,15 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Final, TypeAlias
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final, Self, TypeAlias
 
-from shardflow.errors import StorageError, os_reason
+from shardflow.errors import FormatError, StorageError, os_reason
+from shardflow.format.foreign.scan import scan_tar, split_member
+from shardflow.format.tar import HashedStream
 from shardflow.packing.corpora.config import LineError, LineReason
+from shardflow.storage import LocalStore
 
 Fields: TypeAlias = Mapping[str, Any]
 Line: TypeAlias = tuple[int, bytes | None]
@@ -25,6 +29,8 @@ Line: TypeAlias = tuple[int, bytes | None]
 _CHUNK_BYTES: Final = 1 << 20
 _BATCH_ROWS: Final = 256
 _BOM: Final = b"\xef\xbb\xbf"
+_LINE: Final = "json"
+_PICTURES: Final = ("jpg", "jpeg", "png")
 _WHITE: Final = b" \t\r\n"
 _STRUCTURE: Final = re.compile(rb'["{}\[\],]')
 _STRING_END: Final = re.compile(rb'["\\]')
@@ -243,6 +249,93 @@ class _Cut:
         elif value or not may_be_empty:
             yield self.begin, value
         self.begin, self._held, self._num_held = following, [], 0
+
+
+class TarLine(dict[str, Any]):
+    """Fields of a line of a tar, with the pictures that stand beside it.
+
+    Attributes:
+        pictures: JPEG and PNG of the sample by the ending of their names (``jpg``, ``1.png``), in the order
+            of the tar.
+    """
+
+    pictures: dict[str, bytes]
+    _key: str
+
+    @classmethod
+    def of(cls, sample: TarSample) -> Self:
+        """Read the line of a sample.
+
+        Raises:
+            LineError: It cannot be read, or is too long.
+        """
+        if sample.line is None:
+            raise LineError(LineReason.LINE_TOO_LONG)
+        made = cls(parse_line(sample.line))
+        made.pictures, made._key = sample.pictures, PurePosixPath(sample.key.decode("utf-8", "replace")).name
+        return made
+
+    def picture(self, name: str) -> bytes | None:
+        """Return the picture of a name, which may have the key of the sample; None for that of another."""
+        key, _, ending = PurePosixPath(name).name.partition(".")
+        return self.pictures.get(name, self.pictures.get(ending.lower()) if key == self._key else None)
+
+
+@dataclass(slots=True)
+class TarSample:
+    """Members of one sample of a tar."""
+
+    key: bytes
+    place: int
+    """Where its first header stands."""
+    line: bytes | None = b"{}"
+    """Its ``json``; None if too long."""
+    pictures: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pictures."""
+        return sum(map(len, self.pictures.values()))
+
+
+def tar_samples(path: Path, max_line_bytes: int, max_picture_bytes: int) -> Iterator[TarSample]:
+    """Yield the samples of a tar of WebDataset: adjacent members of one key.
+
+    Args:
+        path: The tar.
+        max_line_bytes: A longer line is None.
+        max_picture_bytes: What comes above this of a sample's pictures is cut behind the first byte.
+
+    Raises:
+        StorageError: The file cannot be read.
+        DamagedFileError: It is no plain tar, cut, or has links; all samples before that came.
+    """
+    sample: TarSample | None = None
+    try:
+        stream = HashedStream(LocalStore(path.parent), path.name, window_bytes=_CHUNK_BYTES)
+        most = max(max_line_bytes, max_picture_bytes) + 1
+        for member in scan_tar(stream, shard="a tar of the inputs", head_bytes=most):
+            found = split_member(member.name)
+            if found is None:
+                continue
+            if sample is None or found[0] != sample.key:
+                if sample is not None:
+                    yield sample
+                sample = TarSample(found[0], member.header_offset)
+            if found[1] == _LINE:
+                sample.line = member.head if member.num_bytes <= max_line_bytes else None
+            elif found[1].rpartition(".")[2] in _PICTURES:
+                rest = max(max_picture_bytes - sample.num_bytes, 0)
+                sample.pictures[found[1]] = member.head[: rest + 1]
+    except FormatError:
+        raise DamagedFileError from None
+    except StorageError:
+        # Its text may name the file.
+        raise StorageError(
+            "an input file cannot be read; check the file system, and run the job again."
+        ) from None
+    if sample is not None:
+        yield sample
 
 
 def gzip_chunks(file: IO[bytes]) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import tarfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import StorageError
+from shardflow.packing.corpora.config import LineError
 from shardflow.packing.corpora.lines import (
     DamagedFileError,
+    TarLine,
     gzip_chunks,
     plain_lines,
     split_array,
     split_lines,
     stream_lines,
+    tar_samples,
     zstd_chunks,
 )
 
@@ -236,3 +240,42 @@ def test_an_array_that_is_cut_is_damaged_behind_what_came(text: bytes, values: l
     assert [next(lines)[1] for _ in values] == values
     with pytest.raises(DamagedFileError):
         next(lines)
+
+
+def make_tar(*members: tuple[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, payload in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(payload)
+            tar.addfile(member, io.BytesIO(payload))
+    return stream.getvalue()
+
+
+def test_samples_of_a_tar_have_a_line_and_its_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    data = make_tar(
+        ("x/1.JSON", b'{"a": 1}'),
+        ("x/1.seg.png", b"first"),
+        ("x/1.jpg", b"second"),
+        ("x/1.txt", b"left out"),
+        ("no ending", b"left out"),
+        ("x/2.json", b'{"a": "' + b"x" * 100 + b'"}'),
+        ("x/3.png", b"x" * 100),
+    )
+    path.write_bytes(data)
+    one, two, three = tar_samples(path, 50, 20)
+    line = TarLine.of(one)
+    assert (dict(line), list(line.pictures)) == ({"a": 1}, ["seg.png", "jpg"])
+    named = ("jpg", "x/1.jpg", "1.SEG.png", "2.jpg", "x/1.gif")
+    assert [line.picture(name) for name in named] == [b"second", b"second", b"first", None, None]
+    with pytest.raises(LineError, match="LINE_TOO_LONG"):
+        TarLine.of(two)
+    # No line, and no more of a picture than shows that it is too large.
+    assert (dict(TarLine.of(three)), len(three.pictures["png"])) == ({}, 21)
+    assert len({sample.place for sample in (one, two, three)}) == 3
+    path.write_bytes(data[:6500])  # within the third sample
+    samples = tar_samples(path, 50, 20)
+    assert next(samples).line == one.line
+    with pytest.raises(DamagedFileError):
+        list(samples)
