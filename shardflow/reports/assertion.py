@@ -52,13 +52,7 @@ class PhraseIndex(Generic[T]):
 
     def find(self, tokens: Tokens) -> list[Match[T]]:
         """Return all matches, overlapping ones too, by their ends."""
-        places: dict[int, int] = {}
-        at = 1
-        for number, word in enumerate(tokens.words):
-            places[at] = number
-            at += len(word) + 1
-        places[at] = len(tokens.words)
-        haystack = f" {' '.join(tokens.words)} "
+        haystack, places = tokens.phrase_text
         return [
             Match(places[end - length], places[end + 1], value)
             for end, (length, value) in self._automaton.iter(haystack)

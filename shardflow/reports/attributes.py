@@ -73,6 +73,12 @@ class Clause:
     changes: Sequence[Match[Change]] = ()
 
     @cached_property
+    def has_sides(self) -> bool:
+        """Whether any word or place of the sentence names a side."""
+        words = self.tokens.words[slice(*self.sentence)]
+        return not self.of.sides.keys().isdisjoint(words) or any(one.value.side for one in self.places)
+
+    @cached_property
     def _windows(self) -> list[tuple[int, int, int]]:
         return [self._window(number) for number in range(len(self.entities))]
 
@@ -147,7 +153,7 @@ class Clause:
 def find_levels(tokens: Tokens, of: Language) -> Iterator[Match[Concept]]:
     """Find vertebral levels (T8, L3-L4, L4 on L5, L4 to S1)."""
     number, words = 0, tokens.words
-    levels = [place for place, word in enumerate(words) if _is_level(words, place, of)]
+    levels = [place for place, word in enumerate(words) if word[-1].isdigit() and _is_level(words, place, of)]
     for place in levels:
         if place < number:
             continue
@@ -162,7 +168,7 @@ def find_levels(tokens: Tokens, of: Language) -> Iterator[Match[Concept]]:
 
 def _is_level(words: Sequence[str], number: int, of: Language) -> bool:
     word = words[number]
-    if not word[-1].isdigit() or not _level(of.name).fullmatch(word):
+    if not _level(of.name).fullmatch(word):
         return False
     # T1 and T2 are weightings too; S3 may be a series.
     after = words[number + 1 : number + 2]
@@ -199,6 +205,8 @@ def _is_attribute(clause: Clause, first: int, last: int) -> bool:
 
 def side_of(clause: Clause, number: int) -> Side:
     """Return the side a finding is said to be on."""
+    if not clause.has_sides:
+        return ""
     entity = clause.entities[number]
     begin, behind, end = clause.window(number)
     inside = [*_sides(clause, entity.first, entity.last)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from shardflow.reports.language import ENGLISH, Language, load_language
 
@@ -20,7 +20,7 @@ _SHORT_LINE = 55
 """A shorter line whose successor begins with a capital is no wrapped line; characters."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Tokens:
     """The words of a text. Hyphens inside a compound are no tokens; other signs are."""
 
@@ -34,6 +34,17 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.words)
+
+    @cached_property
+    def phrase_text(self) -> tuple[str, dict[int, int]]:
+        """Words with a blank around each, and the token that begins at each place of it; the end too."""
+        places: dict[int, int] = {}
+        at = 1
+        for number, word in enumerate(self.words):
+            places[at] = number
+            at += len(word) + 1
+        places[at] = len(self.words)
+        return f" {' '.join(self.words)} ", places
 
 
 def fold_words(text: str, language: str = ENGLISH) -> list[str]:
