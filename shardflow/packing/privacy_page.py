@@ -10,10 +10,11 @@ Source: DICOM PS3.15 Annex E (Table E.1-1) and PS3.16 CID 7050, edition 2024b; 4
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import hmac
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
@@ -26,6 +27,7 @@ from shardflow.format.manifest import Manifest
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.allowlist import MAX_AGE_YEARS
 from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.people import read_evidence
 from shardflow.packing.studies.pictures import MOST_OF_A_KIND, read_pictures
 from shardflow.packing.workspace import Workspace
 from shardflow.viewing.markup import document, note, section, table
@@ -33,6 +35,10 @@ from shardflow.viewing.markup import document, note, section, table
 _HELD_BACK: Final = (Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value)
 _MARK: Final = '<meta name="shardflow-signature" content="'
 _KIND: Final = "privacy-page-1"
+_STYLE: Final = (
+    "section .scroll+.scroll{margin-top:22px}.gallery img{max-width:100%}header code{white-space:nowrap}"
+)
+"""Beside that of the dataset's page."""
 _OPTIONS: Final = (
     (
         "113100",
@@ -47,7 +53,7 @@ _OPTIONS: Final = (
     (
         "113102",
         "Clean Recognizable Visual Features Option",
-        "volumes of heads are held back or flagged, by deid.face_risk",
+        "volumes of heads are flagged, held back, or freed of the face, by deid.face_risk",
     ),
     ("113103", "Clean Graphics Option", "overlays, curves and graphics are never kept"),
     (
@@ -71,6 +77,9 @@ _DATES: Final = {
     "shift": "calendar dates, moved by a number of days of the person's own",
     "remove": "none",
 }
+_FACES: Final = {"flag": "no, flagged", "quarantine": "held back", "deface": "defaced"}
+_APART: Final = "of them under several patient keys"
+_UNDECIDED: Final = "pairs of patient IDs that may be one person, undecided"
 _MIN_RECALL: Final = 0.995
 _MIN_PIXEL_RECALL: Final = 0.99
 
@@ -114,13 +123,16 @@ def render_privacy_page(
     if manifest.key_id != key.key_id:
         raise ConfigError("this secret key is not the dataset's; give that of its private folder.")
     settings = config["deid"]
+    persons = _count_persons(manifest, private)
     body = "".join(
         [
             f"<header><h1>De-identification</h1><p class=id>{dataset.dataset_id}</p>"
             f"<p>version {dataset.manifest_version}, key {escape(key.key_id)}. Not for the dataset: it may show "
-            "what was held back.</p></header>",
-            section("Open questions", _questions(manifest, settings, measured, pixels)),
+            "what was held back. Signed with the secret key: <code>shardflow report DATASET --privacy PRIVATE_DIR --check</code> "
+            "tells whether it was changed.</p></header>",
+            section("Open questions", _questions(manifest, settings, measured, pixels, persons)),
             section("Rules and counts", _counts(manifest, deid, settings)),
+            section("Persons", table(("", "#"), [(escape(name), f"{count:,}") for name, count in persons.items()])),
             section("Dates and ages", _dates(settings)),
             section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
             section("Measured on generated texts", _measured(measured, settings)),
@@ -133,7 +145,7 @@ def render_privacy_page(
     page = document(
         f"De-identification of version {dataset.manifest_version}",
         body,
-        style=style,
+        style=style + _STYLE,
         policy="style-src 'unsafe-inline'; img-src data:",
     )
     return _sign(page, key).encode("utf-8")
@@ -177,11 +189,35 @@ def _counts(manifest: Manifest, deid: Mapping[str, Any], settings: Mapping[str, 
     )  # fmt: skip
 
 
+def _count_persons(manifest: Manifest, private: Path) -> dict[str, int]:
+    """Count patients and persons in the evidence of the version, and undecided pairs of the newest job."""
+    evidence = Workspace(output=private, private=private).people_ledger(
+        str(manifest.extra.get("plan_digest", ""))
+    )
+    keys_of: defaultdict[str, set[str]] = defaultdict(set)
+    num_patients = 0
+    for entry in read_evidence(evidence):
+        num_patients += 1
+        if "person" in entry:
+            keys_of[entry["person"]].add(entry.get("patient_key", entry["patient"]))
+    listed = private / "identities.csv"
+    undecided = 0
+    if listed.is_file():
+        with listed.open(encoding="utf-8", errors="surrogatepass", newline="") as file:
+            undecided = sum(row["link"] == "uncertain" for row in csv.DictReader(file))
+    return {
+        "patient IDs": num_patients,
+        "persons with several": len(keys_of),
+        _APART: sum(len(keys) > 1 for keys in keys_of.values()),
+        _UNDECIDED: undecided,
+    }
+
+
 def _dates(settings: Mapping[str, Any]) -> str:
     rows = [
         ("dates", _DATES[settings["dates"]]),
-        ("consistency", "one origin or shift a person, from key and patient identifier: the same in studies, reports,"
-         " records, waveforms and later versions"),
+        ("consistency", "one origin or shift a person, from key and patient identifier (several that are certainly linked share"
+         " it): the same in studies, reports, records, waveforms and later versions"),
         ("times between images and records", "whole days" if settings.get("times") == "day"
          else f"to the {escape(str(settings.get('times', 'second')))}; no time of day"),
         ("ages", f"whole years; {MAX_AGE_YEARS} stands for every age above {MAX_AGE_YEARS - 1}; removed from texts above"
@@ -196,11 +232,7 @@ def _profile(deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     for code, name, how in _OPTIONS:
         state = "yes" if code in codes or code in _ALWAYS else "no"
         if code == "113102":
-            state = (
-                "held back"
-                if settings.get("face_risk") == "quarantine"
-                else str(settings.get("face_risk", "no"))
-            )
+            state = _FACES.get(str(settings.get("face_risk")), "no")
         rows.append((code, escape(name), escape(state), escape(how)))
     return table(("code", "profile or option", "applied", "how"), rows)
 
@@ -248,6 +280,7 @@ def _questions(
     settings: Mapping[str, Any],
     measured: Mapping[str, Any],
     pixels: Mapping[str, Any] | None,
+    persons: Mapping[str, int],
 ) -> str:
     done: Any = manifest.extra["deidentification"]
     counts: Mapping[str, int] = done.get("counts", {})
@@ -263,6 +296,8 @@ def _questions(
         (blanked > 0, f"Text was blanked in {blanked:,} slices: do the boxes hide anything that a reader needs?"),
         (flags > 0 and settings["face_risk"] == "flag", f"{flags:,} series of heads were packed with a flag: may their faces be published?"),
         (settings["dates"] != "remove" and settings.get("times", "second") == "second", "Intervals are exact to the second: does the dataset leave the circle of those who may see the records?"),
+        (persons[_UNDECIDED] > 0, f"{persons[_UNDECIDED]:,} pairs of patient IDs may be one person each, and in two splits (identities.csv in the private folder): are they?"),
+        (persons[_APART] > 0, f"{persons[_APART]:,} persons have several patient keys: are folds dealt with --private-dir?"),
         (float(measured["recall"]) < _MIN_RECALL, f"Recall on generated identifiers is below {_MIN_RECALL}: which settings lower it?"),
         (True, "Combinations (a rare disease, a small hospital) may identify a person. Has an expert judged that?"),
     ]  # fmt: skip

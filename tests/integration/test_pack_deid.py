@@ -182,6 +182,7 @@ def test_the_officers_page_shows_what_was_held_back_and_a_change_of_it_is_seen(
         "report_text</code></td><td>&quot;strict&quot;",
         "90 stands for every age above 89",
         "pydicom",
+        "persons with several",
         "heads were packed with a flag",
     ):
         assert said in text
