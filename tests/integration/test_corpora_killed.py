@@ -15,6 +15,7 @@ import pytest
 from shardflow.format.verification import verify
 from tests.corpora_case import REPOSITORY, CorpusCase, make_lines
 from tests.pack_case import tree_digests
+from tests.sweeps import sampled
 
 
 def _make(folder: Path) -> CorpusCase:
@@ -73,7 +74,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("point", "num_kept"), POINTS)
+@pytest.mark.parametrize(("point", "num_kept"), sampled(POINTS, {POINTS[2], POINTS[5], POINTS[6]}))
 def test_a_killed_job_goes_on_and_does_no_finished_part_again(
     case: CorpusCase, expected: tuple[Path, dict[str, str]], point: str, num_kept: int
 ) -> None:

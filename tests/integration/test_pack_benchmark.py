@@ -11,11 +11,12 @@ from benchmarks.pack.content import make_small_content
 from benchmarks.pack.contestants import JOBS, LOOPS
 from benchmarks.pack.run import GOALS, measure
 from benchmarks.pack.table import table
+from tests.sweeps import sampled
 
 NUM_STUDIES = 3
 
 
-@pytest.mark.parametrize("name", [*JOBS, *LOOPS])
+@pytest.mark.parametrize("name", sampled([*JOBS, *LOOPS], {[*JOBS][0], [*LOOPS][0]}))
 def test_every_contestant_runs(tmp_path: Path, name: str) -> None:
     make_small_content(tmp_path / "ct", NUM_STUDIES)
     found = measure(name, tmp_path / "ct", tmp_path)

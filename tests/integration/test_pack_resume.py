@@ -16,6 +16,7 @@ from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
+from tests.sweeps import sampled
 
 NUM_STUDIES = 7
 
@@ -92,7 +93,10 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", POINTS)
+ALWAYS = {"advance:headers:1", "advance:studies:4", "phase:samples", "phase:manifest", "cleaning", "half"}
+
+
+@pytest.mark.parametrize("point", sampled(POINTS, ALWAYS))
 def test_a_killed_job_goes_on_to_the_same_bytes(
     case: PackCase, expected: tuple[Path, dict[str, str]], point: str
 ) -> None:
@@ -110,7 +114,18 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
 
 @pytest.mark.parametrize(
     ("point", "number"),
-    [("fragment", 1), ("fragment", 3), ("tar", 1), ("tar", 2), ("index", 1), ("record", 1), ("record", 2)],
+    sampled(
+        [
+            ("fragment", 1),
+            ("fragment", 3),
+            ("tar", 1),
+            ("tar", 2),
+            ("index", 1),
+            ("record", 1),
+            ("record", 2),
+        ],
+        {("fragment", 3), ("tar", 1), ("index", 1), ("record", 1)},
+    ),
 )
 def test_a_job_killed_at_a_write_of_a_process_goes_on(
     case: PackCase, expected: tuple[Path, dict[str, str]], point: str, number: int
