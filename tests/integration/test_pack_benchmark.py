@@ -16,7 +16,7 @@ from tests.sweeps import sampled
 NUM_STUDIES = 3
 
 
-@pytest.mark.parametrize("name", sampled([*JOBS, *LOOPS], {[*JOBS][0], [*LOOPS][0]}))
+@pytest.mark.parametrize("name", sampled([*JOBS, *LOOPS], {next(iter(JOBS)), next(iter(LOOPS))}))
 def test_every_contestant_runs(tmp_path: Path, name: str) -> None:
     make_small_content(tmp_path / "ct", NUM_STUDIES)
     found = measure(name, tmp_path / "ct", tmp_path)
