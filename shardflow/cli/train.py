@@ -43,6 +43,7 @@ examples:
   shardflow train --config my-training.toml --nproc-per-node 8 --tune on
   shardflow train --config my-training.toml --nnodes 4 --nproc-per-node 8 --rdzv-endpoint node-0:29400
   shardflow train --config my-training.toml --propose-micro-batch
+  shardflow train --config my-training.toml --plan-memory 8,64
 
 exit codes: 0 finished; 1 failed, the log says why; 2 a setting is wrong, the checkpoint is of another run, or
 three starts in a row made no progress; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to
@@ -95,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, under torchrun where one of its options is given; returns the exit code."""
     options = _torchrun_options(arguments)
-    if not options or arguments.print_config or arguments.propose_micro_batch:
+    is_asked = arguments.print_config or arguments.propose_micro_batch or arguments.plan_memory
+    if not options or is_asked:
         return job.run(arguments)
     return launch([*options, "-m", "shardflow.training", *_job_options(arguments)])
 

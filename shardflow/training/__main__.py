@@ -89,6 +89,8 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
             return 0
         if arguments.propose_micro_batch:
             return _propose(config)
+        if arguments.plan_memory:
+            return _plan_memory(config, arguments.plan_memory)
         return _train(config, rank)
     except (ConfigError, NoProgressError, PlanError, StateError) as error:
         # Every rank finds the same mistake; one line of it is enough.
@@ -145,6 +147,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure how much memory a micro-batch takes here, propose its size, and exit",
     )
+    parser.add_argument(
+        "--plan-memory",
+        type=_numbers,
+        metavar="N,...",
+        help="compute how much memory each of N GPUs needs, without any, and exit",
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",") if part.isascii() and part.isdigit()]
+    if not numbers or len(numbers) != text.count(",") + 1 or 0 in numbers:
+        raise argparse.ArgumentTypeError(f"numbers of GPUs must be such as 8,64, got {text!r}")
+    return numbers
 
 
 def _propose(config: TrainConfig) -> int:
@@ -156,6 +171,17 @@ def _propose(config: TrainConfig) -> int:
         _LOGGER.info("%d samples take %.3g GB", size, peak_bytes / 1e9)
     _LOGGER.info("%s", curve.text())
     print(json.dumps(curve.to_json()), flush=True)
+    return 0
+
+
+def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
+    """Print what each number of GPUs takes, a line each, and last of all JSON."""
+    from shardflow.training.memory_plan import plan_memory
+
+    plan = plan_memory(config, world_sizes)
+    for each in plan:
+        _LOGGER.info("%s", each.text())
+    print(json.dumps([each.to_json() for each in plan]), flush=True)
     return 0
 
 

@@ -229,7 +229,7 @@ def freeze_idle(model: nn.Module, arguments: Sequence[Any]) -> None:
         _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One answer to every question about values, such as whether a mask is all true: there are none."""
 
     def __init__(self, *, answer: bool) -> None:
@@ -249,7 +249,7 @@ def _used_on_meta(model: nn.Module, arguments: Sequence[Any], *, answer: bool) -
         for name, parameter in model.named_parameters()
     }
     buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
-    with _Answers(answer=answer):
+    with Answers(answer=answer):
         given = tree_map_only(torch.Tensor, lambda one: one.to("meta"), tuple(arguments))
         output = torch.func.functional_call(model, {**parameters, **buffers}, given)
     leaves = _leaves(output)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, VisionEncoderDecoderModel
@@ -136,7 +137,7 @@ class LlavaReports(nn.Module):
         super().__init__()
         self.model = model
         self._normalization = normalization
-        self._slice_of = torch.tensor(frame.slice_of)
+        self._slice_of = np.array(frame.slice_of)
         self.before_N: torch.Tensor
         self.register_buffer("before_N", torch.tensor(frame.before), persistent=False)
 
@@ -150,9 +151,9 @@ class LlavaReports(nn.Module):
     ) -> torch.Tensor:
         """Predict the next token at every position of the rows; arguments as of the reference model."""
         (batch_size, num_slices), device = slice_mask_BK.shape, token_ids_BT.device
-        here = torch.nonzero(self._slice_of < num_slices)[:, 0]
-        slice_of_N = self._slice_of[here].to(device)
-        before_BN = self.before_N[here.to(device)].expand(batch_size, -1)
+        here = np.flatnonzero(self._slice_of < num_slices)
+        slice_of_N = torch.from_numpy(self._slice_of[here]).to(device)
+        before_BN = self.before_N[torch.from_numpy(here).to(device)].expand(batch_size, -1)
         words_B1 = torch.ones_like(slice_mask_BK[:, :1])
         # An extra entry follows the last slice; -1 points to it.
         mask_BN = torch.cat([slice_mask_BK, words_B1], dim=1)[:, slice_of_N]

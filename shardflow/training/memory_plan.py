@@ -1,0 +1,263 @@
+"""Memory plan: what a rank holds on any number of GPUs, computed on the meta device before there are any.
+
+Weights, gradients and optimizer follow from the shapes of the parameters and from how `parallel.strategy`
+shares them, to the byte. Activations are those tensors that autograd saves in a forward pass of one
+micro-batch in its largest shapes, counted on the meta device, where nothing is computed and nothing
+allocated; with activation checkpointing those between the layers, and all of one layer. What kernels,
+communication and the allocator take besides is not known here: leave a tenth free.
+`shardflow.training.memory_probe` measures where there is a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from shardflow.errors import ConfigError
+from shardflow.training.config import TrainConfig
+from shardflow.training.data import sample_inputs
+from shardflow.training.distributed import blocks_of
+from shardflow.training.model_fields import num_places
+from shardflow.training.models.building import Answers, build_report_model
+from shardflow.training.step import COMPUTE_TYPES
+from shardflow.training.text import ReportTokenizer
+
+_MOMENTS = 2
+"""Of AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes that a rank holds, at their peak."""
+
+    world_size: int
+    weights_bytes: int
+    """In float32, frozen ones and buffers too."""
+    gradients_bytes: int
+    optimizer_bytes: int
+    """Two moments of what is trained, and the average of ``optimizer.ema_decay``."""
+    copies_bytes: int
+    """Weights in the type that is computed in: gathered layers under ``fsdp2``, what autocast keeps else."""
+    activations_bytes: int
+    """Of a micro-batch."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all."""
+        return sum(getattr(self, one.name) for one in fields(self) if one.name.endswith("_bytes"))
+
+    def text(self) -> str:
+        """Describe it in a line, in GB of 10^9 bytes."""
+        parts = ", ".join(
+            f"{one.name.removesuffix('_bytes')} {getattr(self, one.name) / 1e9:.3g}"
+            for one in fields(self)
+            if one.name.endswith("_bytes")
+        )
+        return f"{self.world_size} GPUs: {self.total_bytes / 1e9:.3g} GB of each ({parts})"
+
+    def to_json(self) -> dict[str, int]:
+        """Return all numbers."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+def plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> list[RankMemory]:
+    """Compute what a rank holds, for each number of ranks.
+
+    Args:
+        config: All settings; of a folder as ``model.path`` only ``config.json`` and the processor are read.
+        world_sizes: Numbers of GPUs.
+
+    Raises:
+        ConfigError: The task has no reports, the batch spec has a token budget, or the settings fit no model.
+    """
+    batch = config.batch
+    if not config.task.has_reports or batch.micro_batch_size is None:
+        what = "a token budget" if config.task.has_reports else f"task.type {config.task.type!r}"
+        raise ConfigError(
+            f"memory is planned for reports in micro-batches of batch.micro_batch_size, got {what}; try "
+            "sizes, and watch the device."
+        )
+    settings = config.model
+    if settings.path is not None:
+        settings = replace(settings, weights="random")
+    # Recomputing hides from autograd what a layer saves, which is counted here.
+    settings = replace(settings, activation_checkpointing=False)
+    with torch.device("meta"):
+        model, _ = build_report_model(
+            settings,
+            ReportTokenizer.load(config.text.folder),
+            image=config.image,
+            num_places=num_places(config.image_field),
+            text=config.text,
+            lora=config.lora,
+            seed=config.run.seed,
+        )
+    compute = COMPUTE_TYPES[config.run.precision] or torch.float32
+    activations_bytes = _activations(config, model, batch.micro_batch_size, compute)
+    return [_of_rank(config, model, compute, activations_bytes, size) for size in world_sizes]
+
+
+def _of_rank(
+    config: TrainConfig, model: nn.Module, compute: torch.dtype, activations_bytes: int, world_size: int
+) -> RankMemory:
+    parallel = config.parallel
+    is_sharded = parallel.strategy == "fsdp2"
+    parameters = list(model.parameters())
+    trained = [one for one in parameters if one.requires_grad]
+    sharers = world_size if is_sharded else 1
+    num_trained = sum(_share(one, sharers) for one in trained)
+    num_whole = sum(one.numel() for one in trained)
+    gathers_each = not is_sharded or parallel.accumulation == "sharded"
+    num_states = _MOMENTS + (config.optimizer.ema_decay > 0)
+    item = torch.float32.itemsize
+    return RankMemory(
+        world_size=world_size,
+        weights_bytes=item * sum(_share(one, sharers) for one in parameters)
+        + sum(one.nbytes for one in model.buffers()),
+        gradients_bytes=item * (num_trained if gathers_each else num_whole),
+        optimizer_bytes=item * num_states * num_trained,
+        copies_bytes=_copies(model, compute, is_sharded, keeps_all=not parallel.reshard_after_forward),
+        activations_bytes=activations_bytes,
+    )
+
+
+def _share(parameter: torch.Tensor, sharers: int) -> int:
+    """Return the most elements of a parameter that a rank holds: rows in equal pieces, rounded up."""
+    if sharers == 1 or not parameter.ndim:
+        return parameter.numel()
+    return -(-parameter.shape[0] // sharers) * (parameter.numel() // max(1, parameter.shape[0]))
+
+
+def _copies(model: nn.Module, compute: torch.dtype, is_sharded: bool, *, keeps_all: bool) -> int:
+    """Return the bytes of weights in the type of the compute, beside those that a rank holds."""
+    if not is_sharded:
+        is_cast = compute is not torch.float32
+        return sum(one.numel() for one in model.parameters() if one.ndim >= 2) * compute.itemsize * is_cast
+    blocks = [sum(one.numel() for one in block.parameters()) for block in _outermost(blocks_of(model))]
+    whole = sum(one.numel() for one in model.parameters())
+    # What is in no block stays gathered; of the blocks one is in use while the next one comes.
+    gathered = whole if keeps_all else whole - sum(blocks) + sum(sorted(blocks)[-2:])
+    return gathered * compute.itemsize
+
+
+def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    inner = {id(module) for block in blocks for module in block.modules() if module is not block}
+    return [block for block in blocks if id(block) not in inner]
+
+
+def _activations(config: TrainConfig, model: nn.Module, num_samples: int, compute: torch.dtype) -> int:
+    """Return the bytes that autograd saves in a micro-batch of the largest shapes."""
+    inputs = sample_inputs(
+        config.image_field,
+        config.image,
+        config.augment,
+        torch.device("cpu"),
+        packed=config.batch.packed,
+        num_samples=num_samples,
+        num_tokens=config.text.max_tokens,
+        is_full=True,
+    )
+    is_recomputed = config.model.activation_checkpointing
+    counter = _SavedBytes(model, item_bytes=compute.itemsize)
+    recomputed = _outermost(blocks_of(model)) if is_recomputed else []
+    with counter.counting(recomputed), _FusedAttentions(), Answers(answer=True), torch.enable_grad():
+        # Answers are yes: every slot is full, and every mask true.
+        on_meta = _to_meta(inputs)
+        on_meta.loss(on_meta.forward(model))
+    return counter.peak_bytes
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _to_meta(getattr(value, one.name)) for one in fields(value)})
+    return value
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused kernel of attention saves: its inputs, its output, and the logarithm of each row's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        *batch, num_heads, length, _ = query.shape
+        # As kernels lay it out: what follows takes it without a copy.
+        output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-2, -3)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+
+class _FusedAttentions(TorchFunctionMode):
+    """Fused kernels in place of attention step by step, which is all that the meta device has."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+class _SavedBytes:
+    """Counter of the bytes that autograd saves, each storage once and no parameter.
+
+    Args:
+        model: Of the forward passes.
+        item_bytes: Size of a number that is float32 here.
+
+    Attributes:
+        peak_bytes: All that is saved; of layers that are recomputed what they get, and all of the largest.
+    """
+
+    def __init__(self, model: nn.Module, *, item_bytes: int) -> None:
+        self._item_bytes = item_bytes
+        # Storages are kept, so that no other one gets the address of one that is gone.
+        self._seen = {one.untyped_storage()._cdata: one.untyped_storage() for one in model.parameters()}
+        self._saved_bytes = self._begun_bytes = self._largest_bytes = self._dropped_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._saved_bytes - self._dropped_bytes + self._largest_bytes
+
+    @contextmanager
+    def counting(self, recomputed: Sequence[nn.Module]) -> Iterator[None]:
+        """Count the forward passes inside the block; ``recomputed`` layers keep only what they get."""
+        handles = [
+            handle
+            for layer in recomputed
+            for handle in (
+                layer.register_forward_pre_hook(self._begin, with_kwargs=True),
+                layer.register_forward_hook(self._end),
+            )
+        ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            is_cast = tensor.dtype is torch.float32
+            self._saved_bytes += storage.nbytes() * self._item_bytes // 4 if is_cast else storage.nbytes()
+        return tensor
+
+    def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
+        for tensor in tree_leaves((given, named)):
+            if isinstance(tensor, torch.Tensor):
+                self._save(tensor)
+        self._begun_bytes = self._saved_bytes
+
+    def _end(self, *_: Any) -> None:
+        own_bytes = self._saved_bytes - self._begun_bytes
+        self._dropped_bytes += own_bytes
+        self._largest_bytes = max(self._largest_bytes, own_bytes)

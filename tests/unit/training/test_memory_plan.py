@@ -1,0 +1,136 @@
+"""The memory plan: to the byte what real ranks hold and what autograd saves, without a weight in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardflow.cli.main import main
+from shardflow.config import dump_config
+from shardflow.errors import ConfigError
+from shardflow.training.data import sample_inputs
+from shardflow.training.distributed import blocks_of, local_part
+from shardflow.training.memory_plan import _SavedBytes, plan_memory
+from shardflow.training.step import WeightAverage, build_optimizer, compute_loss
+from tests.tiny_models import make_encoder_decoder, make_llava, model_of
+from tests.tiny_runs import TinyInput, tiny_config
+
+SWITCH = "model.activation_checkpointing"
+MAKERS = {"llava": make_llava, "encoder-decoder": make_encoder_decoder}
+
+
+@pytest.fixture(params=["reference", *MAKERS])
+def settings(request: pytest.FixtureRequest, tiny: TinyInput, tmp_path: Path) -> tuple[str, ...]:
+    if request.param == "reference":
+        return ("model.dropout=0",)
+    folder = MAKERS[request.param](tmp_path / "model", tiny.tokenizer)
+    return (f"model.path={folder}", f"text.tokenizer={folder}")
+
+
+class DropsInKernels(TorchFunctionMode):
+    """Attention without dropout, for which the CPU, unlike GPUs, has no fused kernel."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return function(*args, **(kwargs or {}))
+
+
+def test_whole_models_hold_what_is_planned(
+    tiny: TinyInput, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    config = tiny_config(tiny, tmp_path / "run", *settings, "optimizer.ema_decay=0.9")
+    (plan,) = plan_memory(config, [4])
+    model, _ = model_of(config)
+    inputs = sample_inputs(
+        config.image_field,
+        config.image,
+        config.augment,
+        torch.device("cpu"),
+        packed=False,
+        num_tokens=config.text.max_tokens,
+        is_full=True,
+    )
+    counter = _SavedBytes(model, item_bytes=4)
+    with counter.counting([]), DropsInKernels():
+        loss = compute_loss(model, inputs, None)
+    assert plan.activations_bytes == counter.peak_bytes
+    torch.autograd.backward(loss)
+    optimizer = build_optimizer(model, config.optimizer)
+    optimizer.step()
+    WeightAverage(optimizer, 0.9).update()
+    assert plan.weights_bytes == sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+    assert plan.gradients_bytes == sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert plan.optimizer_bytes == sum(value.nbytes for value in states)
+    assert plan.copies_bytes == 0
+    assert json.loads(json.dumps(plan.to_json()))["total_bytes"] == plan.total_bytes
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+def test_shares_are_those_of_fsdp(
+    tiny: TinyInput, tmp_path: Path, settings: tuple[str, ...], eight_ranks: Any
+) -> None:
+    config = tiny_config(tiny, tmp_path / "run", *settings, "parallel.strategy=fsdp2", "run.precision=bf16")
+    (plan,) = plan_memory(config, [8])
+    model, _ = model_of(config)
+    sizes = {id(block): sum(one.numel() for one in block.parameters()) for block in blocks_of(model)}
+    whole = sum(one.numel() for one in model.parameters())
+    for block in blocks_of(model):
+        fully_shard(block, mesh=eight_ranks)
+    fully_shard(model, mesh=eight_ranks)
+    shares = [local_part(one).numel() for one in model.parameters()]
+    trained = [local_part(one).numel() for one in model.parameters() if one.requires_grad]
+    assert plan.weights_bytes == 4 * sum(shares) + sum(one.nbytes for one in model.buffers())
+    assert plan.optimizer_bytes == 2 * 4 * sum(trained)
+    assert plan.gradients_bytes == 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert plan.copies_bytes == 2 * (whole - sum(sizes.values()) + sum(sorted(sizes.values())[-2:]))
+
+
+def test_recomputed_layers_keep_less(tiny: TinyInput, tmp_path: Path) -> None:
+    sizes = ("model.language_layers=6", "model.vision_layers=6")
+    settings = [(*sizes, f"{SWITCH}={is_on}") for is_on in ("false", "true")]
+    (kept,), (recomputed,) = (plan_memory(tiny_config(tiny, tmp_path / "run", *one), [1]) for one in settings)
+    assert recomputed.activations_bytes < kept.activations_bytes / 2
+    assert recomputed.weights_bytes == kept.weights_bytes
+
+
+def test_a_model_that_no_machine_here_holds_is_planned(
+    tiny: TinyInput, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of 8 B parameters in the language part alone, by the command."""
+    large = ("model.language=llama", "model.language_width=4096", "model.language_layers=40")
+    settings = (*large, "model.language_heads=32", "parallel.strategy=fsdp2", "parallel.accumulation=sharded")
+    config = tiny_config(tiny, tmp_path / "run", *settings, "run.precision=bf16")
+    path = tmp_path / "run.toml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert main(["train", f"--config={path}", "--plan-memory=8,64"]) == 0
+    few, many = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert few["weights_bytes"] > 4e9
+    for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert few[part] == pytest.approx(8 * many[part], rel=0.001)
+    assert few["activations_bytes"] == many["activations_bytes"]
+
+
+def test_what_cannot_be_planned_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    config = tiny_config(tiny, tmp_path / "run")
+    with pytest.raises(ConfigError, match="a token budget"):
+        plan_memory(replace(config, batch=replace(config.batch, micro_batch_size=None, max_tokens=100)), [1])
+    assert main(["train", "--config=none.toml", "--plan-memory=8,x"]) == 2
