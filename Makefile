@@ -19,14 +19,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Create .venv from the pinned constraints, with the console script at .venv/bin/shardflow
+# constraints.txt is the lock: uv checks the hashes in it, also of the packages that build. One line of it as requirement:
+uv_of = awk '/^uv==/,!/\\$$/' constraints.txt > $(1)/uv.txt && $(1)/bin/python -m pip install --quiet --require-hashes --requirement $(1)/uv.txt
+LOCKED := --constraints constraints.txt --build-constraints constraints.txt
+
+setup: $(STAMP) ## Create .venv from the locked packages, with the console script at .venv/bin/shardflow
 
 # `venv --clear` would empty the folder behind a link, which others may use.
 $(STAMP): pyproject.toml constraints.txt
 	@test ! -L $(VENV) || { echo "$(VENV) must be a folder of this clone, got a link; remove the link, and run make again." >&2; exit 2; }
 	python3 -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet uv==$$(sed -n 's/^uv==//p' constraints.txt)
-	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt --editable '.[pack,pixels,wfdb,train,webdataset,remote,ray,hf,lightning,lora,prometheus,wandb,mlflow]' --group dev
+	$(call uv_of,$(VENV))
+	$(BIN)/uv pip install --python $(BIN)/python $(LOCKED) --editable '.[pack,pixels,wfdb,train,webdataset,remote,ray,hf,lightning,lora,prometheus,wandb,mlflow]' --group dev
 	@touch $@
 
 demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on one, and show that nothing was lost
@@ -46,7 +50,8 @@ fuzz: .fuzz-venv/.installed ## Feed the DICOM source with mutated files for FUZZ
 
 .fuzz-venv/.installed: pyproject.toml constraints.txt
 	python3 -m venv --clear .fuzz-venv
-	.fuzz-venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[pack]' atheris==$(ATHERIS)
+	$(call uv_of,.fuzz-venv)
+	.fuzz-venv/bin/uv pip install --quiet --python .fuzz-venv/bin/python $(LOCKED) --editable '.[pack]' atheris==$(ATHERIS)
 	@touch $@
 
 images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
@@ -73,10 +78,12 @@ fix: $(STAMP) ## Format and apply the safe lint fixes
 golden: $(STAMP) ## Rewrite the golden files; review the diff, it is a change of format or order
 	$(BIN)/python -m pytest -q -m "not gpu" --update-golden
 
-# Without the local wheels: a CPU build of torch that lies there must not become the pin of every machine.
-constraints: ## Pin the newest versions that fit together into constraints.txt
-	UV_FIND_LINKS= $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+# Without the local wheels: a CPU build of torch that lies there must not become the pin of every machine. torch alone has
+# no hashes, since every machine has its build of it.
+constraints: ## Lock the newest versions that fit together, with their hashes, in constraints.txt
+	UV_FIND_LINKS= $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --generate-hashes \
 		--all-extras --group dev pyproject.toml constraints.in -o constraints.txt
+	sed -i -E '/^torch==/,/[^\\]$$/{/^ /d;s/ *\\$$//}' constraints.txt
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) .fuzz-venv .fuzz-corpus demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -55,8 +55,11 @@ for prefix in ("", ":env:"):  # the environment wins
 wanted = ("cert", "index-url", "extra-index-url", "find-links", "default-timeout", "timeout", "trusted-host")
 lines = [f"{name} = {settings[name]}" for name in wanted if settings.get(name)]
 (work / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+# uv reads none of pip's settings.
+folders = [word for word in settings.get("find-links", "").split() if word.startswith("/")]
+(work / "uv.toml").write_text(f"system-certs = true\nfind-links = {folders}\n")
 certificates = settings.get("cert") or "/etc/ssl/certs/ca-certificates.crt"
-mounts = [f"{work}/pip.conf:/etc/pip.conf:ro"]
+mounts = [f"{work}/pip.conf:/etc/pip.conf:ro", f"{work}/uv.toml:/etc/uv/uv.toml:ro"]
 if Path(certificates).is_file():
     mounts.append(f"{certificates}:{certificates}:ro")
 for name in ("find-links", "index-url", "extra-index-url"):

@@ -5,6 +5,26 @@
 # Runs as uid 10001 on a read-only root file system; what it writes to are /dataset, /private and a tmpfs at /tmp.
 ARG BASE_IMAGE=python:3.11-slim
 # hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS build
+
+# The locked packages come first: a changed source file does not install them again. uv checks the hashes in the lock.
+WORKDIR /build
+COPY constraints.txt pyproject.toml ./
+RUN awk '/^uv==/,!/\\$/' constraints.txt > uv.txt \
+    && python -m pip install --no-cache-dir --quiet --target /build/uv --require-hashes --requirement uv.txt \
+    && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *extras['pack'], *extras['wfdb'], *extras['remote'], sep='\n')" > requirements.txt \
+    && python -m venv --without-pip /opt/shardflow \
+    && uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --constraints constraints.txt --requirement requirements.txt
+
+COPY README.md LICENSE ./
+COPY shardflow shardflow
+COPY pipelines pipelines
+RUN uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --build-constraints constraints.txt --no-deps . \
+    && uv/bin/uv pip check --python /opt/shardflow/bin/python
+
+# hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
 
 RUN groupadd --gid 10001 shardflow \
@@ -12,23 +32,7 @@ RUN groupadd --gid 10001 shardflow \
     && install --directory --owner 10001 --group 10001 --mode 0755 /dataset \
     && install --directory --owner 10001 --group 10001 --mode 0700 /private
 
-# The pinned packages come first: a changed source file does not install them again.
-WORKDIR /build
-COPY constraints.txt pyproject.toml ./
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-extras = project['optional-dependencies']; \
-print(*project['dependencies'], *extras['pack'], *extras['wfdb'], *extras['remote'], sep='\n')" > requirements.txt \
-    && python -m venv --without-pip /opt/shardflow \
-    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
-
-COPY README.md LICENSE ./
-COPY shardflow shardflow
-COPY pipelines pipelines
-# What builds the wheel is pinned too: pip before 25.3 takes the pins from one of the two, later pips from the other.
-RUN export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt \
-    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --no-deps . \
-    && python -m pip --python /opt/shardflow/bin/python check
-
+COPY --from=build /opt/shardflow /opt/shardflow
 COPY docker/pack.toml docker/recently_active.py /etc/shardflow/
 
 ENV PATH=/opt/shardflow/bin:$PATH \

@@ -3,10 +3,33 @@
 #   docker build -f docker/train.Dockerfile -t shardflow-train .
 #
 # With constraints.txt as it stands torch comes as its CUDA build. For another build name a place that has it with
-# `--build-arg PIP_FIND_LINKS=...` or `--build-arg PIP_EXTRA_INDEX_URL=...`, or pins of your own with
+# `--build-arg UV_FIND_LINKS=...` or `--build-arg UV_INDEX=...`, or a lock of your own, with uv in it, with
 # `--build-arg CONSTRAINTS=FILE`. Runs as uid 10001 on a read-only root file system; what it writes to are /run-output
 # and a tmpfs at /tmp.
 ARG BASE_IMAGE=python:3.11-slim
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS build
+
+# The locked packages come first: a changed source file does not install them again. uv checks the hashes in the lock.
+WORKDIR /build
+ARG CONSTRAINTS=constraints.txt
+ARG UV_FIND_LINKS
+ARG UV_INDEX
+COPY ${CONSTRAINTS} pyproject.toml ./
+RUN awk '/^uv==/,!/\\$/' "$(basename "${CONSTRAINTS}")" > uv.txt \
+    && python -m pip install --no-cache-dir --quiet --target /build/uv --require-hashes --requirement uv.txt \
+    && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], sep='\n')" > requirements.txt \
+    && python -m venv --without-pip /opt/shardflow \
+    && uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --constraints "$(basename "${CONSTRAINTS}")" --requirement requirements.txt
+
+COPY README.md LICENSE ./
+COPY shardflow shardflow
+COPY pipelines pipelines
+RUN uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --build-constraints "$(basename "${CONSTRAINTS}")" --no-deps . \
+    && uv/bin/uv pip check --python /opt/shardflow/bin/python
+
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
 
@@ -14,27 +37,7 @@ RUN groupadd --gid 10001 shardflow \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin shardflow \
     && install --directory --owner 10001 --group 10001 --mode 0755 /dataset /run-output
 
-# The pinned packages come first: a changed source file does not install them again.
-WORKDIR /build
-ARG CONSTRAINTS=constraints.txt
-ARG PIP_FIND_LINKS
-ARG PIP_EXTRA_INDEX_URL
-COPY ${CONSTRAINTS} pyproject.toml ./
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-extras = project['optional-dependencies']; \
-print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], sep='\n')" > requirements.txt \
-    && python -m venv --without-pip /opt/shardflow \
-    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --constraint "$(basename "${CONSTRAINTS}")" \
-        --requirement requirements.txt
-
-COPY README.md LICENSE ./
-COPY shardflow shardflow
-COPY pipelines pipelines
-# What builds the wheel is pinned too: pip before 25.3 takes the pins from one of the two, later pips from the other.
-RUN pins="/build/$(basename "${CONSTRAINTS}")" && export PIP_CONSTRAINT="$pins" PIP_BUILD_CONSTRAINT="$pins" \
-    && python -m pip --python /opt/shardflow/bin/python install --no-cache-dir --no-deps . \
-    && python -m pip --python /opt/shardflow/bin/python check
-
+COPY --from=build /opt/shardflow /opt/shardflow
 COPY docker/train.toml docker/recently_active.py /etc/shardflow/
 
 # One node: processes of one container find each other on its loopback. Override GLOO_SOCKET_IFNAME for several nodes.

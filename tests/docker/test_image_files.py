@@ -44,7 +44,18 @@ def test_what_builds_the_wheel_in_an_image_is_pinned() -> None:
     assert set(builders) <= pinned
     for job in ("pack", "train"):
         text = (DOCKER / f"{job}.Dockerfile").read_text(encoding="utf-8")
-        assert {"PIP_CONSTRAINT=", "PIP_BUILD_CONSTRAINT="} <= set(re.findall(r"PIP_[A-Z_]+=", text))
+        assert re.findall(r"pip install .*--build-constraints", text)
+        assert text.count("--require-hashes") == 1
+        assert len(re.findall(r"pip install", text)) == 3  # uv by its hash, and twice by uv, which checks hashes
+        assert text.index("AS build") < text.index("COPY --from=build")
+
+
+def test_every_locked_package_has_hashes_but_torch() -> None:
+    """Every machine has its own build of torch."""
+    text = (DOCKER.parent / "constraints.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    locked = {line.partition("==")[0]: line.count("--hash=sha256:") for line in text.splitlines()}
+    assert len(locked) > 200
+    assert {name for name, num_hashes in locked.items() if not num_hashes} == {"torch"}
 
 
 def test_the_health_check_follows_what_a_job_writes(tmp_path: Path) -> None:
