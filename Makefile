@@ -14,13 +14,18 @@ export TOKENIZERS_PARALLELISM := false
 # Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-gpu fuzz images docs check size fix golden constraints clean
+.PHONY: help setup demo test test-slow test-gpu fuzz images licenses dist sbom release docs check size fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # constraints.txt is the lock: uv checks the hashes in it, also of the packages that build. One line of it as requirement:
 uv_of = awk '/^uv==/,!/\\$$/' constraints.txt > $(1)/uv.txt && $(1)/bin/python -m pip install --quiet --require-hashes --requirement $(1)/uv.txt
+, := ,
+sbom_of = .release-venv/bin/uv venv --quiet --clear .release-venv/$(1) && .release-venv/bin/uv pip install --quiet \
+	--python .release-venv/$(1)/bin/python --constraints constraints.txt "$$(ls dist/*.whl)[$(2)]" && \
+	.release-venv/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+	--output-file dist/shardflow-$(1).cdx.json .release-venv/$(1)
 LOCKED := --constraints constraints.txt --build-constraints constraints.txt
 
 setup: $(STAMP) ## Create .venv from the locked packages, with the console script at .venv/bin/shardflow
@@ -57,6 +62,25 @@ fuzz: .fuzz-venv/.installed ## Feed the DICOM source with mutated files for FUZZ
 images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
 	docker/check_images.sh $(IMAGES_ARGS)
 
+licenses: $(STAMP) ## Print the license table of what the images install, with the native libraries in wheels
+	@$(BIN)/python -m tests.architecture.licenses
+
+# The same bytes from the same commit on any machine: hatchling sets every time to a fixed one.
+dist: $(STAMP) ## Build wheel and source distribution into dist/
+	rm -rf dist
+	$(BIN)/uv build --quiet --build-constraints constraints.txt --out-dir dist
+
+sbom: dist ## Write what the wheel installs for each image as CycloneDX into dist/, with versions and licenses
+	python3 -m venv --clear .release-venv
+	$(call uv_of,.release-venv)
+	.release-venv/bin/uv pip install --quiet --python .release-venv/bin/python $(LOCKED) cyclonedx-bom
+	$(call sbom_of,pack,pack$(,)wfdb$(,)remote)
+	$(call sbom_of,train,train$(,)prometheus$(,)remote)
+
+release: sbom ## Fill dist/ for a release: wheel, sources, bills of materials, licenses, digests
+	$(BIN)/python -m tests.architecture.licenses > dist/LICENSES.md
+	cd dist && sha256sum -- *.whl *.tar.gz *.json *.md > SHA256SUMS
+
 docs: $(STAMP) ## Build the documentation site into site/; open site/index.html, no server or network is needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Look at site/index.html"
@@ -66,6 +90,9 @@ check: $(STAMP) ## Format, lint, strict types, import layers, and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[bf]*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m fast $(PYTEST_ARGS)
 
 size: $(STAMP) ## Count modules, code lines, public names and words of documents
@@ -86,4 +113,4 @@ constraints: ## Lock the newest versions that fit together, with their hashes, i
 	sed -i -E '/^torch==/,/[^\\]$$/{/^ /d;s/ *\\$$//}' constraints.txt
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .fuzz-venv .fuzz-corpus demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .fuzz-venv .fuzz-corpus .release-venv dist demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

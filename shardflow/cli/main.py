@@ -136,7 +136,8 @@ COMMANDS: Final = {
     ),
 }
 EXTRAS: Final = {
-    "pack": "ahocorasick edfio highdicom imagecodecs nibabel PIL pyarrow pydicom rapidfuzz",
+    "pack": "ahocorasick edfio highdicom imagecodecs nibabel pyarrow pydicom rapidfuzz",
+    "view": "PIL",
     "wfdb": "wfdb",
     "train": "safetensors tensorboard tokenizers torch transformers",
     "remote": "obstore",

@@ -1,7 +1,7 @@
 """Views of datasets for people: pictures of studies, a page about a dataset, and a local web viewer.
 
 Nothing here changes a dataset. The names are loaded on first use, so that a packing process that needs only
-`planes` does not load HTTP and HTML. `render_study` and its like need Pillow (the extra ``pack``).
+`planes` does not load HTTP and HTML. `render_study` and its like need Pillow (the extra ``view``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Picture of one report: its findings marked on the left, the slices that show them on the right.
 
-Needs Pillow (the extra ``pack``).
+Needs Pillow (the extra ``view``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Picture of one study: slices on the left, the report on the right, a title and facts above.
 
-Needs Pillow (the extra ``pack``).
+Needs Pillow (the extra ``view``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Picture of one slot of a batch: its images in their display range, with masks and boxes, and texts below.
 
-Needs Pillow (the extra ``pack``), and no display.
+Needs Pillow (the extra ``view``), and no display.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each character is drawn in the first font that has it, and lines are wrapped to a width in pixels. Each
 assertion has its own tint and kind of line, so that the picture can be read without colors. Needs Pillow (the
-extra ``pack``).
+extra ``view``).
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def test_what_builds_the_wheel_in_an_image_is_pinned() -> None:
         text = (DOCKER / f"{job}.Dockerfile").read_text(encoding="utf-8")
         assert re.findall(r"pip install .*--build-constraints", text)
         assert text.count("--require-hashes") == 1
-        assert len(re.findall(r"pip install", text)) == 3  # uv by its hash, and twice by uv, which checks hashes
+        assert (
+            len(re.findall(r"pip install", text)) == 3
+        )  # uv by its hash, and twice by uv, which checks hashes
         assert text.index("AS build") < text.index("COPY --from=build")
 
 
