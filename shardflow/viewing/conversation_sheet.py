@@ -1,6 +1,6 @@
 """Picture of one conversation: turns below each other, images in their places, what a model learns tinted.
 
-Needs Pillow (the extra ``pack``).
+Needs Pillow (the extra ``view``).
 """
 
 from __future__ import annotations

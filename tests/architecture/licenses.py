@@ -71,11 +71,11 @@ def _package(name: str) -> Package:
 
 
 def _license(facts: metadata.PackageMetadata) -> str:
-    if expression := facts.get("License-Expression"):
-        return str(expression)
+    if "License-Expression" in facts:
+        return str(facts["License-Expression"])
     classifiers = [one for one in facts.get_all("Classifier") or [] if one.startswith("License :: ")]
     names = [one.rpartition(" :: ")[2] for one in classifiers if one != "License :: OSI Approved"]
-    first_line, *_ = [*str(facts.get("License") or "").strip().splitlines(), ""]
+    first_line, *_ = [*str(facts["License"] if "License" in facts else "").strip().splitlines(), ""]
     return "; ".join(names) or first_line
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 def _build(sources: Path, folder: Path) -> dict[str, bytes]:
     """Build the source distribution, and the wheel from it."""
-    command = [sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", folder, sources]
+    command = [sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", str(folder), str(sources)]
     subprocess.run(command, check=True, timeout=300)
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in {".whl", ".gz"}}
 

@@ -74,7 +74,7 @@ def test_python_versions_are_those_that_are_declared() -> None:
     ids=["workflows", "forms", "security"],
 )
 def test_linters_find_nothing(tool: str, arguments: list[str]) -> None:
-    command = [Path(sys.executable).with_name(tool), *arguments]
+    command = [str(Path(sys.executable).with_name(tool)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
