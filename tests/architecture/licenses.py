@@ -75,8 +75,8 @@ def _license(facts: metadata.PackageMetadata) -> str:
         return str(facts["License-Expression"])
     classifiers = [one for one in facts.get_all("Classifier") or [] if one.startswith("License :: ")]
     names = [one.rpartition(" :: ")[2] for one in classifiers if one != "License :: OSI Approved"]
-    first_line, *_ = [*str(facts["License"] if "License" in facts else "").strip().splitlines(), ""]
-    return "; ".join(names) or first_line
+    stated = [str(one).strip() for one in facts.get_all("License") or []]
+    return "; ".join(names) or "".join(stated[:1]).partition("\n")[0]
 
 
 def _libraries(distribution: metadata.Distribution) -> Iterator[str]:
