@@ -126,7 +126,7 @@ def simulate(layout: SampleLayout, spec: BatchSpec, cluster: Cluster) -> Outcome
         # The checkpoint is of an earlier step; `state` of the step itself is what a SIGTERM would have saved.
         state = LoaderState.from_json(json.loads(exchanged))
         state = state.at(Position(0, state.step // _CHECKPOINT_STEPS * _CHECKPOINT_STEPS))
-    found.num_lost = int((~seen).sum()) - (layout.num_samples - plan.num_samples)
+    found.num_lost = int((~seen).sum()) - plan.num_dropped
     found.num_doubled += num_slots - int(seen.sum())
     return found
 
