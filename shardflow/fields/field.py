@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 Missing: TypeAlias = Literal["pad", "drop", "error"]
 """Meaning of a sample without the content of a field: padding with a mask of 0, leaving the sample out of the
 plan, or an error before step 0."""
+_BLOCK_ROWS: Final = 1 << 20
 FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 RESERVED_NAMES: Final = frozenset({"row", "weight", "component", "info"})
 
@@ -277,8 +278,12 @@ class FieldContext:
 
     def count_missing(self, has_content: Sequence[NDArray[np.bool_]]) -> int:
         """Return how many samples of the population have no content, given which ones have."""
-        pairs = zip(self.populations, has_content, strict=True)
-        return sum(int(np.count_nonzero(used & ~has)) for used, has in pairs)
+        num_missing = 0
+        for used, has in zip(self.populations, has_content, strict=True):
+            for start in range(0, len(used), _BLOCK_ROWS):
+                rows = slice(start, start + _BLOCK_ROWS)
+                num_missing += int(np.count_nonzero(used[rows] & ~has[rows]))
+        return num_missing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
-from shardflow.format import manifest as manifests
 from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import parse_slice_field, slice_field, volume_field
 from shardflow.format.manifest import Manifest
+from shardflow.format.manifest_table import load_shared
 from shardflow.format.samples import SamplesTable
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
@@ -222,7 +222,7 @@ class Dataset:
         if isinstance(tables, str | os.PathLike):
             raise ConfigError("tables= is a list of folders; write tables=[folder].")
         store = open_store(url, cache=cache)
-        manifest = manifests.load(store, version)
+        manifest = load_shared(store, version)
         if not tables:
             return cls(store, manifest)
         beside = [open_store(folder) for folder in tables]
@@ -409,10 +409,10 @@ class Dataset:
             if self.index is not None or self._is_collected:
                 return
             self._is_collected = True
-            num_bytes = sum(entry.index.num_bytes for entry in self.manifest.shards)
-            is_remote = not isinstance(self.store, LocalStore)
-            if len(self.manifest.shards) < MIN_COLLECTED_SHARDS or (
-                is_remote and num_bytes > _MAX_REMOTE_INDEX_NUM_BYTES
+            shards = self.manifest.shards
+            if len(shards) < MIN_COLLECTED_SHARDS or (
+                not isinstance(self.store, LocalStore)
+                and sum(entry.index.num_bytes for entry in shards) > _MAX_REMOTE_INDEX_NUM_BYTES
             ):
                 return
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -135,6 +135,18 @@ def check_digest(value: object, name: str) -> None:
         raise ManifestError(f"{name} must be 64 hexadecimal digits, got another value.")
 
 
+class CheckedShards(Sequence[ShardEntry]):
+    """Shards of a manifest that was parsed and checked before, see `shardflow.format.manifest_table`.
+
+    Attributes:
+        splits: Numbers of samples and shards of each split, as `Manifest.splits`.
+        has_volumes: Whether some shard has volumes in bricks.
+    """
+
+    splits: dict[str, dict[str, int]]
+    has_volumes: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """One version of a dataset.
@@ -144,7 +156,7 @@ class Manifest:
     """
 
     manifest_version: int
-    shards: tuple[ShardEntry, ...]
+    shards: tuple[ShardEntry, ...] | CheckedShards
     samples: FileEntry
     counts: OutcomeCounts
     ledger: LedgerEntry | None = None
@@ -168,6 +180,8 @@ class Manifest:
         for digest, name in ((self.parent, "parent"), (self.config_digest, "config_digest")):
             if digest is not None:
                 check_digest(digest, name)
+        if isinstance(self.shards, CheckedShards):
+            return
         names = [shard.name for shard in self.shards]
         paths = [entry.path for entry in self.files()]
         if len({*names}) < len(names) or len({*paths}) < len(paths):
@@ -183,12 +197,19 @@ class Manifest:
     @property
     def format_version(self) -> int:
         """Version of the format that a reader has to know."""
-        has_volumes = any(shard.num_volumes for shard in self.shards)
+        shards = self.shards
+        has_volumes = (
+            shards.has_volumes
+            if isinstance(shards, CheckedShards)
+            else any(shard.num_volumes for shard in shards)
+        )
         return BRICKS_FORMAT_VERSION if has_volumes else FORMAT_VERSION
 
     @property
     def splits(self) -> dict[str, dict[str, int]]:
         """Numbers of samples and shards of each split, sorted by name."""
+        if isinstance(self.shards, CheckedShards):
+            return {split: dict(numbers) for split, numbers in sorted(self.shards.splits.items())}
         totals: dict[str, dict[str, int]] = {}
         for shard in self.shards:
             counts = totals.setdefault(shard.split, {"num_samples": 0, "num_shards": 0})
@@ -258,6 +279,17 @@ class Manifest:
             ) from None
         object.__setattr__(manifest, "_digest", expected)
         return manifest
+
+    @classmethod
+    def checked(cls, body: dict[str, Any], shards: CheckedShards, dataset_id: str) -> Manifest:
+        """Return a manifest whose other entries were parsed and checked before, as its shards were."""
+        manifest = _with_shards(body, shards)
+        object.__setattr__(manifest, "_digest", dataset_id)
+        return manifest
+
+    def body_without_shards(self) -> dict[str, Json]:
+        """Return the other entries, for `checked`."""
+        return {key: value for key, value in self._body().items() if key != "shards"}
 
     def _body(self) -> dict[str, Json]:
         return {
@@ -412,12 +444,22 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
+    shards = (ShardEntry(**{**shard, "index": FileEntry(**shard["index"])}) for shard in body["shards"])
+    manifest = _with_shards(body, tuple(shards))
+    if body["splits"] != manifest.splits:
+        raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
+    if manifest._body() != body:  # entries are of the types that the classes check, so 1 is not True
+        raise ManifestError(
+            "a manifest must hold the entries of its format and no others; see docs/format.md."
+        )
+    return manifest
+
+
+def _with_shards(body: dict[str, Any], shards: tuple[ShardEntry, ...] | CheckedShards) -> Manifest:
     ledger = body["ledger"]
-    manifest = Manifest(
+    return Manifest(
         manifest_version=body["manifest_version"],
-        shards=tuple(
-            ShardEntry(**{**shard, "index": FileEntry(**shard["index"])}) for shard in body["shards"]
-        ),
+        shards=shards,
         samples=FileEntry(**body["samples"]),
         counts=OutcomeCounts(**body["counts"]),
         ledger=LedgerEntry(**ledger) if ledger else None,
@@ -427,10 +469,3 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         key_id=body["key_id"],
         extra=body["extra"],
     )
-    if body["splits"] != manifest.splits:
-        raise ManifestError("a manifest's splits must be the sums of its shards, got other numbers.")
-    if manifest._body() != body:  # entries are of the types that the classes check, so 1 is not True
-        raise ManifestError(
-            "a manifest must hold the entries of its format and no others; see docs/format.md."
-        )
-    return manifest

@@ -60,6 +60,8 @@ def bind_fields(
             "another one."
         )
     dropped = [one for one in bound.bound if bound.specs[one.name].missing == "drop"]
+    if not dropped:
+        return selection, bound
     kept = [each.copy() for each in populations]
     for one in dropped:
         for place, has_content in enumerate(one.has_content or ()):

@@ -393,10 +393,13 @@ class Selection:
         return all(isinstance(dataset.store, LocalStore) for dataset in self.datasets)
 
     def population_of(self, component: int) -> NDArray[np.bool_]:
-        """Return which rows of a component's own table are used, ``(num_rows,)``."""
+        """Return which rows of a component's own table are used, ``(num_rows,)``; may be read-only."""
         dataset, population = self.datasets[component], self.population
         rows = population.components[component].rows if isinstance(population, Mixture) else population
-        return mask_of(rows, 0, dataset.samples.num_samples)
+        num_rows = dataset.samples.num_samples
+        if rows == range(num_rows):
+            return np.broadcast_to(np.True_, num_rows)  # one byte, whatever the number of rows
+        return mask_of(rows, 0, num_rows)
 
     # ---- plan and state --------------------------------------------------------------------------
 

@@ -397,7 +397,13 @@ class EvenOffsets:
 
     def __getitem__(self, key: Any) -> Any:
         numbers = np.arange(*key.indices(len(self)), dtype=np.int64) if isinstance(key, slice) else key
-        shards = np.searchsorted(self._shard_rows, numbers, side="right") - 1
+        shards: Any
+        if isinstance(key, slice) and len(numbers):
+            # The plan of lanes looks at one shard after another, so most slices are of one.
+            first, last = np.searchsorted(self._shard_rows, numbers[[0, -1]], side="right") - 1
+            shards = first if first == last else np.searchsorted(self._shard_rows, numbers, side="right") - 1
+        else:
+            shards = np.searchsorted(self._shard_rows, numbers, side="right") - 1
         places = numbers - self._shard_rows[shards]
         return places * self._each[shards] + np.minimum(places, self._rest[shards])
 

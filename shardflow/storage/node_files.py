@@ -141,7 +141,7 @@ def _copied(store: ByteStore, path: str, sha256: str, num_bytes: int) -> memoryv
 def _named_pieces(store: ByteStore, path: str, sha256: str, num_bytes: int) -> Iterator[bytes | memoryview]:
     """Yield an object in pieces; raises `ChecksumError` at its end if it is another one than is named."""
     digest, num_read = hashlib.sha256(), 0
-    for piece in _pieces(store, path, num_bytes):
+    for piece in object_pieces(store, path, num_bytes):
         digest.update(piece)
         num_read += len(piece)
         yield piece
@@ -149,7 +149,13 @@ def _named_pieces(store: ByteStore, path: str, sha256: str, num_bytes: int) -> I
         raise _not_named(path)
 
 
-def _pieces(store: ByteStore, path: str, num_bytes: int) -> Iterator[bytes | memoryview]:
+def object_pieces(store: ByteStore, path: str, num_bytes: int) -> Iterator[bytes | memoryview]:
+    """Yield an object of known size in pieces, each of which is valid until the next one.
+
+    Raises:
+        ChecksumError: It has another size.
+        StorageError: Reading failed.
+    """
     if isinstance(store, CachedStore):
         yield store.read(path)  # a table is one block of a cache, which is fetched and checked whole
         return

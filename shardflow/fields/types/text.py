@@ -37,6 +37,7 @@ from shardflow.format.keys import REPORT_FIELD
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
+_BLOCK_ROWS: Final = 1 << 20
 _EXAMPLE_TEXT: Final = (
     b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
 )
@@ -74,6 +75,12 @@ class Text(Field):
         return present_texts(entry, arrays)
 
 
+def _is_positive(sizes: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which sizes are above 0; takes no memory where all are, as in most datasets of many samples."""
+    blocks = (sizes[start : start + _BLOCK_ROWS] for start in range(0, len(sizes), _BLOCK_ROWS))
+    return np.broadcast_to(np.True_, len(sizes)) if all(block.all() for block in blocks) else sizes > 0
+
+
 class BoundText(BoundBytes):
     """Text of a sample, bound to a selection; the report's size is that of the samples table."""
 
@@ -83,7 +90,7 @@ class BoundText(BoundBytes):
         is_report = spec.member is None or (spec.member == REPORT_FIELD and is_packed)
         # Of a finding the text is a part of the report, of a series or an image that of its study.
         self._sizes = [each.samples.column("text_bytes") for each in datasets] if is_report else None
-        self._has_text = None if self._sizes is None else [np.asarray(sizes) > 0 for sizes in self._sizes]
+        self._has_text = None if self._sizes is None else [_is_positive(sizes) for sizes in self._sizes]
         super().__init__(name, spec, context)
         if self._has_text is not None:
             self.member, self._max_bytes = None, MAX_BYTES

@@ -1,0 +1,125 @@
+"""Manifests that the processes of a node share: the same entries, made when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardflow.errors import ManifestError
+from shardflow.format import Dataset, manifest_table
+from shardflow.format.manifest import CheckedShards, Manifest, load
+from shardflow.format.manifest_table import load_shared
+from shardflow.storage import LocalStore
+from tests.factories import make_dataset
+from tests.unit.format.tampering import edit_manifest
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without node files, on which every manifest is large."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    monkeypatch.setattr(manifest_table, "MIN_SHARED_BYTES", 1)
+    return tmp_path / "node" / f"shardflow-{os.getuid()}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_dataset(tmp_path / "data", splits={"train": 9, "val": 3}, samples_per_shard=2)
+    return tmp_path / "data"
+
+
+def _remove_one(body: dict[str, Any]) -> None:
+    body["shards"][1]["num_removed"] = 1
+    body["splits"]["train"]["num_samples"] -= 1
+
+
+def _same(shared: Manifest, parsed: Manifest) -> bool:
+    return asdict(shared) | {"shards": None, "_digest": None} == asdict(parsed) | {
+        "shards": None,
+        "_digest": None,
+    } and (list(shared.shards), shared.splits, shared.dataset_id, shared.format_version) == (
+        list(parsed.shards),
+        parsed.splits,
+        parsed.dataset_id,
+        parsed.format_version,
+    )
+
+
+@pytest.mark.usefixtures("node")
+def test_it_is_the_manifest_that_each_process_would_parse(folder: Path) -> None:
+    edit_manifest(folder, _remove_one)
+    store = LocalStore(folder)
+    parsed = load(store)
+    for shared in (load_shared(store), load_shared(store, 1), pickle.loads(pickle.dumps(load_shared(store)))):
+        assert isinstance(shared.shards, CheckedShards)
+        assert _same(shared, parsed)
+        assert shared.encode() == parsed.encode()
+        assert [shared.shards[place] for place in range(-7, 7)] == list(parsed.shards * 2)
+        assert shared.shards[2:5] == parsed.shards[2:5]
+        for place in (7, -8):
+            with pytest.raises(IndexError):
+                shared.shards[place]
+    with pytest.raises(ManifestError, match="versions here"):
+        load_shared(store, 2)
+
+
+def test_it_is_parsed_once_on_a_node(folder: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(folder)
+    load_shared(store)
+    assert [path.name.partition("-")[0] for path in node.glob("*.tbl")] == ["manifest"]
+    monkeypatch.setattr(Manifest, "parse", lambda *_: pytest.fail("parsed again"))
+    load_shared(store)
+    monkeypatch.undo()
+    edit_manifest(folder, lambda body: body["extra"].update(note="another"))
+    assert load_shared(store).dataset_id == load(store).dataset_id  # by its bytes, not by its name
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "another"])
+def test_a_damaged_node_file_costs_time_alone(
+    folder: Path, node: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(folder)
+    load_shared(store)
+    (path,) = node.glob("manifest-*.tbl")
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "another":
+        make_dataset(tmp_path / "other", num_samples=2)
+        load_shared(LocalStore(tmp_path / "other"))
+        (other,) = node.glob("manifest-*.tbl")
+        other.rename(path)
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    assert _same(load_shared(store), load(store))
+    assert "parsed by each process" in caplog.text
+    caplog.clear()
+    assert isinstance(load_shared(store).shards, CheckedShards)
+    assert not caplog.text
+
+
+def test_a_dataset_reads_and_crosses_processes_without_its_node_file(folder: Path, node: Path) -> None:
+    dataset = Dataset.open(folder)
+    fields = [dataset.read_fields(row) for row in range(len(dataset))]
+    for path in node.glob("*.tbl"):
+        path.unlink()
+    again = pickle.loads(pickle.dumps(dataset))
+    assert [again.read_fields(row) for row in range(len(again))] == fields
+    assert again.dataset_id == dataset.dataset_id
+
+
+def test_a_manifest_that_cannot_be_trusted_is_no_node_file(folder: Path, node: Path) -> None:
+    path = folder / "manifest-000001.json"
+    path.write_bytes(path.read_bytes().replace(b'"train"', b'"tra1n"', 1))
+    with pytest.raises(ManifestError, match=r"manifest-000001\.json"):
+        load_shared(LocalStore(folder))
+    assert not list(node.glob("*.tbl"))
