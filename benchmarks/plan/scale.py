@@ -62,9 +62,9 @@ def make_table(folder: Path, num_samples: int, num_shards: int) -> None:
         column.flush()
 
 
-def private_bytes() -> int:
-    """Private memory of this process."""
-    with Path("/proc/self/status").open(encoding="ascii") as file:
+def private_bytes(process: int | str = "self") -> int:
+    """Private memory of a process."""
+    with Path(f"/proc/{process}/status").open(encoding="ascii") as file:
         line = next(line for line in file if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""A small run of the simulator of 1,024 ranks (`benchmarks.plan.ranks`): it holds, and sees what would not."""
+"""A small run of the simulator of many ranks (`benchmarks.plan.ranks`): it holds, and sees what would not."""
 
 from __future__ import annotations
 
