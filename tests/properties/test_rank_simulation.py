@@ -41,7 +41,7 @@ def test_what_nodes_and_ranks_pay_is_counted(order: str) -> None:
     # Lanes belong to nodes, so hardly any two nodes read one shard.
     assert (found["nodes_of_a_shard_at_all_moments"]["mean"] < 1.2) == (order == "lanes")
     cost = plan_cost(LAYOUT, SPECS[order], CLUSTER, [0, 63])
-    assert len(cost["plan_processor_s"]) == len(cost["private_mb"]) == 2
+    assert len(cost["plan_processor_s"]) == len(cost["allocated_mb"]) == 2
 
 
 def test_a_lost_and_a_doubled_sample_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
