@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ManifestError, ShardflowError
+from shardflow.format.keys import Json
 from shardflow.format.manifest import (
     CheckedShards,
     FileEntry,
@@ -88,8 +89,15 @@ def _encoded(manifest: Manifest, file_sha256: str) -> bytes:
         **{name: np.array([getattr(shard, name) for shard in shards], "<u8") for name in _COUNTS},
     }
     body = manifest.body_without_shards()
-    meta = {"kind": _KIND, "format_version": _FORMAT_VERSION, "file_sha256": file_sha256}
-    return encode_table(columns, {**meta, "dataset_id": manifest.dataset_id, "splits": splits, "body": body})
+    meta: dict[str, Json] = {
+        "kind": _KIND,
+        "format_version": _FORMAT_VERSION,
+        "file_sha256": file_sha256,
+        "dataset_id": manifest.dataset_id,
+        "splits": splits,
+        "body": body,
+    }
+    return encode_table(columns, meta)
 
 
 class SharedShards(CheckedShards):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -11,11 +13,11 @@ from shardflow.sampling import BatchSpec, EpochPlan, Position, RankSchedule
 
 CLUSTER = Cluster(num_ranks=64, num_threads=16, num_kills=20)
 LAYOUT = layout_of(50_000, 300)
-SIZES = {"micro_batch_size": 4, "micro_batches_per_step": 128}
+FULL = BatchSpec(micro_batch_size=4, micro_batches_per_step=128, tail="mask")
 SPECS = {
-    "full shuffle": BatchSpec(**SIZES, tail="mask"),
-    "lanes": BatchSpec(**SIZES, tail="mask", lanes=128, window_bytes=1 << 28),
-    "drop": BatchSpec(**SIZES, tail="drop"),
+    "full shuffle": FULL,
+    "lanes": replace(FULL, lanes=128, window_bytes=1 << 28),
+    "drop": replace(FULL, tail="drop"),
 }
 
 

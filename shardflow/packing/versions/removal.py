@@ -234,7 +234,7 @@ def _rows_of(newest: NewestVersion, removed: _Removed) -> tuple[Dataset, list[in
     return Dataset(store, manifest), rows
 
 
-def _count_removed(shards: tuple[ShardEntry, ...], kept: list[SampleEntry]) -> list[ShardEntry]:
+def _count_removed(shards: Sequence[ShardEntry], kept: list[SampleEntry]) -> list[ShardEntry]:
     counts = np.bincount([entry.shard for entry in kept], minlength=len(shards)).tolist()
     return [
         # A shard without samples is left out of the next version.

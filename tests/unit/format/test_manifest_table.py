@@ -63,7 +63,7 @@ def test_it_is_the_manifest_that_each_process_would_parse(folder: Path) -> None:
         assert isinstance(shared.shards, CheckedShards)
         assert _same(shared, parsed)
         assert shared.encode() == parsed.encode()
-        assert [shared.shards[place] for place in range(-7, 7)] == list(parsed.shards * 2)
+        assert [shared.shards[place] for place in range(-7, 7)] == [*parsed.shards, *parsed.shards]
         assert shared.shards[2:5] == parsed.shards[2:5]
         for place in (7, -8):
             with pytest.raises(IndexError):
