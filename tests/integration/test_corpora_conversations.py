@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from pyarrow import parquet
+from transformers import AutoProcessor
 
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.manifest import load
 from shardflow.storage import LocalStore
+from tests.conversation_case import make_folder
 from tests.corpora_case import CorpusCase
 from tests.pack_case import tree_digests
 
@@ -198,3 +200,55 @@ def test_conversations_about_packed_studies(case: CorpusCase) -> None:
     corpus: Any = dataset.manifest.extra["corpus"]
     assert corpus["studies"] == Dataset.open(scans).dataset_id
     assert str(scans).encode() not in b"".join(path.read_bytes() for path in case.output.rglob("*.json"))
+
+
+def test_what_was_packed_is_rendered_as_the_processor_renders_the_input(case: CorpusCase) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (5, 40, 30)).astype(np.uint8)
+    with sf.ShardWriter(case.folder / "scans") as writer:
+        study = {"series": [{"display_range": [0, 255]}]}
+        writer.write({"__key__": "s", "s000.b2nd": pixels, "study.json": study})
+    turned = Image.Exif()
+    turned[0x0112], turned[0x010E] = 6, "OKONKWO"
+    radiograph = case.texts / "images" / "a.jpg"
+    Image.fromarray(pixels[0]).save(radiograph, exif=turned)
+    answer = {"role": "assistant", "content": "Clear lungs."}
+    scans = {"type": "image", "study": "s", "slices": [1, 3]}
+    before, after = {"type": "text", "text": "Before"}, {"type": "text", "text": "?"}
+    marked = {"role": "user", "content": "<image>\nIs there an effusion?"}
+    lines = [
+        {"messages": [marked, answer], "image": "images/a.jpg"},
+        {"messages": [{"role": "user", "content": [before, scans, after]}, answer]},
+    ]
+    case.write("a.jsonl", [json.dumps(each).encode() for each in lines])
+    studies = f"conversations.studies={{dataset = {json.dumps(str(case.folder / 'scans'))}}}"
+    # Nothing in these words is a name, so scrubbing changes the metadata of the picture alone.
+    case.pack(CONVERSATIONS, studies, "splits.parts={train = 1}", "deid.text=scrub")
+    folder = case.folder / "gemma3"
+    make_folder("gemma3", folder, with_model=False)
+    processor = AutoProcessor.from_pretrained(str(folder))
+
+    def shown(image: Image.Image) -> dict[str, Any]:
+        return {"type": "image", "image": ImageOps.exif_transpose(image).convert("RGB")}
+
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Clear lungs."}]}
+    contents: list[list[dict[str, Any]]] = [
+        [shown(Image.open(radiograph)), {"type": "text", "text": "\nIs there an effusion?"}],
+        [before, *(shown(Image.fromarray(plane)) for plane in pixels[1:3]), after],
+    ]
+    chats = [[{"role": "user", "content": content}, said] for content in contents]
+    wanted = processor.apply_chat_template(
+        chats,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+        processor_kwargs={"padding": True, "padding_side": "right"},
+    )
+    spec = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=1, tail="mask")
+    fields = {"chat": sf.Conversation(processor=str(folder), max_tokens=200)}
+    with sf.Loader(sf.open(case.output), split="train", seed=1, batch=spec, fields=fields) as loader:
+        (batch,) = list(loader)
+    rows = {tuple(row.tolist()) for row in batch["chat"]}
+    assert rows == {tuple(row.tolist()) for row in wanted["input_ids"]}
+    pictures = {plane.tobytes() for plane in batch["chat_pixel_values"]}
+    assert pictures == {plane.tobytes() for plane in wanted["pixel_values"]}
+    assert len(pictures) == 3
