@@ -123,8 +123,8 @@ class Conversation:
 
 def value_at(fields: Mapping[str, Any], path: str) -> Any:
     """Return the value of a field, or None; a dot enters an object, unless a field has that name."""
-    if path in fields:
-        return fields[path]
+    if path in fields or "." not in path:
+        return fields.get(path)
     value: Any = fields
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -323,7 +323,7 @@ class ConversationReader:
             for text, picture in zip(texts, pictures, strict=True):
                 both += [] if picture is None else [_slot(picture)]
                 both += [] if text is None else [_text(text)]
-            parts = tuple(both)
+            parts = _joined(iter(both))
         return Conversation(form=form, kind="document", messages=(Turn("document", parts),))
 
     # ---- turns -----------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class ConversationReader:
             return tuple(part for piece in pieces for part in (None, piece) if part != "")[1:]
         if not isinstance(value, list):
             raise LineError(LineReason.WRONG_TYPE)
-        return tuple(part for each in value for part in self._part(each))
+        return _joined(part for each in value for part in self._part(each))
 
     def _part(self, value: Any) -> tuple[Part, ...]:
         if isinstance(value, str):
@@ -413,11 +413,13 @@ class ConversationReader:
                 num_places = len(pictures)
         if num_places != len(pictures):
             raise LineError(LineReason.IMAGE_COUNT)
+        if not pictures:
+            return found
         following = iter(pictures)
 
         def placed(turn: Turn) -> Turn:
             parts = (next(following) if part is None else part for part in turn.content)
-            return replace(turn, content=_joined(parts))
+            return replace(turn, content=tuple(parts))
 
         return _mapped(replace(found, messages=messages), placed)
 
