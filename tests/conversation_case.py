@@ -22,6 +22,8 @@ __all__ = ["FAMILIES", "IMAGE_FAMILIES", "generate", "make_folder", "write_conve
 
 FAMILIES: Final = ("llama", "qwen2", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava")
 IMAGE_FAMILIES: Final = FAMILIES[2:]
+WEIGHTED = 0.2
+"""Share of answers with a weight of their own."""
 _WORDS: Final = (
     "The lungs are clear. No effusion, no pneumothorax.\nHeart size is normal; Größe 3,2 cm, 肺 clear. "
     "What is seen? Compare with the prior study: stable since 2019-03-04. \n\n  Answer: yes. "
@@ -243,7 +245,7 @@ def _answer(draws: random.Random) -> dict[str, Any]:
         "role": "assistant",
         "content": [{"type": "text", "text": _words(draws, 40)}],
     }
-    if draws.random() < 0.2:
+    if draws.random() < WEIGHTED:
         answer["weight"] = draws.choice([0.0, 0.5, 2.0])
     return answer
 

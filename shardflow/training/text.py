@@ -87,12 +87,19 @@ class ReportTokenizer:
         other.begin_id, other.end_ids = begin_id, tuple(end_ids)
         return other
 
-    def chat_parts(self, messages: Sequence[Mapping[str, Any]], marker: str) -> tuple[list[int], list[int]]:
+    def name_of(self, token_id: int) -> str:
+        """Return a token as the chat template writes it."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+
+    def chat_parts(
+        self, messages: Sequence[Mapping[str, Any]], marker: str, *, image: tuple[str, str] | None = None
+    ) -> tuple[list[int], list[int]]:
         """Render the chat template and return the token ids before and behind a marker in it.
 
         Args:
             messages: Roles and contents, as ``apply_chat_template`` takes them; one has the marker.
             marker: Text that the template passes on as it is.
+            image: What the template writes for an image, and what the model's processor puts there.
 
         Raises:
             ConfigError: there is no template, it cannot be rendered, or it loses the marker.
@@ -104,6 +111,8 @@ class ReportTokenizer:
                 f"text.tokenizer must have a chat template that can be rendered, got {type(error).__name__}; "
                 "take the tokenizer of model.path, with its chat_template.jinja."
             ) from None
+        if image is not None:
+            text = str(text).replace(*image)
         before, found, behind = str(text).partition(marker)
         if not found:
             raise ConfigError(

@@ -14,6 +14,7 @@ That is also where generation begins.
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from shardflow.training.text import ReportTokenizer
 _ENCODER_DECODER = "vision-encoder-decoder"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MARKER = "shardflow-report-stands-here"
+_WITH_TYPES = {"gemma3"}
+"""Families whose images attend to all of themselves, which the types of tokens tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +58,13 @@ class ChatFrame:
 
 
 def chat_frame(
-    tokenizer: ReportTokenizer, prompt: str, *, num_slices: int, tokens_per_slice: int, image_token_id: int
+    tokenizer: ReportTokenizer,
+    prompt: str,
+    *,
+    num_slices: int,
+    tokens_per_slice: int,
+    image_token_id: int,
+    image: tuple[str, str] | None = None,
 ) -> ChatFrame:
     """Render the tokenizer's chat template around a report.
 
@@ -64,7 +73,8 @@ def chat_frame(
         prompt: The user's words after the slices.
         num_slices: Most slices of a sample.
         tokens_per_slice: Places of the sequence that a slice takes.
-        image_token_id: Token that the template writes for an image.
+        image_token_id: Token that stands for an image.
+        image: What the template writes for an image where it is not that token, and what replaces it.
 
     Raises:
         ConfigError: there is no template, or it does not write one image token for each slice after a first
@@ -73,7 +83,7 @@ def chat_frame(
     user = [*({"type": "image"} for _ in range(num_slices)), {"type": "text", "text": prompt}]
     assistant = [{"type": "text", "text": _MARKER}]
     before, end = tokenizer.chat_parts(
-        [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}], _MARKER
+        [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}], _MARKER, image=image
     )
     found = before.count(image_token_id)
     # A sequence that began with a padded slice would have a first position that may look at nothing.
@@ -138,6 +148,8 @@ class LlavaReports(nn.Module):
         self.model = model
         self._normalization = normalization
         self._slice_of = np.array(frame.slice_of)
+        config: Any = model.config
+        self._has_types = config.model_type in _WITH_TYPES
         self.before_N: torch.Tensor
         self.register_buffer("before_N", torch.tensor(frame.before), persistent=False)
 
@@ -158,7 +170,12 @@ class LlavaReports(nn.Module):
         # An extra entry follows the last slice; -1 points to it.
         mask_BN = torch.cat([slice_mask_BK, words_B1], dim=1)[:, slice_of_N]
         mask_BS = torch.cat([mask_BN, token_mask_BT], dim=1).long()
+        types = {}
+        if self._has_types:
+            is_slice_BN = (slice_of_N >= 0).long().expand(batch_size, -1)
+            types["token_type_ids"] = torch.cat([is_slice_BN, torch.zeros_like(token_ids_BT)], dim=1)
         output = self.model(
+            **types,
             input_ids=torch.cat([before_BN, token_ids_BT], dim=1),
             pixel_values=self._normalization.pixels(
                 images_BKHW, slice_mask_BK, display_range, _floating_type(self.model)
@@ -265,6 +282,7 @@ def build_pretrained(
         num_slices=num_places,
         tokens_per_slice=_tokens_per_slice(inner, image, len(normalization.mean)),
         image_token_id=int(config.image_token_id),
+        image=_image_words(config, tokenizer),
     )
     _check_length(words, len(frame.before) + text.max_tokens)
     return LlavaReports(inner, frame, normalization), tokenizer.framed(
@@ -282,10 +300,31 @@ def _read_config(path: Path) -> Any:
         ) from None
     if config.model_type != _ENCODER_DECODER and not hasattr(config, "image_token_id"):
         raise ConfigError(
-            "model.path must hold a LLaVA-style model or a vision encoder-decoder, got "
-            f"{config.model_type!r}; choose another."
+            "model.path must hold a LLaVA-style model or a vision encoder-decoder for reports, got "
+            f"{config.model_type!r}; choose another, or train it on conversations by task.type = 'sft'."
+        )
+    if "image_grid_thw" in inspect.signature(_class_of(config).forward).parameters:
+        raise ConfigError(
+            f"model.path holds {config.model_type!r}, whose images have a size each, which reports of slices "
+            "do not; train it on conversations by task.type = 'sft'."
         )
     return config
+
+
+def _class_of(config: Any) -> Any:
+    kinds: Any = AutoModelForImageTextToText._model_mapping
+    return kinds.get(type(config), VisionEncoderDecoderModel)
+
+
+def _image_words(config: Any, tokenizer: ReportTokenizer) -> tuple[str, str] | None:
+    """Return what the template of a family writes for an image, and what its processor makes of it."""
+    if config.model_type not in _WITH_TYPES:
+        return None
+    begin, image, end = (
+        tokenizer.name_of(int(getattr(config, name)))
+        for name in ("boi_token_index", "image_token_id", "eoi_token_index")
+    )
+    return begin, f"\n\n{begin}{image}{end}\n\n"
 
 
 def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:

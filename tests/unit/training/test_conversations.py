@@ -17,6 +17,7 @@ from shardflow.loading import Loader
 from shardflow.loading.sample import open_dataset
 from shardflow.training.config import TrainConfig
 from shardflow.training.run import open_task, train
+from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
 from tests.distributed.runs import committed_samples, differing_weights
 
@@ -250,6 +251,57 @@ def leave() -> None:
     """Leave the process group, as a run that ends does with its process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_losses_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batch through its three trainers."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    rows = pytest.importorskip("datasets").Dataset.from_dict
+    monkeypatch.setattr(conversation_case, "WEIGHTED", 0.0)  # it knows no weights of messages
+    common = {"output_dir": str(tmp_path / "out"), "use_cpu": True, "report_to": [], "max_length": None}
+    common |= {"bf16": False, "activation_checkpointing": False, "dataloader_pin_memory": False}
+    for task in ("sft", "dpo", "reward"):
+        (tmp_path / task).mkdir()
+        _, model, batch, inputs = first_inputs(settings(make_run(tmp_path / task, "qwen2", task)))
+        folder, kind = str(tmp_path / task / "model"), transformers.AutoModelForCausalLM
+        own: Any = kind.from_pretrained(folder, dtype=torch.float32)
+        words = transformers.AutoTokenizer.from_pretrained(folder)
+        tokens = tokens_of(batch)
+        learned = torch.from_numpy(np.array(batch["conversation_weights"]) > 0)
+        learned = learned.reshape(tokens["input_ids"].shape)
+        order = torch.arange(len(learned)).reshape(-1, 2).T.reshape(-1)  # the chosen ones come first
+        given = {name: one if task == "sft" else one[order] for name, one in tokens.items()}
+        if task == "sft":
+            given["labels"] = torch.where(learned, tokens["input_ids"], -100)
+            trainer = trl.SFTTrainer(
+                own,
+                trl.SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True}),
+                train_dataset=rows({"input_ids": [[1, 2]], "labels": [[-100, 2]]}),
+                processing_class=words,
+            )
+        elif task == "dpo":
+            given["completion_mask"] = learned[order].long()
+            pairs = rows({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
+            first = kind.from_pretrained(folder, dtype=torch.float32)
+            config = trl.DPOConfig(**common, beta=0.1)
+            trainer = trl.DPOTrainer(own, first, config, train_dataset=pairs, processing_class=words)
+            with torch.no_grad():
+                for name, one in own.named_parameters():
+                    one.add_(torch.randn_like(one) * 0.05)
+                    model.get_parameter(f"model.{name}").copy_(one)
+        else:
+            own = transformers.AutoModelForSequenceClassification.from_pretrained(
+                folder, num_labels=1, dtype=torch.float32
+            )
+            with torch.no_grad():
+                own.score.weight.copy_(model.score.weight)
+            pairs = rows({"chosen": ["a"], "rejected": ["b"]})
+            config = trl.RewardConfig(**common)
+            trainer = trl.RewardTrainer(own, config, train_dataset=pairs, processing_class=words)
+        with torch.no_grad():
+            wanted = trainer.compute_loss(trainer.model.eval(), given)
+            mine = inputs.loss(inputs.forward(model)) / inputs.num_tokens
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg=task)
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:

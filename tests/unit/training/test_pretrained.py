@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardflow.errors import ConfigError, StateError
+from shardflow.fields.conversations.rendering import blank_picture
 from shardflow.training.checkpoint.files import read_checkpoint
 from shardflow.training.config import ImageConfig, TrainConfig
 from shardflow.training.metrics import read_metrics
@@ -21,6 +22,7 @@ from shardflow.training.models.building import _smallest_inputs, freeze_idle
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
+from tests.conversation_case import make_folder
 from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config
 
@@ -133,6 +135,53 @@ def test_rows_begin_where_generation_begins_and_end_with_the_turn(
     length = bare.index(plain.end_id) + 1
     assert row[1:length] == bare[1:length]
     assert row[length] == row[0]  # and what it puts behind the end
+
+
+def test_images_of_gemma_attend_to_all_of_themselves_between_their_marks(
+    tiny: TinyInput, tmp_path: Path
+) -> None:
+    """What stands before a report is what the model's own processor returns for three slices."""
+    folder = tmp_path / "gemma3"
+    processor = make_folder("gemma3", folder)
+    sides = ("image.rows=28", "image.columns=28", "fields.image.size=[28, 28]")
+    model, _ = build(tiny, folder, *sides, "text.prompt=What is seen?")
+    given: dict[str, torch.Tensor] = {}
+    inner: Any = model.model
+    inner.register_forward_pre_hook(lambda _, __, named: given.update(named), with_kwargs=True)
+    with torch.no_grad():
+        ranges = torch.tensor([[0.0, 1.0]])
+        tokens = torch.tensor([[40, 41, 42]])
+        there = torch.ones((1, 3), dtype=torch.bool)
+        model(torch.rand((1, 3, 28, 28)), there, ranges, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    pictures = [blank_picture(28, 28)] * 3
+    content = [
+        *({"type": "image", "image": one} for one in pictures),
+        {"type": "text", "text": "What is seen?"},
+    ]
+    wanted = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    length = wanted["input_ids"].shape[1]
+    # The last token of the prompt is the first of a row.
+    assert torch.equal(given["input_ids"][:, : length - 1], wanted["input_ids"][:, :-1])
+    assert torch.equal(given["token_type_ids"][:, : length - 1], wanted["token_type_ids"][:, :-1])
+    assert given["token_type_ids"].shape == given["input_ids"].shape
+    assert not given["token_type_ids"][:, length - 1 :].any()
+
+
+@pytest.mark.parametrize(
+    ("family", "what"), [("qwen2_5_vl", "whose images have a size each"), ("llama", "got")]
+)
+def test_what_reports_cannot_train_is_trained_on_conversations(
+    tiny: TinyInput, tmp_path: Path, family: str, what: str
+) -> None:
+    make_folder(family, tmp_path / family)
+    with pytest.raises(ConfigError, match=rf"{what}.*task\.type = 'sft'"):
+        build(tiny, tmp_path / family)
 
 
 def test_a_decoder_without_a_start_token_begins_as_the_tokenizer_does(
