@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from PIL import Image, ImageOps
 
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
+from tests.corpora_case import CorpusCase
 
 SPEC = sf.BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask")
 ENDS = {"llama": "<|eot_id|>", "qwen": "<|im_end|>", "gemma3": "<end_of_turn>", "llava": "</s>"}
@@ -290,3 +292,57 @@ def test_settings_and_processors_that_cannot_work_are_refused(tmp_path: Path) ->
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"has no chat template"):
         read(dataset, folder)
+
+
+def test_packed_lines_are_rendered_with_their_pictures_as_pillow_shows_them(tmp_path: Path) -> None:
+    """JSON of LLaVA through the packing job: a turned photo and a gray PNG of 16 bits."""
+    case = CorpusCase(tmp_path / "job")
+    case.prepare()
+    rng = np.random.default_rng(5)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photo = Image.fromarray(rng.integers(0, 256, (40, 70, 3), np.uint8))
+    photo.save(case.texts / "a.jpg", exif=turned, quality=95)
+    gray = rng.integers(0, 65536, (50, 60), np.uint16)
+    Image.fromarray(gray).save(case.texts / "b.png")
+    lines: list[dict[str, Any]] = [
+        {
+            "image": ["a.jpg", "b.png"],
+            "conversations": [
+                {"from": "human", "value": "<image>What is seen?\n<image>"},
+                {"from": "gpt", "value": "Clear lungs."},
+            ],
+        },
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+    ]
+    (case.texts / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
+    case.pack("fields.kind=conversations", "splits.parts={train = 1, val = 0, test = 0}")
+    folder, processor = folder_of("qwen2_5_vl", tmp_path)
+    seen = 0
+    for batch in read(case.output, folder):
+        assert not batch.quarantined
+        for slot in np.flatnonzero(batch.info.weight):
+            text = processor.tokenizer.decode(batch["chat"][slot][batch["chat_mask"][slot] > 0])
+            if "Hello." in text:
+                continue
+            with Image.open(case.texts / "a.jpg") as opened:
+                shown = [ImageOps.exif_transpose(opened).convert("RGB")]
+            shown.append(Image.fromarray((gray // 257).astype(np.uint8)).convert("RGB"))
+            content = [
+                {"type": "image", "image": shown[0]},
+                {"type": "text", "text": "What is seen?\n"},
+                {"type": "image", "image": shown[1]},
+            ]
+            answer = [{"type": "text", "text": "Clear lungs."}]
+            wanted = processor.apply_chat_template(
+                [{"role": "user", "content": content}, {"role": "assistant", "content": answer}],
+                tokenize=True,
+                return_dict=True,
+                return_tensors="np",
+            )
+            length = wanted["input_ids"].shape[1]
+            np.testing.assert_array_equal(batch["chat"][slot][:length], wanted["input_ids"][0])
+            np.testing.assert_array_equal(batch["chat_pixel_values"], wanted["pixel_values"])
+            np.testing.assert_array_equal(batch["chat_image_grid_thw"], wanted["image_grid_thw"])
+            seen += 1
+    assert seen == 1
