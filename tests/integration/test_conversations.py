@@ -79,9 +79,9 @@ def check_equal(family: str, tmp_path: Path, num: int) -> None:
                     assert got.dtype == value.dtype
                     num_pictures += len(got)
                 np.testing.assert_array_equal(got, value, err_msg=name)
-            assert {*batch} == {names.get(name, f"chat_{name}") for name in wanted} | {"chat_weights"} | (
-                {f"chat_{name}" for name in ("pixel_values", "image_grid_thw") if f"chat_{name}" in batch}
-            )
+            shown = {f"chat_{name}" for name in ("pixel_values", "image_grid_thw")} & {*batch}
+            others = {"chat_weights", *shown, *(f"{name}_offsets" for name in shown)}
+            assert {*batch} == {names.get(name, f"chat_{name}") for name in wanted} | others
             for slot, (document, _) in enumerate(here):
                 assert learned(words, batch, slot) == answers(document, end)
             num_seen += len(keys)
@@ -292,6 +292,28 @@ def test_settings_and_processors_that_cannot_work_are_refused(tmp_path: Path) ->
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"has no chat template"):
         read(dataset, folder)
+
+
+def doubled(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform, which gets a sample's own pictures."""
+    return {"double": sample["chat_pixel_values"] * 2, "num_tokens": int(sample["chat_mask"].sum())}
+
+
+def test_transforms_get_the_pictures_of_their_sample(tmp_path: Path) -> None:
+    folder, _ = folder_of("llava", tmp_path)
+    dataset = write_conversations(tmp_path / "dataset", generate(8, 17))
+    whole = read(dataset, folder)
+    fields = {"chat": sf.Conversation(processor=str(folder), max_tokens=400)}
+    with sf.Loader(
+        sf.open(dataset), split="train", seed=3, batch=SPEC, fields=fields, transform=doubled
+    ) as loader:
+        for batch, plain in zip(loader, whole, strict=True):
+            offsets = plain["chat_pixel_values_offsets"]
+            assert offsets[-1] == len(plain["chat_pixel_values"])
+            for slot in range(4):
+                own = plain["chat_pixel_values"][offsets[slot] : offsets[slot + 1]]
+                np.testing.assert_array_equal(batch["double"][slot], own * 2)
+                assert batch["num_tokens"][slot] == plain["chat_mask"][slot].sum()
 
 
 def test_packed_lines_are_rendered_with_their_pictures_as_pillow_shows_them(tmp_path: Path) -> None:

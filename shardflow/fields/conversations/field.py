@@ -59,7 +59,8 @@ class Conversation(Field):
     it: ``NAME_mask`` ``(B, L)`` uint8, 1 for a token; ``NAME_weights`` ``(B, L)`` float32, the weight of each
     token in the loss, 0 for what is not learned; and what else the processor returns under its own name:
     ``NAME_token_type_ids`` ``(B, L)``, ``NAME_pixel_values`` and ``NAME_image_grid_thw`` of all pictures of
-    the batch, one after another on the first axis. With ``pairs`` the arrays of tokens are ``(B, 2, L)``, the
+    the batch, one after another on the first axis; those of slot b are rows ``NAME_pixel_values_offsets[b]``
+    to ``[b + 1]`` (``(B + 1,)`` int64), and so on. With ``pairs`` the arrays of tokens are ``(B, 2, L)``, the
     chosen conversation and the rejected one, and pictures follow in this order. All are equal in every bit to
     what the processor returns for the conversation.
 
@@ -141,10 +142,13 @@ class Conversation(Field):
         }
         found |= {f"{name}_{one}": shown(arrays[f"{name}.{one}"]) for one in entry["tokens"]}
         for one, shape in entry["pictures"].items():
-            rows = arrays[f"{name}.{one}.rows"].reshape(-1)
-            data = arrays[f"{name}.{one}.data"].reshape(len(rows), -1, *shape)
-            pieces = [data[number, :count] for number, count in enumerate(rows.tolist()) if count]
-            found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0].reshape(0, *shape)
+            starts, rows = arrays[f"{name}.{one}.start"], arrays[f"{name}.{one}.rows"]
+            data = arrays[f"{name}.{one}.data"].reshape(-1, *shape)
+            pairs = zip(starts.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
+            pieces = [data[start : start + count] for start, count in pairs if count]
+            found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0]
+            offsets = np.append(0, np.cumsum(rows.sum(axis=1)))
+            found[f"{name}_{one}_offsets"] = offsets.astype(np.int64)
         return found
 
 
@@ -178,11 +182,15 @@ class BoundConversation(BoundMember):
         for one, entry in self._form.pictures.items():
             size = num_slots * of_slot * entry.most_rows * math.prod(entry.shape)
             specs.append(ArraySpec.of(f"{name}.{one}.data", entry.dtype, size))
+            specs.append(ArraySpec.of(f"{name}.{one}.start", np.int64, num_slots, of_slot))
             specs.append(ArraySpec.of(f"{name}.{one}.rows", np.int64, num_slots, of_slot))
         return specs
 
     def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
-        """Empty every slot."""
+        """Lay out the pictures of the slots, and empty every slot."""
+        for one, entry in self._form.pictures.items():
+            starts = arrays[f"{self.name}.{one}.start"]
+            starts[:] = (np.arange(starts.size) * entry.most_rows).reshape(starts.shape)
         self.blank(arrays, slice(None))
 
     def blank(self, arrays: Arrays, slot: int | slice) -> None:
@@ -238,10 +246,10 @@ class BoundConversation(BoundMember):
             for token, values in one.tokens.items():
                 arrays[f"{name}.{token}"][slot, place, :length] = values
             for picture, values in one.pictures.items():
-                rows = arrays[f"{name}.{picture}.rows"]
-                data = arrays[f"{name}.{picture}.data"].reshape(*rows.shape, -1)
-                data[slot, place, : values.size] = values.reshape(-1)
-                rows[slot, place] = len(values)
+                start = int(arrays[f"{name}.{picture}.start"][slot, place])
+                data = arrays[f"{name}.{picture}.data"].reshape(-1, *values.shape[1:])
+                data[start : start + len(values)] = values
+                arrays[f"{name}.{picture}.rows"][slot, place] = len(values)
         return True
 
     def _fits(self, rendered: Rendered) -> bool:

@@ -88,7 +88,7 @@ def tokens_of(batch: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in batch.items():
         short = names.get(name, name.removeprefix("conversation_"))
-        if short == "weights":
+        if short == "weights" or short.endswith("_offsets"):
             continue
         is_of_tokens = value.shape[-1] == batch["conversation"].shape[-1] and value.ndim == (
             batch["conversation"].ndim
