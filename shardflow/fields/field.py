@@ -354,6 +354,8 @@ class BoundField(ABC):
 
     is_beside: ClassVar[bool] = False
     """Whether the content is stored beside the shards: `fill_beside` delivers it, and no shard is read."""
+    is_uncounted: ClassVar[bool] = False
+    """Whether no table knows what it costs, so that a token budget cannot charge for it."""
     has_pictures: ClassVar[bool] = False
     """Whether it delivers images of series, so that a batch names the modality of each sample."""
 

@@ -103,6 +103,12 @@ def charge_for_delivered(
     """
     if spec.budget is None:
         return selection, spec
+    for one in fields.bound:
+        if one.is_uncounted:
+            raise ConfigError(
+                f"A token budget cannot charge for the field {one.name!r}, of unknown length; write "
+                "BatchSpec.simple(...) without a budget."
+            )
     rule = spec.budget.cost
     if not (rule.counts_delivered or fields.of_previous):
         _warn_of_stored(selection, fields, rule)

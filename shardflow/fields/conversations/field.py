@@ -155,6 +155,7 @@ class Conversation(Field):
 class BoundConversation(BoundMember):
     """Conversations, bound to a selection."""
 
+    is_uncounted = True
     spec: Conversation
 
     def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:

@@ -54,6 +54,8 @@ class ConversationModel(nn.Module):
             pictures: Entries of all pictures; empty for a model of text.
             is_blank: Whether the picture is one that no sequence shows.
         """
+        # First, as where a sequence shows it: ranks gather the layers of a sharded model in one order.
+        blank = _total(self.model.get_image_features(**pictures)) if is_blank and pictures else None
         shown = {} if is_blank else pictures
         output = self.model(**tokens, **shown, use_cache=False)
         if self.score is None:
@@ -62,9 +64,7 @@ class ConversationModel(nn.Module):
             last_N = tokens["attention_mask"].sum(dim=1) - 1
             places = torch.arange(len(last_N), device=last_N.device)
             found = self.score(output.last_hidden_state[places, last_N])[:, 0]
-        if is_blank and pictures:
-            found = found + 0.0 * _total(self.model.get_image_features(**pictures))
-        return found
+        return found if blank is None else found + 0.0 * blank
 
 
 def _total(features: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from shardflow.errors import ConfigError
 from shardflow.loading import Loader
 from shardflow.loading.sample import open_dataset
 from shardflow.training.config import TrainConfig
+from shardflow.training.distributed import blocks_of
 from shardflow.training.run import open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
@@ -205,8 +206,14 @@ def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_path: Path) -> None:
-    """Else the exchange of gradients waits for them; and none of them is NaN."""
-    task, model, batch, _ = first_inputs(settings(make_run(tmp_path, family)))
+    """Else the exchange of gradients waits for them; none of them is NaN, and layers run in one order."""
+    task, model, batch, inputs = first_inputs(settings(make_run(tmp_path, family)))
+    order: list[str] = []
+    for block in blocks_of(model):
+        block.register_forward_pre_hook(lambda block, _: order.append(type(block).__name__))
+    inputs.forward(model)
+    usual = order.copy()
+    order.clear()
     is_of_pictures = {"conversation_pixel_values", "conversation_image_grid_thw"}
     empty = {
         name: np.zeros_like(value)[: 0 if name in is_of_pictures else None] for name, value in batch.items()
@@ -215,6 +222,8 @@ def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_
     tensors = {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}
     loss = task.losses(task.forward(model, tensors), tensors).sum()
     assert float(loss.detach()) == 0.0
+    assert order == usual
+    assert len({*usual}) > 1
     loss.backward()
     trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
     assert len(trained) > 20
