@@ -75,6 +75,9 @@ _PROCESSES: Final = (
 _PREFIX, _HELD = "shardflow-launch-", "held"
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEFAULTS: Final = {
+    # torchrun's agents share a store that the first round's rank 0 holds; without this machine no other round
+    # would begin, and a machine that joins later would not find it.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # Those that are not ours: a handler of torchrun's own would take the place of ours when the ranks start.
     "PET_SIGNALS_TO_HANDLE": "SIGQUIT",
 }

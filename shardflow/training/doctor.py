@@ -628,6 +628,14 @@ def _check_launcher(environment: Environment) -> Iterator[Finding]:
     if stale and "TORCHELASTIC_RUN_ID" not in variables:
         found, fix = "values of another launcher or an older shell", f"unset {' '.join(stale)}"
         yield Finding("warning", ", ".join(stale), "be set by torchrun alone", found, fix)
+    shared = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if ":" in variables.get("PET_NNODES", "") and variables.get(shared) != "1":
+        must = "be 1 where machines may leave and join"
+        found, fix = (
+            "it unset: ranks ask a machine that may be gone",
+            f"export {shared}=1, or use shardflow train",
+        )
+        yield Finding("error", shared, must, found, fix)
     timeout = variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) < _LEAST_SHUTDOWN_S:
         must = f"be at least {_LEAST_SHUTDOWN_S}: a step and a checkpoint must finish before SIGKILL"

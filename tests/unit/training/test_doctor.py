@@ -125,6 +125,7 @@ VARIABLES: list[tuple[dict[str, str], str, str, str]] = [
     ({"GLOO_SOCKET_IFNAME": "eth"}, "error", "GLOO_SOCKET_IFNAME", "correct it"),
     ({"NCCL_IB_HCA": "mlx5"}, "error", "NCCL_IB_HCA", "among none"),
     ({"RANK": "0", "WORLD_SIZE": "8"}, "warning", "RANK, WORLD_SIZE", "unset RANK WORLD_SIZE"),
+    ({"PET_NNODES": "1:4"}, "error", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "leave and join"),
     ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, "warning", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "checkpoint"),
     ({"OMP_NUM_THREADS": "64"}, "warning", "OMP_NUM_THREADS", "lower it"),
 ]
@@ -150,6 +151,8 @@ def test_variable_is_found_with_its_fix(
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_RETRY_CNT": "7"},
         {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": "2000"},
+        {"PET_NNODES": "1:4", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        {"PET_NNODES": "4", "PET_MAX_RESTARTS": "3"},
         {"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"},
         {"NCCL_DEBUG_FILE": "/tmp/nccl.%h.%p"},
         {"NCCLX_TIMEOUT": "1", "PATH": "/bin"},
