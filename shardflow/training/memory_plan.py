@@ -28,6 +28,7 @@ from shardflow.training.model_fields import num_places
 from shardflow.training.models.building import Answers, build_report_model
 from shardflow.training.step import COMPUTE_TYPES
 from shardflow.training.text import ReportTokenizer
+from shardflow.viewing.markup import counted
 
 _MOMENTS = 2
 """Of AdamW."""
@@ -60,7 +61,7 @@ class RankMemory:
             for one in fields(self)
             if one.name.endswith("_bytes")
         )
-        return f"{self.world_size} GPUs: {self.total_bytes / 1e9:.3g} GB of each ({parts})"
+        return f"{counted(self.world_size, 'GPU')}: {self.total_bytes / 1e9:.3g} GB of each ({parts})"
 
     def to_json(self) -> dict[str, int]:
         """Return all numbers."""
