@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import cv2
@@ -176,7 +177,7 @@ class HeadFinder:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Grid:
     """Axial planes of a volume on a grid of `_GRID_MM`."""
 
@@ -212,15 +213,17 @@ class _Grid:
         step = max(_GRID_MM, (self.high[2] - self.low[2]) / _MAX_PLANES)
         return np.arange(self.low[2], self.high[2] + step / 2, step)
 
-    def sample(self, volume: NDArray[np.float32], z: float) -> tuple[Plane, NDArray[np.uint8]]:
-        """Return one axial plane, rows from front to back, and where it is known."""
+    @cached_property
+    def _flat(self) -> list[NDArray[np.float64]]:
+        """What the columns and rows of a plane add to each index, at any height."""
         x = np.arange(self.low[0], self.high[0] + _GRID_MM / 2, _GRID_MM)
         y = np.arange(self.low[1], self.high[1] + _GRID_MM / 2, _GRID_MM)
+        return [row[0] * x[None, :] + row[1] * y[:, None] for row in self.inverse[:3]]
+
+    def sample(self, volume: NDArray[np.float32], z: float) -> tuple[Plane, NDArray[np.uint8]]:
+        """Return one axial plane, rows from front to back, and where it is known."""
         m = self.inverse
-        at = [
-            np.rint(m[k, 0] * x[None, :] + m[k, 1] * y[:, None] + m[k, 2] * z + m[k, 3]).astype(np.int32)
-            for k in range(3)
-        ]
+        at = [np.rint(self._flat[k] + m[k, 2] * z + m[k, 3]).astype(np.int32) for k in range(3)]
         known = np.ones(at[0].shape, bool)
         for one, size in zip(at, self.shape, strict=True):
             known &= (one >= 0) & (one < size)
@@ -231,8 +234,7 @@ class _Grid:
 
 def _surface_level(volume: NDArray[np.float32], modality: str) -> float:
     """Return the level between air and tissue of a volume that is not CT."""
-    top = float(np.percentile(volume, 99.5))
-    bottom = float(np.percentile(volume, 0.5))
+    top, bottom = map(float, np.percentile(volume, (99.5, 0.5)))
     if modality == "PT":  # skin takes up a twentieth of what the brain does
         return bottom + _PET_SHARE * (top - bottom)
     scaled = np.clip((volume - bottom) / max(top - bottom, 1e-6), 0, 1)
@@ -319,7 +321,8 @@ def _has_ring(plane: Plane, blob: NDArray[np.uint8]) -> bool:
     rows, columns = np.nonzero(blob)
     center = rows.mean(), columns.mean()
     angles = np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)
-    reach = np.arange(0, max(blob.shape) * 1.5, 0.5)
+    farthest = float(np.hypot(rows - center[0], columns - center[1]).max())
+    reach = np.arange(0, farthest + 1, 0.5)
     at_rows = np.rint(center[0] + np.outer(np.sin(angles), reach)).astype(int)
     at_columns = np.rint(center[1] + np.outer(np.cos(angles), reach)).astype(int)
     valid = (at_rows >= 0) & (at_rows < blob.shape[0]) & (at_columns >= 0) & (at_columns < blob.shape[1])
