@@ -93,6 +93,11 @@ def run_remove(arguments: argparse.Namespace) -> int:
         lines.append(
             f"{summary.num_unknown} of those given are unknown here; they will not be packed later either"
         )
+    if summary.num_linked:
+        lines.append(
+            f"{summary.num_linked} further patient IDs are of the removed persons, and their studies stay; "
+            "identities.csv in the private folder lists them: remove them too"
+        )
     write_result(arguments, summary.to_json(), lines)
     return 0
 

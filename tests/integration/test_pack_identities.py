@@ -138,7 +138,7 @@ def test_a_person_keeps_the_split_of_the_dataset(case: PackCase) -> None:
     assert {name: after[name] for name in before} == before
     # A removed patient leaves no evidence behind.
     old = set(case.private.glob("people-*.jsonl"))
-    remove(case.output, case.private, Withdrawn(patients=[own]))
+    assert remove(case.output, case.private, Withdrawn(patients=[own])).num_linked == 1
     (new,) = set(case.private.glob("people-*.jsonl")) - old
     lines = [json.loads(line) for line in new.read_text(encoding="utf-8").splitlines()]
     assert [line["patient"] for line in lines] == [case.key.surrogate("patient", other)]

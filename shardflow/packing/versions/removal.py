@@ -88,6 +88,8 @@ class RemovalSummary:
     """Samples among them."""
     num_unknown: int
     """Given patients and studies that the dataset does not know; later jobs will not pack them either."""
+    num_linked: int = 0
+    """Further patient IDs of the removed persons, whose studies stay: they were not given."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -139,6 +141,7 @@ def remove(
                 "name its file."
             )
         removed, num_unknown = _resolve(base, key, withdrawn)
+        num_linked = _count_linked(workspace, base, removed)
         packed = base.packed_keys()
         before = base.removed_studies
         is_new = not (removed.studies <= before and removed.patients <= base.removed_patients)
@@ -156,6 +159,7 @@ def remove(
             num_studies=len(removed.studies - before),
             num_samples=len((removed.studies - before) & packed),
             num_unknown=num_unknown,
+            num_linked=num_linked,
         )
 
 
@@ -173,6 +177,19 @@ def _resolve(base: Base, key: SecretKey, withdrawn: Withdrawn) -> tuple[_Removed
     num_unknown += len(patients - found - base.removed_patients)
     removed = _Removed(studies=base.removed_studies | studies, patients=base.removed_patients | patients)
     return removed, num_unknown
+
+
+def _count_linked(workspace: Workspace, base: Base, removed: _Removed) -> int:
+    """Count patients who are one person with a removed one and have studies that stay."""
+    entries = [
+        (entry["patient"], entry["person"])
+        for entry in read_evidence(workspace.people_ledger(str(base.manifest.extra["plan_digest"])))
+        if "person" in entry
+    ]
+    persons = {person for patient, person in entries if patient in removed.patients}
+    known = zip(base.known.keys, base.known.patients, strict=True)
+    staying = {patient for key, patient in known if key not in removed.studies}
+    return sum(person in persons and patient in staying - removed.patients for patient, person in entries)
 
 
 def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Manifest:
