@@ -206,13 +206,14 @@ def test_damaged_and_foreign_conversations_are_masked_one_by_one(tmp_path: Path)
         ({**pictured, "format_version": 2}, pictures),
         (pictured, []),  # without its pictures
         ({**pictured, "kind": "preference"}, pictures),
+        ({**pictured, "kind": "prompt"}, pictures),  # nobody answers
         ({"kind": "conversation"}, []),
         ({**pictured, "images": [{"series": 0, "slices": [0, 1]}] * len(pictures)}, []),
     ]
     dataset = write_conversations(tmp_path / "dataset", [*found, *bad])
     batches = read(dataset, folder)
     rows = [row for batch in batches for row in batch.quarantined]
-    assert sorted(row.key for row in rows) == [f"talk{number:04d}" for number in range(6, 11)]
+    assert sorted(row.key for row in rows) == [f"talk{number:04d}" for number in range(6, 12)]
     for batch in batches:
         is_there = batch["chat_mask"].any(axis=1)
         np.testing.assert_array_equal(is_there, batch.info.weight > 0)

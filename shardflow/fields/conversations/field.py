@@ -42,13 +42,14 @@ from shardflow.fields.field import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
+from shardflow.format.keys import CONVERSATION_FIELD
 
-CONVERSATION_MEMBER: Final = "conversation.json"
 _VERSION: Final = 1
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 _MAX_TOKENS: Final = 1 << 24
 _PICTURE: Final = re.compile(r"image\.\d{3,}\.(?:png|jpe?g)", re.ASCII)
 _PAIRS: Final = ("chosen", "rejected")
+_KINDS: Final = frozenset({"conversation", "preference", "reward", "document"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Conversation(Field):
     max_images: int | None = None
     """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
     into ``max_tokens``."""
-    member: str = CONVERSATION_MEMBER
+    member: str = CONVERSATION_FIELD
     """Stored field that holds the conversation."""
     max_bytes: int = 1 << 20
     """Size that it may have; a larger one masks its slot."""
@@ -275,6 +276,8 @@ class BoundConversation(BoundMember):
             raise RenderError(
                 f"its kind is {kind!a}, and pairs = {'true takes preference' if spec.pairs else 'false none'}"
             )
+        if kind not in _KINDS:
+            raise RenderError(f"its kind is {kind!a}, and only {', '.join(sorted(_KINDS))} are learned from")
         if spec.pairs:
             ends = [document[name] for name in _PAIRS]
         numbers = {
