@@ -74,9 +74,15 @@ def _halve(path: Path, _: Path) -> None:
 
 
 def _reversed(path: Path) -> bytes:
-    """Return a sound table with the rows of each column in another order."""
-    table = Table(memoryview(path.read_bytes()), name=path.name)
-    return encode_table({name: table.column(name)[::-1] for name in table.column_names}, table.meta)
+    """Return a sound table of the same size with rows in another order, or with other numbers."""
+    data = path.read_bytes()
+    table = Table(memoryview(data), name=path.name)
+    columns = {name: table.column(name)[::-1] for name in table.column_names}
+    found = encode_table(columns, table.meta)
+    if found == data:  # all rows are alike
+        name = next(name for name, values in columns.items() if values.dtype.kind in "iu" and len(values))
+        found = encode_table(columns | {name: columns[name] + columns[name].dtype.type(1)}, table.meta)
+    return found
 
 
 def _swap_in_place(path: Path, _: Path) -> None:
@@ -116,12 +122,15 @@ ATTACKS: Final[dict[str, Callable[[Path, Path], None]]] = {
 
 
 def attack(folder: Path, name: str, target: str) -> int:
-    """Attack every file of a target, and return their number."""
+    """Attack every file of a target, and return the number of those that are others now."""
     files = sorted((folder / "victim").glob(TARGETS[target]))
     others = sorted((folder / "other").glob(TARGETS[target]))
+    before = [path.read_bytes() for path in files]
     for path, other in zip(files, others, strict=True):
         ATTACKS[name](path, other)
-    return len(files)
+    return sum(
+        not path.exists() or path.read_bytes() != data for path, data in zip(files, before, strict=True)
+    )
 
 
 def _loader(url: Path, tokenizer: str, execution: str) -> Loader:
@@ -162,7 +171,7 @@ def main(folder: Path, execution: str, attacks: list[str]) -> None:
             with _loader(victim, tokenizer, execution) as loader:
                 batches = iter(loader)
                 first = digest_of(next(batches))
-                assert attack(folder, name, target)
+                num_changed = attack(folder, name, target)
                 rest = epochs[0][1:]
                 running = [_outcome(lambda: _digests(batches), rest)]  # noqa: B023 - called at once
                 running.append(_outcome(lambda: _digests(iter(loader)), epochs[1]))
@@ -172,7 +181,7 @@ def main(folder: Path, execution: str, attacks: list[str]) -> None:
                 with _loader(victim, tokenizer, execution) as loader:  # noqa: B023
                     return _digests(iter(loader))
 
-            outcomes[one] = [*running, _outcome(read_again, epochs[0])]
+            outcomes[one] = [*running, _outcome(read_again, epochs[0]) if num_changed else "same file"]
             tempfile.tempdir = None
         shutil.rmtree(victim)
     sys.stdout.write(json.dumps(outcomes) + "\n")

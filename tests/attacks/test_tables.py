@@ -21,6 +21,7 @@ from tests.integration.loader_support import open_loader
 EXECUTIONS = ("threads", "process", "workers")
 NAMED = {
     "exact",
+    "same file",
     "ChecksumError",
     "FormatError",
     "NotFoundError",
