@@ -12,7 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
 
@@ -302,6 +302,19 @@ class Field(ABC):
     """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have every subclass check plain numbers: content_id is of JSON, which NumPy's scalars are not."""
+        super().__init_subclass__(**options)
+        check = cls.__dict__.get("__post_init__")
+        if check is not None:
+
+            def __post_init__(self: Field) -> None:  # noqa: N807
+                for one in fields(self):
+                    object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
+                check(self)
+
+            cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+
     @property
     def num_crops(self) -> int:
         """Neighboring slots of a micro-batch that each sample fills; every field of a loader fills them."""
@@ -534,6 +547,15 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed or isinstance(value, bool):
         listed = ", ".join(repr(one) for one in allowed)
         raise ConfigError(f"{name} is one of {listed}, got {value!r}.")
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's number for a scalar of NumPy, inside tuples and lists too."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def check_count(name: str, value: Any, most: int, more: str = "") -> None:

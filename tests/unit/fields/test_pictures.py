@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardflow as sf
+from shardflow.errors import ConfigError
 from shardflow.fields.field import DrawKey
 from shardflow.fields.types.pictures import Sampling, choose_slices, choose_variant
 from shardflow.fields.types.pixels import ORIGINAL
@@ -83,3 +86,34 @@ def test_names_of_variants_are_no_slices() -> None:
     assert parse_slice_field(name) is parse_small_field(name) is None
     for other in ("s002.v00.i0012.b2nd", "s002.v007.i0012.b2nd", "s002.i0012.b2nd", "s002.v07.i00012.b2nd"):
         assert parse_variant_field(other) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "plain"),
+    [
+        (
+            sf.Slices,
+            {"num_slices": np.int64(4), "size": (np.int32(64), np.uint16(48))},
+            {"num_slices": 4, "size": (64, 48)},
+        ),
+        (sf.Image, {"num_images": np.int64(2)}, {"num_images": 2}),
+        (
+            sf.Volume,
+            {"roi_size": (np.int64(4), 8, 8), "spacing_mm": (np.float64(1.5), 1, 1)},
+            {"roi_size": (4, 8, 8), "spacing_mm": (1.5, 1, 1)},
+        ),
+        (sf.Text, {"max_bytes": np.int64(9)}, {"max_bytes": 9}),
+    ],
+    ids=["slices", "image", "volume", "text"],
+)
+def test_numbers_of_numpy_are_plain_numbers(
+    kind: Callable[..., object], stated: dict[str, object], plain: dict[str, object]
+) -> None:
+    """They come from a loop over an array, and end in content_id, which is of JSON."""
+    assert repr(kind(**stated)) == repr(kind(**plain))
+
+
+@pytest.mark.parametrize("value", [np.float64(4.5), np.bool_(True), np.int64(0)], ids=str)
+def test_a_number_of_numpy_that_is_no_count_is_refused_like_pythons(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"max_bytes is a number from 1 to [\d,]+, got {value.item()}"):
+        sf.Text(max_bytes=value)
