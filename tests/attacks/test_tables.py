@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -89,8 +88,12 @@ def test_a_process_that_opens_a_changed_table_says_which(folder: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_bytes_in_memory", [0, MAX_IN_MEMORY_BYTES])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_every_attack_on_every_table(folder: Path, execution: str, num_bytes_in_memory: int) -> None:
-    attacks = [f"{attack}:{target}" for attack, target in product(ATTACKS, TARGETS)]
-    _attack(folder, execution, num_bytes_in_memory, attacks)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("execution", "num_bytes_in_memory"),
+    [("threads", 0), *((execution, MAX_IN_MEMORY_BYTES) for execution in EXECUTIONS)],
+)
+def test_every_attack_on_every_table(
+    folder: Path, execution: str, num_bytes_in_memory: int, target: str
+) -> None:
+    _attack(folder, execution, num_bytes_in_memory, [f"{attack}:{target}" for attack in ATTACKS])
