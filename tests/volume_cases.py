@@ -72,7 +72,7 @@ def volume_sample(
     for place, one in enumerate(series):
         if one.brick_shape is not None:
             encoded = encode_volume(one.voxels, brick_shape=one.brick_shape)
-            fields[volume_field(place)], volumes[volume_field(place)] = encoded.frame, encoded.stored
+            fields[volume_field(place)], volumes[volume_field(place)] = encoded.read_frame(), encoded.stored
         for index, plane in enumerate(one.voxels if one.brick_shape is None else ()):
             fields[slice_field(place, index, "b2nd")] = encode_array("b2nd", np.ascontiguousarray(plane))
         affine = None

@@ -300,7 +300,7 @@ def test_combinations_of_many_regions_come_back(num_regions: int) -> None:
     assert joined.former == payloads.keys()
     (encoded,) = joined.fields.values()
     assert encoded.stored.dtype.itemsize == (1 if num_regions == 3 else 2)  # type: ignore[union-attr]
-    values = blosc2.ndarray_from_cframe(encoded.frame)[...]  # type: ignore[union-attr]
+    values = blosc2.ndarray_from_cframe(encoded.read_frame())[...]  # type: ignore[union-attr]
     for region in read_regions(joined.annotations):
         assert np.array_equal(region.table(values.dtype)[values], masks[region.number])
     back = split_masks(
@@ -353,7 +353,7 @@ def test_regions_of_every_kind_of_file_come_back() -> None:
     before, after = read_regions(annotations), read_regions(joined.annotations)
     assert [one.volume for one in after] == [0, 0, 0, 0, 0, 5, 0, None, None]  # no box is lost
     volumes = {
-        (parse_volume_field(name) or (0, None))[1]: blosc2.ndarray_from_cframe(volume.frame)[...]
+        (parse_volume_field(name) or (0, None))[1]: blosc2.ndarray_from_cframe(volume.read_frame())[...]
         for name, volume in joined.fields.items()
         if isinstance(volume, EncodedVolume)
     }

@@ -47,7 +47,7 @@ def opened(
 ) -> tuple[BrickVolume, bytes]:
     """Return the bricks of a volume that is the only field of a shard, and the bytes of the shard."""
     encoded = encode_volume(array, brick_shape=brick_shape)
-    frame = encoded.frame
+    frame = encoded.read_frame()
     assert len(frame) == encoded.num_bytes
     index = ShardIndex.decode(Table(memoryview(index_of(encoded.stored, len(frame))), name="i"))
     return index.volume(0), HEAD + frame
@@ -136,8 +136,8 @@ def test_bytes_depend_on_the_values_alone(array: NDArray[Any], brick_shape: tupl
     swapped = np.asfortranarray(array).astype(array.dtype.newbyteorder(">"))
 
     assert (
-        encode_volume(swapped, brick_shape=brick_shape).frame
-        == encode_volume(array, brick_shape=brick_shape).frame
+        encode_volume(swapped, brick_shape=brick_shape).read_frame()
+        == encode_volume(array, brick_shape=brick_shape).read_frame()
     )
 
 

@@ -106,9 +106,8 @@ class EncodedVolume:
     pieces: Iterable[bytes]
     """The frame, in pieces that follow one another; read once."""
 
-    @property
-    def frame(self) -> bytes:
-        """The whole frame."""
+    def read_frame(self) -> bytes:
+        """Return the whole frame; its pieces can be read once."""
         return b"".join(self.pieces)
 
 

@@ -260,7 +260,7 @@ def _encode_slabs(
         encoder.add(slab)
     found = encoder.finish()
     # It waits beside other members of its sample, and is small.
-    return EncodedVolume(found.stored, found.num_bytes, [found.frame])
+    return EncodedVolume(found.stored, found.num_bytes, [found.read_frame()])
 
 
 class _TooManyError(Exception):
