@@ -9,11 +9,13 @@ from pathlib import Path
 
 from shardflow.cli.common import add_json, counted, natural_number, positive_number, show_lines, write_json
 from shardflow.errors import ConfigError
+from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.monitoring.history import read_settings
 from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records
 from shardflow.training.ledger_index import (
     Draws,
     LedgerIndex,
+    check_whole,
     keys_of_person,
     keys_of_shard,
     open_versions,
@@ -128,6 +130,8 @@ def _search(arguments: argparse.Namespace) -> int:
         return _show_step(run, arguments)
     keys, newest = _wanted(run, arguments)
     after = -1 if arguments.after_step is None else arguments.after_step
+    if arguments.action == "prove-removed":
+        check_whole(run, after + 1)
     draws = LedgerIndex(run, arguments.index_dir).find(keys, after_step=after, limit=arguments.limit)
     if arguments.action == "where":
         _show_draws(draws, len(keys), arguments)
@@ -151,6 +155,12 @@ def _show_step(run: Path, arguments: argparse.Namespace) -> int:
 def _wanted(run: Path, arguments: argparse.Namespace) -> tuple[list[str], int | None]:
     """Return the sample keys that are asked for, and the newest version if it holds some of a person."""
     if arguments.sample:
+        bad = [key for key in arguments.sample if not SAMPLE_KEY_PATTERN.fullmatch(key)]
+        if bad:
+            raise ConfigError(
+                f"--sample takes sample keys, of small letters and digits, and {len(bad)} of "
+                f"{len(arguments.sample)} are none; copy them from `shardflow ledger show`."
+            )
         return sorted({*arguments.sample}), None
     if arguments.patient is None and arguments.shard is None:
         what = "--sample or --patient" if arguments.action == "prove-removed" else _WANTED
@@ -203,6 +213,8 @@ def _prove(draws: Draws, num_keys: int, newest: int | None, arguments: argparse.
     else:
         after = "" if arguments.after_step is None else f" after step {arguments.after_step}"
         lines = [f"{'proven' if is_proven else 'not proven'}: {_counts(draws, num_keys)}{after}"]
+        if arguments.sample and is_proven:
+            lines.append("keys are compared as they were given: see that none is misspelled")
         if newest is not None:
             lines.append(
                 f"version {newest} of the dataset still holds samples of this person: shardflow remove takes "

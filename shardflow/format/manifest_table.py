@@ -30,7 +30,7 @@ from shardflow.format.manifest import (
 )
 from shardflow.format.table import Table, encode_table
 from shardflow.storage import ByteStore, LocalStore
-from shardflow.storage.node_files import node_file, object_pieces
+from shardflow.storage.node_files import named_bytes, node_file, object_pieces
 
 MIN_SHARED_BYTES = 4 << 20
 """Size from which a manifest is shared; it has some 12,000 shards."""
@@ -59,7 +59,13 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
         for piece in object_pieces(store, path, num_bytes):
             digest.update(piece)
         name = f"manifest-{digest.hexdigest()}.tbl"
-        place = node_file(name, lambda _: [_encoded(load(store, number), digest.hexdigest())])
+
+        def make(_: Path) -> list[bytes]:
+            # The bytes that were digested, though the file may be another one now.
+            data = named_bytes(store, path, sha256=digest.hexdigest(), num_bytes=num_bytes)
+            return [_encoded(Manifest.parse(data), digest.hexdigest())]
+
+        place = node_file(name, make)
         try:
             return SharedShards(place).manifest(digest.hexdigest(), number)
         except (FormatError, KeyError, TypeError, ValueError):

@@ -174,12 +174,19 @@ class Identities:
                 person = person_of(beside[0]) if beside else None
                 if person is not None and person.patient_key != patient:
                     self.published[patient] = person
-        several = sum(
-            len({self.published[one].patient_key if one in self.published else one for one in patients}) > 1
-            for patients in self.members().values()
-        )
+        several = sum(len({self._key(one) for one in patients}) > 1 for patients in self.members().values())
         if several:
             self.counts["under_two_keys"] = several
+        parted = [link.pair for link in self.links if link.judged == "different"]
+        strangers = sum(
+            len({self._key(self.evidence.patients[number]) for number in pair}) == 1 for pair in parted
+        )
+        if strangers:
+            self.counts["strangers_under_one_key"] = strangers
+
+    def _key(self, patient: str) -> str:
+        """Return the key that a patient appears under."""
+        return self.published[patient].patient_key if patient in self.published else patient
 
     def join_splits(self, studies: StudyTable, packed: Mapping[str, str]) -> None:
         """Give the studies of a person one bucket: that of the official split, else of the first patient.
@@ -236,6 +243,11 @@ class Identities:
                 f"{counts['under_two_keys']} persons have several patient keys, of patient IDs that were "
                 "packed before they were linked, or that share only an image or an uncertain link: give "
                 "`shardflow folds` the private folder (--private-dir), which keeps each person in one fold"
+            )
+        if counts.get("strangers_under_one_key"):
+            yield (
+                f"{counts['strangers_under_one_key']} pairs of patient IDs that were published as one person "
+                "are of two, as deid.identity_map says: only packing anew parts them"
             )
         if counts.get("copied_studies"):
             yield (

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from shardflow.errors import ChecksumError, NotFoundError, StorageError
+from shardflow.errors import AlreadyExistsError, ChecksumError, NotFoundError, StorageError, os_reason
 from shardflow.storage.cache.store import CachedStore
 from shardflow.storage.local import LocalStore, write_atomic
 from shardflow.storage.store import ByteRange, ByteStore
@@ -81,7 +81,8 @@ def node_file(
         if not _touch(path):
             _remove_idle(folder)
             try:
-                write_atomic(path, make(folder), mode=0o400)
+                with suppress(AlreadyExistsError):
+                    write_atomic(path, make(folder), mode=0o400)
             except OSError as error:
                 raise StorageError(f"Making {path} failed: {error.strerror or error}.") from error
     return path
@@ -188,7 +189,10 @@ def _touch(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path, max_wait_s: float) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be made: {os_reason(error)}; set TMPDIR.") from None
     try:
         deadline = time.monotonic() + max_wait_s
         while True:
@@ -202,6 +206,8 @@ def _locked(path: Path, max_wait_s: float) -> Iterator[None]:
                         f"Another process has been making {name} for {max_wait_s:.0f} s; is it stopped?"
                     ) from None
                 time.sleep(_POLL_S)
+            except OSError:
+                break  # no locks here: several may make the file, and the first one stays
         yield
     finally:
         os.close(descriptor)

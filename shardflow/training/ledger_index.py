@@ -29,6 +29,7 @@ from shardflow.errors import CheckpointError, ConfigError, StorageError
 from shardflow.format import Dataset
 from shardflow.format.facts.studies import open_studies
 from shardflow.format.manifest import versions
+from shardflow.logs import read_events
 from shardflow.sampling.permutation import mix_array
 from shardflow.storage import open_store, write_atomic
 from shardflow.storage.local import make_directories
@@ -457,6 +458,44 @@ def read_step(run: Path, global_step: int) -> LedgerStep | None:
     lines = [_line_of_step(run / "ledger" / name, global_step) for name in names]
     found = [line for line in lines if line is not None]
     return merge_lines(global_step, owner, found) if found and len(found) == len(names) else None
+
+
+def check_whole(run: Path, first_step: int) -> None:
+    """Refuse a ledger that lacks committed steps: all ranks' first and last one of each attempt are read.
+
+    Args:
+        run: The run folder.
+        first_step: Steps before it are not asked for.
+
+    Raises:
+        CheckpointError: Steps are missing, none is committed, or the run began with another one's checkpoint.
+    """
+    committed = covered = num_committed_steps(run)
+    if committed <= first_step:
+        raise CheckpointError(
+            f"nothing is proven: the run has {committed} committed steps, by its checkpoints, and those from "
+            f"step {first_step} on are asked for; restore its checkpoints, or give another --after-step."
+        )
+    names = ledger_files(run)
+    for attempt, start in reversed(attempt_starts(run)):
+        first, stop, covered = max(start, first_step), covered, min(covered, start)
+        if first >= stop:
+            continue
+        files = [run / "ledger" / name for name in names if _attempt_of(name) == attempt]
+        headers = [next(read_events(file), {}) for file in files]
+        is_whole = all(header.get("world_size") == len(files) for header in headers)
+        ends = ((file, step) for file in files for step in (first, stop - 1))
+        if not is_whole or any(_line_of_step(file, step) is None for file, step in ends):
+            raise CheckpointError(
+                f"nothing is proven: attempt {attempt} of the run ledger lacks ranks or committed steps; "
+                "restore the ledger folder."
+            )
+    if covered > first_step:
+        raise CheckpointError(
+            f"nothing is proven: the run ledger begins with step {covered}; search also the run whose "
+            f"checkpoint this one began with, and give --after-step {covered - 1} here; or restore the "
+            "ledger folder."
+        )
 
 
 def _line_of_step(path: Path, global_step: int) -> dict[str, Any] | None:

@@ -12,23 +12,29 @@ from typing import Final
 
 from shardflow.packing.deid.pixel_rules import split_words
 
+_SURVEY: Final = r"(?<!skeletal )(?<!bone )(?<!myeloma )survey"
 _MADE: Final = (
-    ("localizer", r"scouts?|locali[sz]ers?|topograms?|surview|scanogram|lokalizer|survey"),
+    (
+        "localizer",
+        r"scouts?|locali[sz]ers?|topograms?|surview|scanogram|lokalizer|" + _SURVEY,
+    ),
     ("mip", r"(thick )?m(in|ax)? ?i ?ps?|maximum intensity( projection)?"),
     ("volume_rendering", r"vrt?|volume render(ing|ed)?"),
     ("perfusion", r"perf(usion)?|ctp|cbf|cbv|mtt|tmax|ttp|(pc)?asl|arterial spin( label+ing)?|dsc|dce"),
-    ("subtraction", r"subtraction|subtracted|subtraktion|sub|dsa"),
+    ("subtraction", r"subtraction|subtracted|subtraktion|dsa"),
     ("angiography", r"angio(graphy|graphie|grafia|gram)?|cta|mra|tof"),
 )
 """What a series is, whatever phase it is of."""
 _NO: Final = r"(non?|without|w ?o|ohne|sans|sin|senza|pre)"
+_NOT_BOTH: Final = r"(?<!with )(?<!\bw )(?<!and )"
+"""Series with and without contrast are of no phase."""
 _CONTRAST: Final = r"(contrast(e|o)?|km|iv|inj(ection)?|gad(o(linium)?)?|gd)"
 _PHASES: Final = (
     (
         "non_contrast",
-        rf"{_NO} (iv )?{_CONTRAST}|noncon(trast)?|non con|unenhanced|plain|nati(v|ve|vo|va)|平扫",
+        rf"{_NOT_BOTH}{_NO} (iv )?{_CONTRAST}|noncon(trast)?|non con|unenhanced|plain|nati(v|ve|vo|va)|平扫",
     ),
-    ("arterial", r"(early |late |hepatic )?art(erial|eriell|erielle|eriosa|erielle|eriale)?|动脉期"),
+    ("arterial", r"(early |late |hepatic )?art(?! red)(erial|eriell|erielle|eriosa|erielle|eriale)?|动脉期"),
     (
         "portal_venous",
         r"portal( ?ven(ous|os|oes|osa|euse))?|portalven(ous|os|oes|ose)|porto ?venous|pvp?|门静?脉期",
@@ -40,6 +46,7 @@ _PHASES: Final = (
 )
 """Phases of contrast, in the order in which their words are taken out of a description."""
 _WEIGHTINGS: Final = (
+    ("t1", r"t 1 ?(flair|dark fluid)"),
     ("flair", r"(t 2 )?(t 2 ?)?flair|dark fluid"),
     ("adc", r"e?adc|apparent diffusion( coefficient)?"),
     ("dwi", r"dwi|diff(usion)?|dti|resolve|trace(w)?"),
@@ -50,12 +57,15 @@ _WEIGHTINGS: Final = (
     ("t2", r"t 2( ?w(i|eighted)?)?|haste|ssfse"),
     ("pd", r"pd( ?w)?|proton density"),
 )
+_CORRECTED: Final = r"att(enuation)?( |n )?corr(ected|ection)?"
 _CORRECTIONS: Final = (
     (
         "not_attenuation_corrected",
-        r"nac|(no|non|not|un|without) ?(ac|att(enuation)?( |n )?corr(ected|ection)?)|uncorrected",
+        r"nac|(no|non|not|un|without|w ?o|ohne|sans|sin|senza) ?(ac|corrected|"
+        + _CORRECTED
+        + r")|uncorrected",
     ),
-    ("attenuation_corrected", r"(ct|mr)? ?ac|att(enuation)? ?corr(ected|ection)?|corrected"),
+    ("attenuation_corrected", r"(ct|mr)? ?ac|" + _CORRECTED),
 )
 _ATTENUATION_MAP: Final = (("attenuation_map", r"(ct|mr) ?ac|ac ct|attenuation( correction| map)?|mu ?map"),)
 
@@ -90,7 +100,8 @@ def description_class(modality: str, description: str) -> str | None:
         >>> description_class("MR", "ax_T2_FLAIR fs"), description_class("PT", "WB uncorrected NAC")
         ('flair', 'not_attenuation_corrected')
     """
-    words = split_words(description)
+    # The star of T2* is the only sign that says something.
+    words = split_words(description.replace("*", " star "))
     for name, pattern in _FIRST.get(modality, ()):
         if pattern.search(words):
             return name

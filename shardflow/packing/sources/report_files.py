@@ -92,6 +92,8 @@ def read_rtf(data: bytes) -> str:
         raise
     except Exception as error:  # noqa: BLE001 -- a broken RTF may raise anything
         raise source_error(Reason.REPORT_UNREADABLE, f"RTF: {type(error).__name__}") from None
+    # Characters beyond the first 65,536 are pairs of escapes.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.replace("\xa0", " ").strip()
 
 

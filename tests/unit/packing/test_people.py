@@ -184,6 +184,21 @@ def test_patients_of_a_person_appear_under_the_first(tmp_path: Path) -> None:
     assert {person.dates for person in later.published.values()} == dates
 
 
+def test_strangers_who_were_published_as_one_person_are_counted(tmp_path: Path) -> None:
+    files = _files(_people("7", "007"))
+    before = _identify(files)
+    (joined,) = _published(before)
+    path = tmp_path / "map.csv"
+    path.write_text("decision,patient_id,other_patient_id\ndifferent,7,007\n", encoding="utf-8")
+    later = _identify(files, path)
+    _published(later, [joined], dict(before.published))
+    assert later.counts["strangers_under_one_key"] == 1
+    assert any("only packing anew parts them" in note for note in later.notes("warn"))
+    fresh = _identify(files, path)
+    _published(fresh)
+    assert "strangers_under_one_key" not in fresh.counts
+
+
 def test_doubtful_links_share_the_split_and_not_the_key() -> None:
     """An uncertain link that is joined, and equal images under names that differ."""
     uncertain = _identify(_files(_people("7", "007", born="")), policy="join")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,38 @@ def test_hashes_depend_on_the_key_alone() -> None:
     together = hash_keys(KEYS)
     assert len(np.unique(together)) == len(KEYS)
     assert [int(hash_keys([key])[0]) for key in KEYS] == together.tolist()
+
+
+def test_nothing_is_proven_by_a_ledger_with_holes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*options: str) -> tuple[int, str]:
+        code = cli.main(["ledger", "prove-removed", str(run), "--sample", "never0drawn", *options])
+        both = capsys.readouterr()
+        return code, both.out + both.err
+
+    assert ask()[0] == 0
+    assert ask("--after-step", "29")[0] == 1
+    assert "30 committed steps" in ask("--after-step", "400")[1]
+    for name in ("attempt-0003/rank-00000.jsonl", "attempt-0001/rank-00001.jsonl"):
+        path = run / "ledger" / name
+        data = path.read_bytes()
+        path.unlink()
+        code, said = ask()
+        assert (code, "proven: no draw" in said) == (1, False), name
+        path.write_bytes(data)
+    shutil.move(run / "ledger" / "attempt-0001", run / "elsewhere")
+    code, said = ask()
+    assert code == 1
+    assert "begins with step" in said
+    shutil.move(run / "elsewhere", run / "ledger" / "attempt-0001")
+    shutil.move(run / "checkpoints", run / "elsewhere")
+    assert ask()[0] == 1
+
+
+@pytest.mark.parametrize("key", ["NEVER", "train-000012/typo", ""])
+def test_what_is_no_sample_key_is_refused(run: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["ledger", "prove-removed", str(run), "--sample", key]
+    assert cli.main(arguments) == cli.EXIT_CONFIGURATION
+    assert "small letters and digits" in capsys.readouterr().err
 
 
 def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

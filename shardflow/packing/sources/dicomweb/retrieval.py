@@ -380,14 +380,21 @@ def _is_uid(text: str) -> bool:
     return re.fullmatch(r"[0-9.]{1,64}", text.strip()) is not None
 
 
-def _value(row: dict[str, Any], tag: str) -> str:
-    """Return the first value of an attribute of the DICOM JSON model (PS3.18, F.2); empty for numbers."""
+def _values(row: dict[str, Any], tag: str) -> list[str]:
+    """Return the texts of an attribute of the DICOM JSON model (PS3.18, F.2); numbers and nulls are none."""
     element = row.get(tag)
     values = element.get("Value") if isinstance(element, dict) else None
-    first = values[0] if isinstance(values, list) and values else ""
-    if isinstance(first, dict):  # the name of a person
-        first = first.get("Alphabetic", "")
-    return first.strip("\0 ") if isinstance(first, str) else ""
+    found = []
+    for one in values if isinstance(values, list) else ():
+        text = one.get("Alphabetic", "") if isinstance(one, dict) else one  # a name of a person is an object
+        if isinstance(text, str) and text.strip("\0 "):
+            found.append(text.strip("\0 "))
+    return found
+
+
+def _value(row: dict[str, Any], tag: str) -> str:
+    """Return the first text of an attribute; empty for none."""
+    return next(iter(_values(row, tag)), "")
 
 
 def _named(row: dict[str, Any], tag: str) -> str:
@@ -410,11 +417,11 @@ def _differs(row: dict[str, Any], name: str, text: str) -> bool:
 
     number = tag_for_keyword(name)
     tag = name.upper() if number is None else f"{number:08X}"
-    found = _value(row, tag)
+    found = _values(row, tag)
     if not found or any(sign in text for sign in ",\\") or row[tag].get("vr") in ("DA", "TM", "DT"):
         return False
-    pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.fullmatch(pattern, found, re.IGNORECASE | re.DOTALL) is None
+    pattern = re.escape(text.rstrip("^")).replace(r"\*", ".*").replace(r"\?", ".")
+    return not any(re.fullmatch(pattern, one.rstrip("^"), re.IGNORECASE | re.DOTALL) for one in found)
 
 
 def _is_within(date: str, dates: str) -> bool:

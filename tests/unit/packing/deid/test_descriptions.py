@@ -24,12 +24,14 @@ _CT = {
     "angiography": "CTA HEAD",
     "subtraction": "DSA",
     "attenuation_map": "CTAC 3.75 Thick|CT_AC",
-    "": "Art+Ven 1.0 B30f|LUNG 1.25|Chest w/o|Early Arterial / Portal|Dr. Doe late visit arterial|LATERALIS",
+    "": "Art+Ven 1.0 B30f|LUNG 1.25|Chest w/o|Early Arterial / Portal|Dr. Doe late visit arterial|LATERALIS"
+    "|W/WO CONTRAST|WITH AND WITHOUT CONTRAST|W & W/O CONTRAST|WB SKELETAL SURVEY"
+    "|Metal Art. Red.|sub mm lung",
 }
 _MR = {
-    "t1": "t1_mprage_sag|3D_BRAVO|T1W_TFE|T1 POST GAD",
+    "t1": "AX T1 FLAIR|t1_mprage_sag|3D_BRAVO|T1W_TFE|T1 POST GAD",
     "t2": "T2W_TSE|t2_tse_tra",
-    "t2_star": "T2*_GRE|AX GRE|T2 star",
+    "t2_star": "T2*_GRE|AX GRE|T2 star|Ax T2*",
     "pd": "pd_tse_fs",
     "flair": "ax_T2_FLAIR fs|AX T2FLAIR|t2_tirm_tra_dark-fluid",
     "stir": "STIR cor",
@@ -43,8 +45,9 @@ _MR = {
 }
 _PET = {
     "attenuation_corrected": "[WB_CTAC] Body|PET AC 3D|PET WB (AC)|Attn Corrected",
-    "not_attenuation_corrected": "WB uncorrected NAC|No AC|PET NAC|non-attenuation corrected",
-    "": "WB 3D|ACCESSORY",
+    "not_attenuation_corrected": "WB uncorrected NAC|No AC|PET NAC|non-attenuation corrected"
+    "|PET WB not corrected|NON-CORRECTED|WB w/o AC|WB ohne AC",
+    "": "WB 3D|ACCESSORY|Decay corrected",
 }
 
 

@@ -31,7 +31,7 @@ from shardflow.packing.sources.dicomweb.client import (
 )
 from shardflow.packing.sources.dicomweb.listing import Instance, Listing, instance_uid
 from shardflow.packing.sources.dicomweb.multipart import MultipartError, PartReader, boundary_of
-from shardflow.packing.sources.dicomweb.retrieval import Archive
+from shardflow.packing.sources.dicomweb.retrieval import Archive, _differs
 from shardflow.storage.requests import RetryPolicy
 from tests.dicom_factory import make_study
 from tests.dicomweb_server import Fault, WebArchive, basic, serving
@@ -264,6 +264,21 @@ def test_instances_without_a_modality_have_that_of_their_series(served: WebArchi
     named = _fetch(served, tmp_path / "named", modalities=("CT",))
     served.names_modalities = False
     assert _fetch(served, tmp_path / "unnamed", modalities=("CT",)) == named
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "differs"),
+    [
+        ("PT", ["CT", "PT"], False),
+        ("PT", ["CT"], True),
+        ("SMITH^JOHN", [{"Alphabetic": "Smith^John^^"}], False),
+        ("SMITH^J?N*", [{"Alphabetic": "Smith^Jane"}], False),
+        ("SMITH", [None, 3], False),
+        ("A,B", ["C"], False),
+    ],
+)
+def test_any_value_of_a_result_may_match(wanted: str, found: list[Any], differs: bool) -> None:
+    assert _differs({"00080061": {"vr": "CS", "Value": found}}, "00080061", wanted) is differs
 
 
 @pytest.mark.parametrize(("description", "is_known"), [("ct thorax 2", True), ("", True), ("MR HEAD", False)])

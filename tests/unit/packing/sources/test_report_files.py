@@ -68,6 +68,15 @@ def test_a_pdf_that_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert reason(make_pdf("One.", "Two.")) == Reason.LIMIT_EXCEEDED
 
 
+def test_characters_of_two_escapes_are_one() -> None:
+    assert read_rtf(rb"{\rtf1\ansi Lungs clear \u55357?\u56842? today.}").split() == [
+        "Lungs",
+        "clear",
+        "\U0001f60a",
+        "today.",
+    ]
+
+
 def test_the_text_of_an_rtf_is_read_in_its_code_page() -> None:
     lines = [line.strip() for line in read_rtf(RTF).split("\n")]
     assert lines == ["FINDINGS:", "Kein Pleuraerguss. Gr\u00f6\u00dfe normal.", "\u2264 5 mm"]
