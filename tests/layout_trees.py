@@ -578,12 +578,12 @@ def make_pairs(folder: Path) -> VolumeTree:
     )
 
 
-def make_bids(folder: Path) -> VolumeTree:
+def make_bids(folder: Path, *, first_case: int = 40) -> VolumeTree:
     """BIDS: sessions, sidecars at two levels, series of points, derivatives with masks, tables of people."""
     root = folder / "made-bids"
     cases: dict[str, MadeCase] = {}
     for number, (subject, session) in enumerate((("sub-k1", "ses-a"), ("sub-k1", "ses-b"), ("sub-k2", ""))):
-        channels, labels, affine = _make_case(40 + number)
+        channels, labels, affine = _make_case(first_case + number)
         stem = f"{subject}_{session}" if session else subject
         place = Path(subject, session) if session else Path(subject)
         anat = root / place / "anat"

@@ -465,7 +465,8 @@ def test_bids_datasets_of_one_name_are_refused(case: PackCase) -> None:
 
 
 def test_a_second_bids_dataset_is_added_without_packing_the_first_again(case: PackCase) -> None:
-    trees = [make_bids(case.folder / name) for name in ("a", "b")]
+    # Equal images would make their subjects one person.
+    trees = [make_bids(case.folder / name, first_case=first) for name, first in (("a", 40), ("b", 60))]
     roots = [str(tree.images.rename(tree.images.parent / f"ds{at}")) for at, tree in enumerate(trees)]
     given = ("inputs.layout.kind=bids", "splits={train = 1, test = 0}")
     case.pack(*given, f"inputs.dicom={json.dumps(roots[:1])}")

@@ -218,6 +218,10 @@ def test_a_slip_is_one_sentence_before_anything_is_read(
 
 
 TYPES: dict[str, tuple[str, sf.Field]] = {
+    "conversation": (
+        'processor = "/models/a"\nmax_tokens = 64\ntrain_on = ["assistant", "user"]\nlong = "skip"',
+        sf.Conversation(processor="/models/a", max_tokens=64, train_on=("assistant", "user"), long="skip"),
+    ),
     "volume": (
         'roi_size = [4, 8, 8]\ncenter = "middle"',
         sf.Volume(roi_size=(4, 8, 8), center="middle"),

@@ -77,8 +77,10 @@ class Text(Field):
 
 def _is_positive(sizes: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which sizes are above 0; takes no memory where all are, as in most datasets of many samples."""
-    blocks = (sizes[start : start + _BLOCK_ROWS] for start in range(0, len(sizes), _BLOCK_ROWS))
-    return np.broadcast_to(np.True_, len(sizes)) if all(block.all() for block in blocks) else sizes > 0
+    starts = range(0, len(sizes), _BLOCK_ROWS)
+    if all((sizes[start : start + _BLOCK_ROWS] > 0).all() for start in starts):
+        return np.broadcast_to(np.True_, len(sizes))
+    return np.concatenate([np.asarray(sizes[start : start + _BLOCK_ROWS]) > 0 for start in starts])
 
 
 class BoundText(BoundBytes):

@@ -135,7 +135,7 @@ def test_a_bad_sample_is_counted_with_its_step(tiny: TinyInput, monkeypatch: pyt
             "shardflow.loading.batch.Batch.quarantined", property(lambda batch: [f"bad of {batch.step}"])
         )
         recorded: list[Any] = []
-        monkeypatch.setattr(loader._quarantine, "record", lambda rows, _: recorded.extend(rows))
+        monkeypatch.setattr(loader._quarantine, "record", lambda rows, *_: recorded.extend(rows))
         for _ in range(3):
             assert batches.fetch() is not None
         batches.count_fetched()
