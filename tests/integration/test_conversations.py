@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image, ImageOps
+from transformers.utils import chat_template_utils
 
 import shardflow as sf
 from shardflow.errors import ConfigError
+from shardflow.fields.conversations import rendering
 from shardflow.fields.conversations.rendering import Renderer
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
 from tests.corpora_case import CorpusCase
@@ -272,6 +274,66 @@ def test_threads_render_beside_each_other(tmp_path: Path) -> None:
     for rendered in every[1:]:
         for mine, other in zip(rendered, every[0], strict=True):
             np.testing.assert_array_equal(mine.weights, other.weights)
+
+
+def test_every_render_of_a_marked_template_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings too: they would add what the assistant says to the notes of another thread."""
+    folder, _ = folder_of("llama", tmp_path)
+    whole = Renderer.load(folder)
+    real, held = chat_template_utils.render_jinja_template, []
+
+    def render(**settings: Any) -> Any:
+        held.append(rendering._MARKED.locked())
+        return real(**settings)
+
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", render)
+    (document, _), *_ = generate(1, 15, max_images=0)
+    whole.render(document["messages"], (), train_on=("user", "assistant"))
+    assert len(held) > 1
+    assert all(held)
+
+
+DATED = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ date_string }}\n"
+)
+
+
+def test_no_token_depends_on_the_day(tmp_path: Path) -> None:
+    folder, processor = folder_of("llama", tmp_path)
+    plain, template = Renderer.load(folder).digest, processor.chat_template
+    processor.chat_template = DATED + template
+    processor.save_pretrained(str(folder))
+    found = Renderer.load(folder)
+    text = processor.decode(found.example(()).ids)
+    assert text.startswith("26 Jul 2024\n")
+    assert found.digest != plain
+    processor.chat_template = "{{ strftime_now('%Y') }}" + template
+    processor.save_pretrained(str(folder))
+    with pytest.raises(ConfigError, match=r"put a date in place of strftime_now\(\.\.\.\)"):
+        Renderer.load(folder)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_more_pictures_than_allowed_are_a_long_conversation(most: int, tmp_path: Path) -> None:
+    folder, _ = folder_of("qwen2_5_vl", tmp_path)
+    found = [one for one in generate(40, 9, max_images=2) if len(one[1]) in (most, most + 1)]
+    is_long = [len(pictures) > most for _, pictures in found]
+    assert {*is_long} == {True, False}
+    dataset = write_conversations(tmp_path / "dataset", found)
+    skipped = read(dataset, folder, max_images=most, long="skip")
+    assert not [row for batch in skipped for row in batch.quarantined]
+    keys = [
+        key
+        for batch in skipped
+        for key, mask in zip(batch.info.sample_keys, batch["chat_mask"], strict=True)
+        if key is not None and not mask.any()
+    ]
+    assert sorted(keys) == [f"talk{number:04d}" for number, one in enumerate(is_long) if one]
+    rows = [row for batch in read(dataset, folder, max_images=most) for row in batch.quarantined]
+    assert [row.reason for row in rows] == ["SIZE_MISMATCH"] * sum(is_long)
 
 
 def test_settings_and_processors_that_cannot_work_are_refused(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ class BoundConversation(BoundMember):
         """
         with self._counters.timed("render", 0, 1):
             rendered = self._render(document, members)
-        if not all(self._fits(one) for one in rendered):
+        if rendered is None or not all(self._fits(one) for one in rendered):
             return False
         name = self.name
         for place, one in enumerate(rendered):
@@ -268,7 +268,8 @@ class BoundConversation(BoundMember):
                 return False
         return len(rendered.ids) <= most
 
-    def _render(self, document: Any, members: Mapping[str, bytes]) -> list[Rendered]:
+    def _render(self, document: Any, members: Mapping[str, bytes]) -> list[Rendered] | None:
+        """Render each end of a conversation; None if one shows more pictures than may be."""
         spec, renderer = self.spec, self._own()
         kind, messages, images = _parts(document)
         ends: list[list[dict[str, Any]]] = [[]]
@@ -280,12 +281,13 @@ class BoundConversation(BoundMember):
             raise RenderError(f"its kind is {kind!a}, and only {', '.join(sorted(_KINDS))} are learned from")
         if spec.pairs:
             ends = [document[name] for name in _PAIRS]
-        numbers = {
-            part["image"]
-            for one in [*messages, *(message for end in ends for message in end)]
-            for part in one["content"]
-            if part["type"] == "image"
-        }
+        shown = [
+            [part["image"] for one in [*messages, *end] for part in one["content"] if part["type"] == "image"]
+            for end in ends
+        ]
+        if spec.max_images is not None and max(map(len, shown)) > spec.max_images:
+            return None
+        numbers = {number for each in shown for number in each}
         pictures = [
             _picture(entry, members) if number in numbers else None for number, entry in enumerate(images)
         ]
@@ -380,7 +382,7 @@ class _SlotConversation:
             raise shard.bad(
                 BadSampleReason.SIZE_MISMATCH,
                 number,
-                f"longer than max_tokens ({bound.spec.max_tokens:,}) or more pictures than fit; raise it, or "
-                'set long = "skip" to leave such conversations out',
+                f"longer than max_tokens ({bound.spec.max_tokens:,}) or more pictures than max_images; raise "
+                'them, or set long = "skip" to leave such conversations out',
             )
         bound.count_long()

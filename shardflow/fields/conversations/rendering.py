@@ -47,6 +47,10 @@ _FILES: Final = (
 )
 _NAMING: Final = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TODAY: Final = "strftime_now"
+_DATED: Final = re.compile(r"\bdate_string\s+is\s+(?:not\s+)?defined")
+_DATE: Final = "26 Jul 2024"
+"""In place of today's date, so that every day renders the same; Llama's own where none is given."""
 _ASSISTANT: Final = "assistant"
 # transformers notes the markers in a compiled template, of which a process has one.
 _MARKED: Final = threading.Lock()
@@ -117,6 +121,12 @@ class Renderer:
                 "processor has no chat template, which turns messages into text; add chat_template.jinja to "
                 "its folder."
             )
+        if _TODAY in self._template and not _DATED.search(self._template):
+            raise ConfigError(
+                "processor has a chat template that writes the date of today, so that a resumed run would "
+                "differ; put a date in place of strftime_now(...) in chat_template.jinja of its folder."
+            )
+        self._beside = {"date_string": _DATE} if _TODAY in self._template else {}
         added = self.tokenizer.added_tokens_decoder.values()
         self._special = tuple(str(one) for one in added if one.special)
         pad = self.tokenizer.pad_token_id
@@ -136,7 +146,10 @@ class Renderer:
         kinds = {entry.name: entry for entry in entry_points(group=PROCESSOR_GROUP)}
         kind: type[Renderer] = kinds[name].load() if name in kinds else Renderer
         parts = [name, type(getattr(processor, "image_processor", None)).__name__, kind.__qualname__]
-        return kind(processor, hashlib.sha256(" ".join([digest, *parts]).encode()).hexdigest())
+        made = kind(processor, digest)
+        parts += made._beside.values()
+        made.digest = hashlib.sha256(" ".join([digest, *parts]).encode()).hexdigest()
+        return made
 
     def copy(self) -> Self:
         """Return one for another thread."""
@@ -268,12 +281,14 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with _MARKED if is_marked else contextlib.nullcontext():
+            # A render without notes would still write into those of another thread.
+            with _MARKED if _GENERATION.search(self._template) else contextlib.nullcontext():
                 rendered: Any = render_jinja_template(
                     conversations=[chat],
                     chat_template=self._template,
                     return_assistant_tokens_mask=is_marked,
                     add_generation_prompt=asks,
+                    **self._beside,
                     **self.tokenizer.special_tokens_map,
                 )
         except Exception as error:  # noqa: BLE001 - a template may raise anything

@@ -160,7 +160,11 @@ class ContentMaker:
                 to be kept.
         """
         if self.config.has_conversations:
-            record = Record(conversation=self._reader.read(fields))
+            try:
+                record = Record(conversation=self._reader.read(fields))
+            except (TypeError, OverflowError, RecursionError):
+                # A line may have any value anywhere, such as a number in place of a list.
+                raise LineError(LineReason.WRONG_TYPE) from None
         else:
             record = Record(text=_text(fields, self._fields.text))
         num_bytes = 0

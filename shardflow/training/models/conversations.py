@@ -112,14 +112,16 @@ def build_conversation_model(
         )
     model = ConversationModel(inner, has_score=has_score, seed=seed).train()
     freeze_idle(model, (example["tokens"], example["pictures"]))
-    if settings.activation_checkpointing:
-        inner.activation_checkpointing_enable()
     freeze(model, settings.frozen)
     if lora.rank:
         language = inner.get_decoder()
         add_lora(model, language, lora, seed=seed)
+        # Adapters in a layer that takes no part have no gradient either.
+        freeze_idle(model, (example["tokens"], example["pictures"]))
         if model.score is not None:
             model.score.requires_grad_(True)
+    if settings.activation_checkpointing:
+        inner.activation_checkpointing_enable()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model

@@ -96,9 +96,11 @@ class ConversationTask(ArrayTask):
         """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""
         name, small = CONVERSATION_FIELD, self._small
         mask = _sequences(batch[f"{name}_mask"]).astype(np.int64)
+        # The model may have no row for the token that fills up, such as one that was added for it alone.
+        ids = np.where(mask, _sequences(batch[name]), 0)
         found = {
             _LEARNED: _sequences(batch[f"{name}_weights"]),
-            f"{_TOKENS}input_ids": _sequences(batch[name]),
+            f"{_TOKENS}input_ids": ids,
             # A softmax over nothing would be NaN, also in the gradient of what counts nothing.
             f"{_TOKENS}attention_mask": np.where(mask.any(axis=1, keepdims=True), mask, 1),
             **{f"{_TOKENS}{one}": _sequences(batch[f"{name}_{one}"]) for one in small.tokens},

@@ -232,6 +232,27 @@ def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_
         assert not gradient.any(), name
 
 
+def test_a_token_that_fills_up_needs_no_row_of_the_model(tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, "llama"))
+    words = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "model"))
+    words.add_special_tokens({"pad_token": "<added>"})
+    words.save_pretrained(str(tmp_path / "model"))
+    _, model, batch, inputs = first_inputs(config)
+    assert int(batch["conversation"].max()) == model.model.config.vocab_size
+    assert torch.isfinite(inputs.loss(inputs.forward(model)))
+
+
+def test_adapters_in_a_layer_without_a_part_are_not_trained(tmp_path: Path) -> None:
+    """LLaVA takes the features from before the last layer of its vision tower."""
+    pytest.importorskip("peft")
+    changes = ("lora.rank=2", 'lora.targets=["q_proj"]', "model.activation_checkpointing=true")
+    _, model, _, inputs = first_inputs(settings(make_run(tmp_path, "llava"), *changes))
+    inputs.loss(inputs.forward(model.train())).backward()
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert any("vision" in name for name in trained)
+    assert [name for name, one in trained.items() if one.grad is None] == []
+
+
 @pytest.mark.parametrize(
     ("family", "task"),
     [
