@@ -67,6 +67,8 @@ from shardflow.training.tuning import Tuning, given_settings
 _LOGGER = logging.getLogger(__name__)
 _OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
 """Bindings that exist only where the setting does; one that a checkpoint has must not be removed."""
+_NEWER = {"model.path weights"}
+"""Bindings that older checkpoints have not, which resume without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +197,8 @@ def check_bindings(
         value = bindings.get(name)
         if accepts_content and name.startswith("fields."):
             continue
+        if name in _NEWER and name not in saved:
+            continue  # written before there was such a binding
         if saved.get(name) != value:
             raise StateError(
                 f"{name} is {value!r}, but checkpoint {checkpoint.name} was trained with "

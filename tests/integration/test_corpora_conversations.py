@@ -124,6 +124,22 @@ def test_a_picture_that_came_late_is_packed_by_the_same_command(case: CorpusCase
     assert tree_digests(case.output) == tree_digests(other.output)
 
 
+def test_equal_names_in_two_folders_are_two_pictures(case: CorpusCase) -> None:
+    for number, site in enumerate(("a", "b", "c")):
+        (case.texts / site).mkdir()
+        (case.texts / site / "0001.png").write_bytes(picture(number))
+        case.write(f"{site}/lines.jsonl", [json.dumps(line(1) | {"image": "0001.png"}).encode()] * 2)
+    case.pack(
+        CONVERSATIONS,
+        "policy.duplicates=skip",
+        "policy.max_quarantined_share=1",
+        "splits.parts={train=1}",
+    )
+    manifest = load(LocalStore(case.output))
+    assert manifest.counts.packed == 3
+    assert manifest.extra["reasons"] == {"DUPLICATE_TEXT": 3}
+
+
 def test_forms_and_sources_are_counted_over_versions(case: CorpusCase) -> None:
     settings = (CONVERSATIONS, "conversations.source=house", "conversations.source_field=from")
     case.write("a.jsonl", [json.dumps(line(number)).encode() for number in range(3)])

@@ -133,7 +133,7 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
     ),
     LineReason.UNSUPPORTED_CONTENT: ReasonInfo(
         "quarantined",
-        "content that is neither text nor image: sound, video, a call of a tool",
+        "content that is neither text nor image: sound, video, tools, a thought",
         "leave it out",
     ),
     LineReason.SAME_ANSWERS: ReasonInfo(

@@ -75,28 +75,35 @@ class Identity:
     split: str
 
 
-def texts_digest(record: Record) -> bytes:
-    """Return a digest of 16 bytes of a line's texts, roles and pictures, before scrubbing."""
+def texts_digest(record: Record, folder: str | Path = "") -> bytes:
+    """Return a digest of 16 bytes of a line's texts, roles and pictures, before scrubbing.
+
+    Args:
+        record: The content of the line.
+        folder: That names of pictures begin in; without it equal names are equal pictures.
+    """
     if record.conversation is None:
         kind, text = b"text\0", record.text or ""
     else:
         found = record.conversation
         turns = [
-            [[turn.role, [_part_digest(part) for part in turn.content]] for turn in turns]
+            [[turn.role, [_part_digest(part, folder) for part in turn.content]] for turn in turns]
             for turns in (found.messages, found.chosen, found.rejected)
         ]
         kind, text = b"turns\0", json.dumps([found.kind, turns, found.answer, found.score])
     return hashlib.blake2b(kind + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _part_digest(part: Part) -> Any:
-    return _slot_digest(part) if isinstance(part, Slot) else part
+def _part_digest(part: Part, folder: str | Path) -> Any:
+    return _slot_digest(part, folder) if isinstance(part, Slot) else part
 
 
-def _slot_digest(slot: Slot) -> list[Any]:
+def _slot_digest(slot: Slot, folder: str | Path = "") -> list[Any]:
     """Return what tells a picture from others: its name, a digest of its bytes, or its place in a study."""
     data = b"" if slot.data is None else hashlib.blake2b(slot.data, digest_size=16).digest()
-    name = slot.name if not slot.name or slot.name.startswith("data:") else os.path.normpath(slot.name)
+    name = slot.name
+    if name and not name.startswith("data:"):
+        name = os.path.normpath(Path(folder) / name.removeprefix("file://") if folder else name)
     return [name, data.hex(), None if slot.study is None else asdict(slot.study)]
 
 
@@ -182,6 +189,10 @@ class ContentMaker:
         for path in self._fields.keep:
             _check_kept(value_at(fields, path))
         return record
+
+    def digest(self, record: Record, file: str | Path) -> bytes:
+        """Return what tells a line of a file from others, its pictures by the folder and the name."""
+        return texts_digest(record, self.config.conversations.image_root or Path(file).parent)
 
     def user_key(self, fields: Mapping[str, Any]) -> str | None:
         """Return the line's own key; None if keys are made from places.

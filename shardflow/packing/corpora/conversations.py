@@ -46,6 +46,10 @@ _ROLES: Final = {
 _ROLE_KEYS: Final = ("role", "from")
 _CONTENT_KEYS: Final = ("content", "value")
 _HISTORY: Final = "history"
+# What a model would have been given, or have thought, and no stored conversation holds.
+_NOT_HELD: Final = ("tools", "videos", "audios")
+_NOT_HELD_OF_TURN: Final = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+_NOTHING: Final = ("", "[]", "{}", "null")
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
 _IMAGE_TYPES: Final = frozenset({"image", "image_url", "input_image"})
 _REFERENCES: Final = ("image", "image_url", "url", "path", "source", "bytes", "data")
@@ -75,6 +79,8 @@ class Slot:
     name: str = ""
     data: bytes | None = None
     study: StudyPlace | None = None
+    number: int | None = None
+    """Which of the pictures of the line, until they are in their places."""
 
 
 Part: TypeAlias = str | Slot | None
@@ -168,11 +174,16 @@ class ConversationReader:
         self._roles = _ROLES | dict(fields.roles)
         self._role_keys = tuple(dict.fromkeys([fields.role, *_ROLE_KEYS]))
         self._content_keys = tuple(dict.fromkeys([fields.content, *_CONTENT_KEYS]))
+        known = {*fields.keep, *(name for names in self._names.values() for name in names)}
+        self._not_held = tuple(name for name in _NOT_HELD if name not in known)
+        self._not_held_of_turn = tuple(
+            name for name in _NOT_HELD_OF_TURN if name not in (*self._content_keys, *self._role_keys)
+        )
 
     @property
     def columns(self) -> list[str]:
         """Fields that may be read of a line."""
-        return [name for names in self._names.values() for name in names]
+        return [name for names in self._names.values() for name in names] + list(self._not_held)
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
         """Read the conversation of a line, its pictures named but not looked for.
@@ -180,6 +191,8 @@ class ConversationReader:
         Raises:
             LineError: It is of no known form, or its content does not fit.
         """
+        if any(_holds(fields.get(name)) for name in self._not_held):
+            raise LineError(LineReason.UNSUPPORTED_CONTENT)
         form = self._form(fields) if self._config.form == "auto" else self._config.form
         read = {
             "document": self._document,
@@ -193,7 +206,9 @@ class ConversationReader:
             kind: Kind = "conversation" if score is None else "reward"
             found = Conversation(form=form, kind=kind, messages=self._messages(fields), score=score)
         num_places = sum(part is None for turn in found.turns() for part in turn.content)
-        placed = self._placed(found, self._pictures(fields, num_places), num_places)
+        # Those beside a line are taken unless all of its places have names.
+        takes_beside = num_places > 0 or all(slot.number is not None for slot in found.slots())
+        placed = self._placed(found, self._pictures(fields, takes_beside=takes_beside), num_places)
         if isinstance(fields, TarLine):
             placed = _mapped(placed, lambda turn: _beside(turn, fields))
         return _checked(placed)
@@ -347,7 +362,7 @@ class ConversationReader:
     def _turn(self, value: Any) -> Turn:
         if not isinstance(value, dict):
             raise LineError(LineReason.WRONG_TYPE)
-        if value.get("tool_calls") or value.get("function_call"):
+        if any(_holds(value.get(name)) for name in self._not_held_of_turn):
             raise LineError(LineReason.UNSUPPORTED_CONTENT)
         role, content = _first(value, self._role_keys), _first(value, self._content_keys)
         if role is None or content is None:
@@ -382,27 +397,34 @@ class ConversationReader:
             raise LineError(LineReason.UNSUPPORTED_CONTENT)
         if value.get("study") is not None:
             return (_slot(value),)
-        reference = _first(value, _REFERENCES)
+        reference, number = _first(value, _REFERENCES), value.get("index")
+        if reference is None and number is not None:
+            return (Slot(number=_whole(number)),)
         return (None if reference is None else _slot(reference),)
 
     # ---- pictures --------------------------------------------------------------------------------
 
-    def _pictures(self, fields: Mapping[str, Any], num_places: int) -> list[Slot]:
+    def _pictures(self, fields: Mapping[str, Any], *, takes_beside: bool) -> list[Slot]:
         """Return the pictures that stand beside the turns of a line."""
         value = self._value(fields, "images")
         if self._has(fields, "texts"):
             return []
         if value is None:
-            beside = fields.pictures if isinstance(fields, TarLine) and num_places else ()
+            beside = fields.pictures if isinstance(fields, TarLine) and takes_beside else ()
             return [Slot(name=name) for name in beside]
         return [_slot(each) for each in (value if isinstance(value, list) else [value])]
 
     def _placed(self, found: Conversation, pictures: list[Slot], num_places: int) -> Conversation:
-        """Put the pictures beside the turns into their places, in the order of reading.
+        """Put the pictures beside the turns into their places, by number or in the order of reading.
 
         Raises:
             LineError: There are more or fewer than places.
         """
+        numbers = {slot.number for slot in found.slots() if slot.number is not None}
+        if numbers:
+            if num_places or numbers != {*range(len(pictures))}:
+                raise LineError(LineReason.IMAGE_COUNT)
+            return _mapped(found, lambda turn: _numbered(turn, pictures))
         messages = found.messages
         if pictures and not num_places and self._config.unplaced_images == "first":
             at = next((n for n, turn in enumerate(messages) if turn.role in ("user", "document")), None)
@@ -436,6 +458,20 @@ def _mapped(found: Conversation, change: Callable[[Turn], Turn]) -> Conversation
         tuple(change(turn) for turn in turns) for turns in (found.messages, found.chosen, found.rejected)
     )
     return replace(found, messages=messages, chosen=chosen, rejected=rejected)
+
+
+def _numbered(turn: Turn, pictures: Sequence[Slot]) -> Turn:
+    """Return a turn with pictures in place of their numbers."""
+    parts = (
+        pictures[part.number] if isinstance(part, Slot) and part.number is not None else part
+        for part in turn.content
+    )
+    return replace(turn, content=tuple(parts))
+
+
+def _holds(value: Any) -> bool:
+    """Return whether there is something in a field; in Parquet a list may be written as a text."""
+    return value.strip() not in _NOTHING if isinstance(value, str) else bool(value)
 
 
 def _beside(turn: Turn, line: TarLine) -> Turn:

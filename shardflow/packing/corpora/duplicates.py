@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardflow.errors import naming_os_errors
 from shardflow.format.table import Table, encode_table
 from shardflow.packing.corpora.config import CorpusConfig, LineError, LineReason, number_of
-from shardflow.packing.corpora.content import ContentMaker, texts_digest
+from shardflow.packing.corpora.content import ContentMaker
 from shardflow.packing.corpora.inputs import PartTask, part_lines
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.workspace import write_plainly
@@ -78,7 +78,7 @@ class DigestScanner:
         make_fresh(folder)
         runs = {kind: _Runs(folder, kind, self.run_rows) for kind in self._kinds()}
         maker = ContentMaker(self.config, self.key)
-        for line, (_, _, fields) in enumerate(part_lines(task.pieces, self.config, maker.columns)):
+        for line, (number, _, fields) in enumerate(part_lines(task.pieces, self.config, maker.columns)):
             if isinstance(fields, LineReason):
                 continue
             try:
@@ -87,7 +87,7 @@ class DigestScanner:
             except LineError:
                 continue
             if "text" in runs:
-                runs["text"].add(texts_digest(record), line)
+                runs["text"].add(maker.digest(record, task.pieces[number].path), line)
             if user_key is not None:
                 runs["key"].add(self.key.surrogate("corpus-key", user_key).encode("ascii"), line)
         done = ScanDone(num_rows=max((each.close() for each in runs.values()), default=0))

@@ -27,7 +27,7 @@ from shardflow.loading import Batch
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.distributed import unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, TaskConfig
-from shardflow.training.models.building import folder_digest
+from shardflow.training.models.building import folder_digest, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
 from shardflow.training.tasks.task import ArrayTask, Scores
 
@@ -62,7 +62,10 @@ class ConversationTask(ArrayTask):
         """Return what a checkpoint must match; the loader compares the processor."""
         model, lora = self._model, self._lora
         assert model.path is not None  # noqa: S101 - checked when the settings were read
-        found: dict[str, Any] = {"model.path digest": folder_digest(model.path)}
+        found: dict[str, Any] = {
+            "model.path digest": folder_digest(model.path),
+            "model.path weights": weights_digest(model.path),
+        }
         if self._task.type == "dpo":
             found["task.beta"] = self._task.beta
         if model.frozen:

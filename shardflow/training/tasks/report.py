@@ -28,7 +28,7 @@ from shardflow.training.data import batch_spec, open_inputs, run_fields, sample_
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs
 from shardflow.training.model_fields import num_places
-from shardflow.training.models.building import build_report_model, folder_digest
+from shardflow.training.models.building import build_report_model, folder_digest, weights_digest
 from shardflow.training.text import ReportTokenizer
 
 
@@ -69,6 +69,7 @@ class ReportTask:
             del bindings[f"model.{name}"]
         if self.model.path is not None:
             bindings["model.path digest"] = folder_digest(self.model.path)
+            bindings["model.path weights"] = weights_digest(self.model.path)
             bindings["text.prompt"] = self.text.prompt
         if self.model.frozen:
             bindings["model.frozen"] = list(self.model.frozen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import transformers
 from torch.nn import functional
 
 from shardflow.config import load_config
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StateError
 from shardflow.loading import Loader
 from shardflow.loading.sample import open_dataset
+from shardflow.training.checkpoint.files import Checkpoint
+from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.run import open_task, train
+from shardflow.training.run import check_bindings, open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
 from tests.distributed.runs import committed_samples, differing_weights
@@ -231,6 +234,23 @@ def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_
     for name, gradient in trained.items():
         assert gradient is not None, name
         assert not gradient.any(), name
+
+
+def test_other_weights_of_the_same_size_are_another_model(tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, "llama"))
+    before = open_task(config).bindings()
+    weights = tmp_path / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    after = open_task(config).bindings()
+    assert {name for name in before if before[name] != after[name]} == {"model.path weights"}
+    old = {name: value for name, value in before.items() if name != "model.path weights"}
+    nothing = PiecewiseTensors([])
+    made = Checkpoint(name="step-00000002", state={"bindings": before}, model=nothing, optimizer=nothing)
+    with pytest.raises(StateError, match=r"model\.path weights"):
+        check_bindings(made, after)
+    check_bindings(replace(made, state={"bindings": old}), after)
 
 
 def test_a_token_that_fills_up_needs_no_row_of_the_model(tmp_path: Path) -> None:

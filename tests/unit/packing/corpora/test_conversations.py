@@ -27,6 +27,7 @@ from shardflow.packing.corpora.config import (
     LineReason,
 )
 from shardflow.packing.corpora.content import ContentMaker, texts_digest
+from shardflow.packing.corpora.lines import TarLine, TarSample
 from tests.unit.packing.corpora.test_mapping import KEY, make_config
 
 pytestmark = pytest.mark.fast
@@ -214,6 +215,14 @@ REFUSED: list[tuple[LineReason, dict[str, Any]]] = [
     (LineReason.WRONG_TYPE, {"messages": [USER, {**NO, "weight": -1}]}),
     (LineReason.UNSUPPORTED_CONTENT, {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}),
     (LineReason.UNSUPPORTED_CONTENT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}),
+    *(
+        (LineReason.UNSUPPORTED_CONTENT, {"messages": [USER, {**NO, name: "Hm."}]})
+        for name in ("reasoning_content", "thinking", "reasoning")
+    ),
+    *(
+        (LineReason.UNSUPPORTED_CONTENT, {"messages": [USER, NO], name: ["x"]})
+        for name in ("tools", "videos", "audios")
+    ),
     (LineReason.INVALID_UTF8, {"messages": [USER, {"role": "assistant", "content": "\ud800"}]}),
     (LineReason.IMAGE_COUNT, {"messages": [{"role": "user", "content": "<image>?"}, NO]}),
     (
@@ -235,6 +244,16 @@ def test_tools_answer_assistants() -> None:
     tool = {"role": "tool", "content": "3 cm"}
     turns = stored({"messages": [USER, YES, tool, tool, NO]})["messages"]
     assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool", "assistant"]
+
+
+def test_fields_of_tools_and_thoughts_may_be_empty_or_kept() -> None:
+    empty = {"messages": [USER, {**NO, "thinking": None, "reasoning": ""}], "tools": "[]", "videos": []}
+    assert said(stored(empty)["messages"])[1] == ("assistant", "No.")
+    assert {"tools", "videos", "audios"} <= {*maker().columns}
+    kept = stored(
+        {"messages": [USER, NO], "tools": ["x"]}, fields=FieldsConfig(kind="conversations", keep=("tools",))
+    )
+    assert kept["fields"] == {"tools": ["x"]}
 
 
 def test_weights_of_turns_are_kept() -> None:
@@ -282,6 +301,36 @@ def test_pictures_stand_where_they_were_and_are_stored_beside(line: dict[str, An
     assert members["image.000.png"] == picture(1)
     assert members["image.001.jpg"] == (folder / "sub" / "b.jpg").read_bytes()
     assert members["report.txt"].startswith(b"<|user|>\n<image>Before<image>?\n")
+
+
+def numbered(*numbers: int | None) -> list[dict[str, Any]]:
+    return [{"type": "image", "text": None, "index": number} for number in numbers]
+
+
+def test_numbers_of_parts_say_which_picture_stands_where(folder: Path) -> None:
+    text = {"type": "text", "text": "?", "index": None}
+    found = stored(pictured([*numbered(1, 0), text, *numbered(1)], images=NAMES_OF_BOTH), folder)
+    assert said(found["messages"])[0] == ("user", "{0}{1}?{0}")
+    assert [one["member"] for one in found["images"]] == ["image.000.jpg", "image.001.png"]
+    for wrong in (numbered(0, 2), numbered(0), numbered(0, None), numbered(0, 1, 2)):
+        line = pictured([*wrong, text], images=NAMES_OF_BOTH)
+        assert reason(line, folder) is LineReason.IMAGE_COUNT
+    line = pictured([*numbered(-1), text], images=["a.png"])
+    assert reason(line, folder) is LineReason.WRONG_TYPE
+
+
+def test_pictures_beside_a_line_of_a_tar_are_not_dropped() -> None:
+    def of_tar(line: dict[str, Any]) -> TarLine:
+        sample = TarSample(key=b"0001", place=0, line=json.dumps(line).encode(), pictures={"png": picture(1)})
+        return TarLine.of(sample)
+
+    plain = of_tar({"messages": [USER, NO]})
+    assert reason(plain) is LineReason.IMAGE_COUNT
+    assert said(stored(plain, unplaced_images="first")["messages"])[0] == ("user", "{0}Effusion?")
+    by_number = of_tar(pictured([*numbered(0), {"type": "text", "text": "?"}]))
+    assert said(stored(by_number)["messages"])[0] == ("user", "{0}?")
+    named = of_tar(pictured("<image>?", image="0001.png"))
+    assert len(stored(named)["images"]) == 1
 
 
 def test_a_document_alternates_texts_and_pictures(folder: Path) -> None:
@@ -457,6 +506,12 @@ def test_what_tells_conversations_apart_makes_the_digest() -> None:
     ]
     made = maker()
     assert len({texts_digest(made.read(line)) for line in lines}) == len(lines)
+    read = made.read(pictured("<image>?", image="a/0001.png"))
+    other = made.read(pictured("<image>?", image="0001.png"))
+    assert made.digest(read, "/in/lines.jsonl") != made.digest(read, "/other/lines.jsonl")
+    assert made.digest(read, "/in/lines.jsonl") == made.digest(other, "/in/a/lines.jsonl")
+    rooted = maker(image_root=Path("/in"))
+    assert rooted.digest(read, "/in/lines.jsonl") == rooted.digest(read, "/other/lines.jsonl")
     assert texts_digest(made.read(TEXTS["messages"])) == texts_digest(made.read(TEXTS["sharegpt"]))
 
 
