@@ -63,7 +63,10 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
         def make(_: Path) -> list[bytes]:
             # The bytes that were digested, though the file may be another one now.
             data = named_bytes(store, path, sha256=digest.hexdigest(), num_bytes=num_bytes)
-            return [_encoded(Manifest.parse(data), digest.hexdigest())]
+            try:
+                return [_encoded(Manifest.parse(data), digest.hexdigest())]
+            except ManifestError as error:
+                raise ManifestError(f"{path}: {error.message}") from None
 
         place = node_file(name, make)
         try:
