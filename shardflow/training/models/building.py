@@ -136,11 +136,14 @@ def build_report_model(
         inner: Any = model.model
         language = getattr(inner, "decoder", None) or inner.model.language_model
         freeze_idle(model, _smallest_inputs(image))
-        if settings.activation_checkpointing:
-            inner.activation_checkpointing_enable()
     freeze(model, settings.frozen)
     if lora.rank:
         add_lora(model, language, lora, seed=seed)
+    if settings.path is not None:
+        if lora.rank:  # adapters in a layer that takes no part have no gradient either
+            freeze_idle(model, _smallest_inputs(image))
+        if settings.activation_checkpointing:
+            inner.activation_checkpointing_enable()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model, tokenizer

@@ -346,6 +346,10 @@ def test_targets_are_ends_of_names(tiny: TinyInput, folders: dict[str, Path]) ->
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(names) == 2
     assert all("layers.0.self_attn.q_proj.lora_" in name for name in names)
+    model = build(tiny, folders["llava"], "lora.rank=2", 'lora.targets=["q_proj"]')[0]
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert any("vision" in name for name in trained)
+    assert not any("vision" in name and "layers.2." in name for name in trained)  # its features are not taken
     with pytest.raises(ConfigError, match=r"lora\.targets: the name of no"):
         build(tiny, folders["llava"], "lora.rank=2", 'lora.targets=["nothing"]')
 
