@@ -471,7 +471,7 @@ def check_whole(run: Path, first_step: int) -> None:
         CheckpointError: Steps are missing, none is committed, or the run began with another one's checkpoint.
     """
     committed = covered = num_committed_steps(run)
-    if committed <= first_step:
+    if not committed or committed < first_step:
         raise CheckpointError(
             f"nothing is proven: the run has {committed} committed steps, by its checkpoints, and those from "
             f"step {first_step} on are asked for; restore its checkpoints, or give another --after-step."

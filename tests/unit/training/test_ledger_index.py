@@ -152,7 +152,7 @@ def test_nothing_is_proven_by_a_ledger_with_holes(run: Path, capsys: pytest.Capt
         return code, both.out + both.err
 
     assert ask()[0] == 0
-    assert ask("--after-step", "29")[0] == 1
+    assert ask("--after-step", "30")[0] == 1
     assert "30 committed steps" in ask("--after-step", "400")[1]
     for name in ("attempt-0003/rank-00000.jsonl", "attempt-0001/rank-00001.jsonl"):
         path = run / "ledger" / name
