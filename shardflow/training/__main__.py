@@ -41,6 +41,8 @@ CODES_VARIABLE: Final = "SHARDFLOW_EXIT_CODES"
 """Environment variable: folder where the ranks of a machine leave their exit codes for the launcher."""
 RANK_MARK: Final = "-rank-"
 """In the name of such a file, between the attempt and the local rank."""
+_AFTER_RANK_0_S: Final = 3.0
+"""Time that a rank with a mistake leaves rank 0 to tell of the same one."""
 
 _LOGGER = logging.getLogger("shardflow.training")  # not __main__, whose lines would not be shown
 
@@ -93,9 +95,11 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
             return _plan_memory(config, arguments.plan_memory)
         return _train(config, rank)
     except (ConfigError, NoProgressError, PlanError, StateError) as error:
-        # Every rank finds the same mistake; one line of it is enough.
-        if rank == 0:
-            _LOGGER.error("%s", error.message)  # noqa: TRY400 - a traceback would hide the sentence
+        # Nearly always every rank finds the same mistake, and one line of it is enough: the launcher ends the
+        # others once rank 0 has left. A mistake of one machine is told by the ranks that are still there.
+        if rank != 0:
+            time.sleep(_AFTER_RANK_0_S)
+        _LOGGER.error("%s", error.message)  # noqa: TRY400 - a traceback would hide the sentence
         return error.exit_code
     except (RankLostError, SampleError) as error:
         # The traceback would be that of a broken connection, or of our own count; the sentence says where.

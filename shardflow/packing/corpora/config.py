@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
@@ -202,7 +202,7 @@ class LineError(Exception):
         self.reason = reason
 
 
-FORMS: Final = (
+Form: TypeAlias = Literal[
     "messages",
     "llava",
     "sharegpt",
@@ -212,8 +212,9 @@ FORMS: Final = (
     "preference",
     "reward",
     "prompt",
-)
-"""Forms of conversations, as docs/corpora.md describes them."""
+]
+"""Form of a conversation, as docs/corpora.md describes it."""
+FORMS: Final[tuple[Form, ...]] = get_args(Form)
 ROLES: Final = ("system", "user", "assistant", "tool")
 _FORMER_KINDS: Final = ("pair", "dialogue", "preference")
 _ROLE: Final = re.compile(r"[a-z0-9_]{1,32}")
@@ -313,18 +314,7 @@ class StudiesConfig:
 class ConversationsConfig:
     """Settings of ``fields.kind = "conversations"``. An empty name of a field: known names are tried."""
 
-    form: Literal[
-        "auto",
-        "messages",
-        "llava",
-        "sharegpt",
-        "alpaca",
-        "pair",
-        "document",
-        "preference",
-        "reward",
-        "prompt",
-    ] = "auto"
+    form: Literal["auto", Form] = "auto"
     """Form of every line; ``auto``: the one that its fields show."""
     images: str = ""
     """Field of the images of a line: a name, bytes, an object with ``bytes``, ``path`` or ``url``, or a list
