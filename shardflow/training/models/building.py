@@ -135,13 +135,12 @@ def build_report_model(
         )
         inner: Any = model.model
         language = getattr(inner, "decoder", None) or inner.model.language_model
-        freeze_idle(model, _smallest_inputs(image))
     freeze(model, settings.frozen)
     if lora.rank:
         add_lora(model, language, lora, seed=seed)
     if settings.path is not None:
-        if lora.rank:  # adapters in a layer that takes no part have no gradient either
-            freeze_idle(model, _smallest_inputs(image))
+        # Behind the adapters: those in a layer that takes no part have no gradient either.
+        freeze_idle(model, _smallest_inputs(image))
         if settings.activation_checkpointing:
             inner.activation_checkpointing_enable()
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -248,10 +247,10 @@ def freeze_idle(model: nn.Module, arguments: Sequence[Any]) -> None:
             # What only the other branch uses stays trained; if it has no gradient, the first step names it.
             with contextlib.suppress(Exception):
                 used |= _used_on_meta(model, arguments, answer=False)
-    idle = [name for name, _ in model.named_parameters() if name not in used]
-    for name, parameter in model.named_parameters():
-        if name not in used:
-            parameter.requires_grad_(False)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    idle = [name for name in trained if name not in used]
+    for name in idle:
+        trained[name].requires_grad_(False)
     if idle:
         _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
 

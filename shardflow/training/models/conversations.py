@@ -111,15 +111,13 @@ def build_conversation_model(
             "name the model's own processor."
         )
     model = ConversationModel(inner, has_score=has_score, seed=seed).train()
-    freeze_idle(model, (example["tokens"], example["pictures"]))
     freeze(model, settings.frozen)
     if lora.rank:
-        language = inner.get_decoder()
-        add_lora(model, language, lora, seed=seed)
-        # Adapters in a layer that takes no part have no gradient either.
-        freeze_idle(model, (example["tokens"], example["pictures"]))
+        add_lora(model, inner.get_decoder(), lora, seed=seed)
         if model.score is not None:
             model.score.requires_grad_(True)
+    # Behind the adapters: those in a layer that takes no part have no gradient either.
+    freeze_idle(model, (example["tokens"], example["pictures"]))
     if settings.activation_checkpointing:
         inner.activation_checkpointing_enable()
     if not any(parameter.requires_grad for parameter in model.parameters()):
