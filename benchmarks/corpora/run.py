@@ -6,8 +6,8 @@ Contestants, each in a fresh process, their order turned from round to round; pr
 and processes, which says more than wall time on a machine that others use:
 
 - ``job``: the whole job with one packing process, texts kept: from the start of its interpreters to the
-  manifest. ``parquet``, ``pairs``, ``distinct`` (policy.duplicates = "skip") and ``scrub`` (a tenth of the
-  lines) are the same job with one thing changed.
+  manifest. ``parquet``, ``conversations``, ``distinct`` (policy.duplicates = "skip") and ``scrub`` (a tenth
+  of the lines) are the same job with one thing changed.
 - ``loop``: `json.loads` of each line and webdataset's ShardWriter, which is what most people write.
 - ``limit``: `json.loads` and a write of headers and texts with nothing else: no keys, checksums, digests.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import shutil
@@ -33,20 +32,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about_run
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONTESTANTS = ("job", "loop", "limit", "parquet", "pairs", "distinct", "scrub")
+CONTESTANTS = ("job", "loop", "limit", "parquet", "conversations", "distinct", "scrub")
 WORDS = ("the", "heart", "is", "normal", "lungs", "are", "clear", "no", "effusion", "or", "stable", "seen")
 SAMPLE_S = 0.02
 
 
-def write_lines(path: Path, count: int, words: int, *, pairs: bool = False) -> None:
+def write_lines(path: Path, count: int, words: int, *, is_pair: bool = False) -> None:
     """Write lines whose texts differ."""
     rng = random.Random(7)
     some = [" ".join(rng.choices(WORDS, k=words)) for _ in range(997)]
     with path.open("w", encoding="ascii") as file:
         for number in range(count):
             text = f"{number} {some[number % 997]}"
-            fields = {"prompt": text[:100], "response": text[100:]} if pairs else {"text": text}
+            fields = {"prompt": text[:100], "response": text[100:]} if is_pair else {"text": text}
             file.write(json.dumps({"id": number, **fields}) + "\n")
 
 
@@ -55,11 +56,11 @@ def write_inputs(folder: Path, count: int) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    for name in ("lines", "parquet", "pairs", "few"):
+    for name in ("lines", "parquet", "conversations", "few"):
         (folder / name).mkdir(parents=True)
     write_lines(folder / "lines" / "a.jsonl", count, 160)
     write_lines(folder / "few" / "a.jsonl", count // 10, 160)
-    write_lines(folder / "pairs" / "a.jsonl", count, 160, pairs=True)
+    write_lines(folder / "conversations" / "a.jsonl", count, 160, is_pair=True)
     rows = [json.loads(line) for line in (folder / "lines" / "a.jsonl").open(encoding="ascii")]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "parquet" / "a.parquet", row_group_size=20_000)
 
@@ -77,13 +78,15 @@ def pack(name: str, inputs: Path, scratch: Path) -> int:
     )
     from shardflow.packing.corpora.job import pack_corpus
 
-    folder = inputs / {"parquet": "parquet", "pairs": "pairs", "scrub": "few"}.get(name, "lines")
+    folder = inputs / {"parquet": "parquet", "conversations": "conversations", "scrub": "few"}.get(
+        name, "lines"
+    )
     summary = pack_corpus(
         CorpusConfig(
             output=scratch / "corpus",
             private_dir=scratch / "private",
             inputs=CorpusInputsConfig(files=(folder,)),
-            fields=FieldsConfig(kind="conversations" if name == "pairs" else "text"),
+            fields=FieldsConfig(kind="conversations" if name == "conversations" else "text"),
             policy=CorpusPolicyConfig(duplicates="skip" if name == "distinct" else "keep"),
             shards=CorpusShardsConfig(target_bytes=64 << 20, part_bytes=64 << 20),
             deid=CorpusDeidConfig(text="scrub" if name == "scrub" else "keep"),
@@ -228,8 +231,9 @@ def measure(folder: Path, lines: int, rounds: int, memory_lines: list[int]) -> d
             shutil.rmtree(folder / "scratch")
     cost = {name: statistics.median(values) for name, values in seen.items() if values}
     return {
-        "python": platform.python_version(),
+        "about": {**about_run(["pyarrow", "webdataset"]), "lines": lines, "load": os.getloadavg()[0]},
         "cpu_us_per_line": {name: round(value, 2) for name, value in cost.items()},
+        "rounds_us_per_line": {name: [round(one, 2) for one in values] for name, values in seen.items()},
         "lines_per_core_s": {name: round(1e6 / value) for name, value in cost.items()},
         "job_times_loop": round(cost["loop"] / cost["job"], 2) if cost else None,
         "memory": memory,

@@ -27,6 +27,7 @@ from shardflow.storage import CacheConfig
 from tests.factories import make_dataset
 from tests.integration.loader_support import digest_of, flip_bit, hooked, loader_threads, locate, open_loader
 from tests.object_stores import WebServer
+from tests.sweeps import sampled
 
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=2, tail="mask")
 REPORT = {"report": sf.Text()}
@@ -247,13 +248,10 @@ def read(url: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("what", "num_examples"),
-    [
-        ("text", 4),
-        ("images", 6),
-        ("native", 4),
-        pytest.param("images", 300, marks=pytest.mark.slow),
-        pytest.param("text", 100, marks=pytest.mark.slow),
-    ],
+    sampled(
+        [("text", 4), ("images", 6), ("native", 4), ("images", 300), ("text", 100)],
+        {("text", 4), ("images", 6), ("native", 4)},
+    ),
 )
 def test_no_change_at_any_time_changes_a_micro_batch_or_the_position(
     url: str, read: dict[str, list[str]], tmp_path: Path, what: str, num_examples: int

@@ -16,6 +16,7 @@ from shardflow.packing.scan import NUM_BUCKETS
 from shardflow.storage import LocalStore
 from tests.dicom_factory import MadeStudy, make_study, truncate
 from tests.pack_case import PackCase, read_ledger, tree_digests
+from tests.sweeps import sampled
 
 LOOSE = "policy.max_quarantined_share=1.0"
 
@@ -334,9 +335,7 @@ def test_retry_lifts_recorded_deaths(case: PackCase) -> None:
     assert not (case.private / "retrying").exists()
 
 
-@pytest.mark.parametrize(
-    "num_processes", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))]
-)
+@pytest.mark.parametrize("num_processes", sampled([1, 2, 5], {5}))
 def test_the_number_of_processes_does_not_show(tmp_path: Path, num_processes: int) -> None:
     """Against a golden job with one process; the bytes of both versions."""
     digests = []

@@ -28,6 +28,7 @@ from shardflow.viewing.study import read_study
 from tests.dicom_factory import make_study
 from tests.integration.loader_support import open_loader
 from tests.pack_case import PackCase, tree_digests
+from tests.sweeps import sampled
 from tests.unit.format.tampering import replace_file
 
 pytestmark = pytest.mark.fast
@@ -149,13 +150,7 @@ def test_tables_and_pictures_equal_those_of_slices(in_slices: Dataset, in_bricks
 
 @pytest.mark.parametrize(
     "point",
-    [
-        "advance:studies:3",
-        *(
-            pytest.param(point, marks=pytest.mark.slow)
-            for point in ("none", "advance:studies:1", "phase:ledger")
-        ),
-    ],
+    sampled(["none", "advance:studies:1", "advance:studies:3", "phase:ledger"], {"advance:studies:3"}),
 )
 def test_a_killed_job_makes_the_same_bytes(packed: PackCase, tmp_path: Path, point: str) -> None:
     case = PackCase(tmp_path / "job")

@@ -21,6 +21,7 @@ from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
+from tests.sweeps import sampled
 
 Expected = tuple[Path, dict[str, str]]
 
@@ -52,9 +53,7 @@ def case(tmp_path: Path, expected: Expected) -> PackCase:
     return case
 
 
-@pytest.mark.parametrize(
-    "count", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("count", sampled([1, 3, 9], {3}))
 def test_tasks_and_their_merge_are_one_job(case: PackCase, expected: Expected, count: int) -> None:
     shards = 0
     for index in reversed(range(count)):

@@ -27,6 +27,7 @@ from shardflow.storage import open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase
+from tests.sweeps import sampled
 
 _NUMBERS = count()
 
@@ -91,7 +92,7 @@ def test_the_dataset_is_there_and_is_sent_once(case: PackCase, address: str, sen
     assert sent == []
 
 
-@pytest.mark.parametrize("keeps_local", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("keeps_local", sampled([True, False], {False}))
 def test_tables_are_there_with_every_version(case: PackCase, address: str, keeps_local: bool) -> None:
     """Joined by series, whose keys are read from shards, which need not be local any more."""
     uids = {
@@ -128,7 +129,7 @@ def test_tables_are_there_with_every_version(case: PackCase, address: str, keeps
     assert verify(address).is_whole
 
 
-@pytest.mark.parametrize("point", ["phase:samples", pytest.param("phase:upload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", sampled(["phase:samples", "phase:upload"], {"phase:samples"}))
 def test_a_killed_job_goes_on_and_sends_nothing_twice(
     case: PackCase, address: str, sent: list[str], point: str
 ) -> None:

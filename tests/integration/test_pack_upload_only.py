@@ -26,6 +26,7 @@ from shardflow.storage import ByteStore, LocalStore, open_store
 from tests.dicom_factory import make_study
 from tests.object_stores import s3_bucket
 from tests.pack_case import PackCase, tree_digests
+from tests.sweeps import sampled
 
 _NUMBERS = count()
 NUM_STUDIES = 8
@@ -128,12 +129,7 @@ def test_few_shards_lie_here_however_slowly_they_leave(
 
 @pytest.mark.parametrize(
     "point",
-    [
-        "advance:studies:5",
-        pytest.param("phase:samples", marks=pytest.mark.slow),
-        pytest.param("phase:upload", marks=pytest.mark.slow),
-        pytest.param("cleaning", marks=pytest.mark.slow),
-    ],
+    sampled(["advance:studies:5", "phase:samples", "phase:upload", "cleaning"], {"advance:studies:5"}),
 )
 def test_a_killed_job_goes_on_though_its_shards_have_left(
     case: PackCase, address: str, monkeypatch: pytest.MonkeyPatch, point: str
@@ -198,10 +194,7 @@ def _keys_of(address: str, patient: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "after",
-    ["finish", *(pytest.param(name, marks=pytest.mark.slow) for name in ("send", "erase_unnamed"))],
-)
+@pytest.mark.parametrize("after", sampled(["finish", "send", "erase_unnamed"], {"finish"}))
 def test_a_withdrawal_that_stops_goes_on(
     case: PackCase, address: str, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:

@@ -16,6 +16,7 @@ from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
+from tests.sweeps import sampled
 
 NUM_NEW = 4
 POINTS = [
@@ -41,7 +42,6 @@ WRITES = [
     ("record", 1),
     ("record", 2),
 ]
-SAMPLE = ["advance:studies:1", "cleaning"]
 
 
 def _prepare(folder: Path, mode: PackMode) -> PackCase:
@@ -96,9 +96,7 @@ def case(tmp_path: Path, expected: tuple[PackMode, Path, dict[str, str]]) -> Pac
     return case
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=() if point in SAMPLE else pytest.mark.slow) for point in POINTS]
-)
+@pytest.mark.parametrize("point", sampled(POINTS, {"advance:studies:1", "cleaning"}))
 def test_a_killed_job_goes_on_to_the_same_bytes(
     case: PackCase, expected: tuple[PackMode, Path, dict[str, str]], point: str
 ) -> None:
@@ -121,7 +119,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
 
 @pytest.mark.parametrize(
     ("point", "number"),
-    [pytest.param(*write, marks=() if write == ("tar", 1) else pytest.mark.slow) for write in WRITES],
+    sampled(WRITES, {("tar", 1)}),
 )
 def test_a_job_killed_at_a_write_of_a_process_goes_on(
     case: PackCase, expected: tuple[PackMode, Path, dict[str, str]], point: str, number: int
@@ -137,10 +135,7 @@ def test_a_job_killed_at_a_write_of_a_process_goes_on(
 
 @pytest.mark.parametrize(
     ("num_processes", "times"),
-    [
-        pytest.param(2, 2),
-        *(pytest.param(number, 20, marks=pytest.mark.slow) for number in (1, 2, 5)),
-    ],
+    sampled([(2, 2), (1, 20), (2, 20), (5, 20)], {(2, 2)}),
 )
 def test_killed_at_random_it_is_one_and_the_same_dataset(
     case: PackCase, expected: tuple[PackMode, Path, dict[str, str]], num_processes: int, times: int

@@ -22,6 +22,7 @@ from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy, Schedule
 from tests.integration.loader_support import received_keys
 from tests.object_stores import WebServer
+from tests.sweeps import sampled
 
 SPEC = BatchSpec(micro_batch_size=3, micro_batches_per_step=4, tail="mask")
 FIELDS = {"image": Slices(num_slices=3, size=(16, 16)), "report": Text(missing="pad")}
@@ -75,9 +76,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
         yield server
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))]
-)
+@pytest.mark.parametrize("seed", sampled(range(20), range(3)))
 def test_an_epoch_through_a_bad_network_is_the_same_epoch(web: WebServer, seed: int) -> None:
     expected, _ = epoch_batches(Dataset.open(web.folder), 2)
     undisturbed = small_requests(web.url)

@@ -24,6 +24,7 @@ from shardflow.training.run import check_bindings, open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
 from tests.distributed.runs import committed_samples, differing_weights
+from tests.sweeps import sampled
 
 TEMPLATE = """
 [data]
@@ -103,13 +104,7 @@ def tokens_of(batch: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in ("llama", "gemma3", "qwen2_5_vl") else pytest.mark.slow)
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", sampled(FAMILIES, {"llama", "gemma3", "qwen2_5_vl"}))
 def test_loss_is_that_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
     config = settings(make_run(tmp_path, family))
     _, model, batch, inputs = first_inputs(config)
@@ -208,7 +203,7 @@ def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> Non
         torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", sampled(["gemma3", "qwen2_5_vl"], {"gemma3"}))
 def test_a_batch_without_words_and_pictures_has_every_gradient(family: str, tmp_path: Path) -> None:
     """Else the exchange of gradients waits for them; none of them is NaN, and layers run in one order."""
     task, model, batch, inputs = first_inputs(settings(make_run(tmp_path, family)))
@@ -276,12 +271,10 @@ def test_adapters_in_a_layer_without_a_part_are_not_trained(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("family", "task"),
-    [
-        ("llama", "sft"),
-        ("qwen2_5_vl", "dpo"),
-        pytest.param("gemma3", "reward", marks=pytest.mark.slow),
-        pytest.param("llava", "sft", marks=pytest.mark.slow),
-    ],
+    sampled(
+        [("llama", "sft"), ("qwen2_5_vl", "dpo"), ("gemma3", "reward"), ("llava", "sft")],
+        {("llama", "sft"), ("qwen2_5_vl", "dpo")},
+    ),
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(family: str, task: str, tmp_path: Path) -> None:
     config = make_run(tmp_path, family, task)
