@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -32,10 +31,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.volumes.crops import evict, peak_mib
+
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SPACING_MM: Final = {"CT": 0.7, "MR": 1.0}
 NUM_VOLUMES: Final = {"CT": 6, "MR": 8}
 NUM_PLACES: Final = 24
+NUM_CROPS_PER_EPOCH: Final = 960
 CROPS: Final = (96, 128)
 OURS: Final = ("shardflow", "shardflow-fast")
 PEERS: Final = ("monai-nifti", "monai-persistent", "monai-cache", "nnunet")
@@ -154,30 +156,31 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     folder = arguments.content / FOLDERS[arguments.cell]
     url = os.environ.get("BENCHMARK_URL", str(folder))
-    with open_loader(url, arguments.crop, arguments.threads) as loader:
-        num_epochs = NUM_PLACES // len(loader)
+    places, crc = [], 0
+    with open_loader(url, arguments, NUM_PLACES) as loader:
         if arguments.cold:
-            from benchmarks.volumes.crops import evict
-
             evict(folder)
-        start, start_cpu, crc, places = time.perf_counter(), time.process_time(), 0, []
-        for batch in itertools.chain.from_iterable(itertools.repeat(loader, num_epochs)):
+        start, start_cpu = time.perf_counter(), time.process_time()
+        for batch in loader:
             crc = zlib.crc32(batch["image"][0], crc)
             places.append([batch.info.sample_keys[0], *_first_voxel(batch)])
         num_crops = len(places)
-        window = loader.counters.window()
-        if not arguments.cold:
-            num_crops, start, start_cpu = 0, time.perf_counter(), time.process_time()
-            while time.perf_counter() - start < arguments.seconds:
-                num_crops += sum(1 for _ in loader)
         seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
-        stages, _ = window.take()
+    if not arguments.cold:
+        with open_loader(url, arguments, NUM_CROPS_PER_EPOCH) as loader:
+            batches = itertools.chain.from_iterable(itertools.repeat(loader))
+            num_crops = sum(1 for _ in itertools.islice(batches, NUM_PLACES)) - NUM_PLACES
+            window, start, start_cpu = loader.counters.window(), time.perf_counter(), time.process_time()
+            while time.perf_counter() - start < arguments.seconds:
+                num_crops += len(next(batches)["image"])
+            seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+            stages, _ = window.take()
     if arguments.places is not None and not arguments.places.exists():
         arguments.places.write_text(json.dumps({"crop": arguments.crop, "places": places}))
     found = {
         "crops_per_s": round(num_crops / seconds, 3),
         "cpu_ms_per_crop": round(1000 * cpu / num_crops, 3),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "peak_mib": peak_mib(),
         "crc32": crc,
         "load": round(load, 2),
     }
@@ -189,7 +192,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def open_loader(url: str, crop: int, num_threads: int) -> Any:
+def open_loader(url: str, arguments: argparse.Namespace, num_crops: int) -> Any:
     """Open the loader: one crop a batch, anywhere in the volume, stored voxels as float32."""
     import shardflow as sf
 
@@ -198,9 +201,10 @@ def open_loader(url: str, crop: int, num_threads: int) -> Any:
         split="train",
         seed=3,
         batch=sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1),
-        fields={"image": sf.Volume(roi_size=(crop,) * 3, dtype="float32")},
+        fields={"image": sf.Volume(roi_size=(arguments.crop,) * 3, dtype="float32")},
+        sampling=sf.Sampling(epoch_samples=num_crops),
         world="single",
-        config=sf.LoaderConfig(num_threads=num_threads),
+        config=sf.LoaderConfig(num_threads=arguments.threads),
     )
 
 
