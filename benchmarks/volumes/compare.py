@@ -35,6 +35,8 @@ from benchmarks.volumes.crops import evict, peak_mib
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SPACING_MM: Final = {"CT": 0.7, "MR": 1.0}
+SCALE: Final = {"CT": 1.6, "MR": 1.9}
+"""Of the generated volumes: none is smaller than a crop."""
 NUM_VOLUMES: Final = {"CT": 6, "MR": 8}
 NUM_PLACES: Final = 24
 NUM_CROPS_PER_EPOCH: Final = 960
@@ -118,7 +120,7 @@ def _write_volumes(content: Path, kind: str) -> None:
     to_ras = np.diag([-1.0, -1.0, 1.0, 1.0])
     with sf.ShardWriter(content / "slices", splits={"train": 1}) as writer:
         for number in range(NUM_VOLUMES[kind]):
-            name, volume = f"case{number:03d}", generate(kind, number, scale=1.6)
+            name, volume = f"case{number:03d}", generate(kind, number, scale=SCALE[kind])
             np.save(content / "raw" / f"{name}.npy", volume)
             series = {
                 "kind": "volume",

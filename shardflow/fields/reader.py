@@ -437,7 +437,7 @@ class FieldReader:
         for afresh in (False, True):
             thread.enter("read", shard.place)
             try:
-                with self._counters.timed("read", plan.buffer_num_bytes, plan.num_stored):
+                with self._counters.timed("read", plan.read_num_bytes, plan.num_stored):
                     plan.read(shard.store, shard.path, memory, afresh=afresh)
                 thread.enter("decode", shard.place)
                 with self._counters.timed("decode", plan.decoded_num_bytes):

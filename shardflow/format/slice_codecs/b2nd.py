@@ -10,11 +10,15 @@ delta, or, where ``is_fast``, by LZ4 behind a bit shuffle.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import re
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,22 +181,113 @@ def encode_chunk(array: NDArray[Any], *, is_fast: bool) -> bytes:
     return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
 
 
-def decode_chunk(chunk: memoryview, out: NDArray[Any]) -> None:
-    """Decode a chunk of one block into a C-contiguous array of its size, without the GIL.
+def check_chunks(
+    data: NDArray[np.uint8], places: NDArray[np.int64], sizes: NDArray[np.int64], num_bytes: int
+) -> None:
+    """Check that chunks hold one block each: what decodes them writes as many bytes as they say.
+
+    Args:
+        data: Holds the chunks.
+        places: ``(n,)`` where each begins.
+        sizes: ``(n,)`` sizes of the chunks.
+        num_bytes: Size of each block, decoded.
 
     Raises:
-        FormatError: It is no chunk of that size, or cannot be decoded.
+        FormatError: One is no such chunk.
     """
-    if chunk.nbytes < _CHUNK_HEADER.size:
-        raise FormatError("a chunk must have a header, got the end of the bytes.")
-    # `decompress2` writes as many bytes as the chunk says, past the end of a smaller array.
-    num_bytes, block_num_bytes, chunk_num_bytes = _CHUNK_HEADER.unpack_from(chunk)
-    if (num_bytes, block_num_bytes, chunk_num_bytes) != (out.nbytes, out.nbytes, chunk.nbytes):
-        raise FormatError(f"a chunk must hold one block of {out.nbytes} bytes, got {num_bytes}.")
+    is_long = sizes >= _CHUNK_HEADER.size
+    starts = np.where(is_long, places, places[:1] if is_long[:1].all() else 0)
+    told = data[starts[:, None] + np.arange(_CHUNK_HEADER.size)].view("<i4")[:, 1:]
+    if not (is_long & (told[:, :2] == num_bytes).all(axis=1) & (told[:, 2] == sizes)).all():
+        raise FormatError(f"a chunk must hold one block of {num_bytes} bytes, got another.")
+
+
+def decode_chunk(chunk: memoryview, out: NDArray[Any]) -> None:
+    """Decode a chunk that `check_chunks` accepted into a C-contiguous array of its size, without the GIL.
+
+    Raises:
+        FormatError: It cannot be decoded.
+    """
     try:
         _blosc2().decompress2(chunk, dst=out, nthreads=1)
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
+
+
+class OpenFrame:
+    """A frame in memory whose chunks are decoded many at once, without the GIL.
+
+    The Python package decodes a chunk a call, or many and holds the GIL; threads that decode small chunks
+    then spend more time waiting for each other than decoding. The C library, which its wheels hold as well,
+    has no such limit.
+
+    Args:
+        frame: As `frame_around` has it, of chunks that `check_chunks` accepted. It stays as it is until
+            the end.
+
+    Raises:
+        FormatError: It is no frame.
+    """
+
+    def __init__(self, frame: NDArray[np.uint8]) -> None:
+        self._frame, self._library = frame, _library()
+        self._array = ctypes.c_void_p()
+        if self._library is None:
+            raise FormatError("this installation of blosc2 must have its C library.")
+        self._done(
+            self._library.b2nd_from_cframe(frame.ctypes.data, frame.nbytes, False, ctypes.byref(self._array))
+        )
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether the installed package has the library."""
+        return _library() is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._library.b2nd_free(self._array)
+
+    def read(self, start: Sequence[int], out: NDArray[Any]) -> None:
+        """Decode a box.
+
+        Args:
+            start: Its first place along each axis.
+            out: C-contiguous, of the frame's dtype; its shape is that of the box.
+
+        Raises:
+            FormatError: A chunk cannot be decoded.
+        """
+        axes = ctypes.c_int64 * out.ndim
+        stop = (low + size for low, size in zip(start, out.shape, strict=True))
+        self._done(
+            self._library.b2nd_get_slice_cbuffer(
+                self._array, axes(*start), axes(*stop), out.ctypes.data, axes(*out.shape), out.nbytes
+            )
+        )
+
+    def _done(self, code: int) -> None:
+        if code < 0:
+            raise FormatError(f"a chunk must decode, got error {code} from blosc2.")
+
+
+@functools.cache
+def _library() -> Any:
+    """Load the C library that lies in the package; None where it is missing, or of another version."""
+    blosc2 = _blosc2()
+    place = Path(blosc2.__file__).parent / "lib" / "libblosc2.so"
+    if not place.exists() or blosc2.blosclib_version.partition(".")[0] != "3":
+        return None
+    library = ctypes.CDLL(str(place))
+    pointer, num_bytes = ctypes.c_void_p, ctypes.c_int64
+    library.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
+    library.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
+    library.b2nd_free.argtypes = [pointer]
+    library.blosc2_init()
+    return library
 
 
 def frame_around(

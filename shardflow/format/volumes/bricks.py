@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,9 +37,14 @@ BRICK_COLUMNS: Final = {
     "occupancy": "|u1",
 }
 """Columns of a brick and their dtypes."""
+_HEAD_NUM_BYTES: Final = 256
+"""Room before the ranges of a region for the header of a frame, which has under 200 bytes."""
+_TAIL_NUM_BYTES: Final = 256
+"""Room behind them for what follows the chunks of a frame, beside 8 bytes for each."""
 _SCRATCH: Final = threading.local()
 
 Extents = tuple[int, int, int]
+Box = tuple[slice, slice, slice]
 
 
 @functools.lru_cache(maxsize=256)
@@ -356,7 +361,7 @@ class BrickVolume:
             stops[np.append(range_first[1:], len(stored)) - 1] - range_offsets if len(stored) else sizes
         )
         which = np.cumsum(begins_range) - 1
-        range_places = np.cumsum(range_sizes) - range_sizes
+        range_places = _HEAD_NUM_BYTES + np.cumsum(range_sizes) - range_sizes
         return RegionPlan(
             volume=self,
             start=begin,
@@ -383,7 +388,7 @@ class RegionPlan:
     num_stored: int
     """Number of bricks to read."""
     places: NDArray[np.int64]
-    """``(num_stored,)`` where each lies in the buffer."""
+    """``(num_stored,)`` where each lies in the buffer that `read` returns."""
     offsets: NDArray[np.int64]
     """``(r,)`` ranges to read: where they begin in the shard, ascending."""
     num_bytes: NDArray[np.int64]
@@ -396,7 +401,12 @@ class RegionPlan:
 
     @property
     def buffer_num_bytes(self) -> int:
-        """Size of all ranges: of a buffer that holds them one after another."""
+        """Size of a buffer for all ranges, with room for what makes a frame of them."""
+        return _HEAD_NUM_BYTES + self.read_num_bytes + _TAIL_NUM_BYTES + 8 * math.prod(self._grid)
+
+    @property
+    def read_num_bytes(self) -> int:
+        """Size of all ranges."""
         return int(self.num_bytes.sum())
 
     @property
@@ -407,7 +417,7 @@ class RegionPlan:
     @property
     def decoded_num_bytes(self) -> int:
         """Size of the bricks to read, decoded."""
-        return self.num_stored * math.prod(self.volume.brick_shape) * self.volume.dtype.itemsize
+        return self.num_stored * _brick_num_bytes(self.volume)
 
     @property
     def shape(self) -> Extents:
@@ -423,7 +433,7 @@ class RegionPlan:
     def read(
         self, store: ByteStore, path: str, buffer: NDArray[np.uint8] | None = None, *, afresh: bool = False
     ) -> NDArray[np.uint8]:
-        """Read the ranges, one after another.
+        """Read the ranges, one after another, to where `places` has the bricks.
 
         Args:
             store: Of the shard.
@@ -445,7 +455,7 @@ class RegionPlan:
         else:
             both = zip(self.offsets.tolist(), self.num_bytes.tolist(), strict=True)
             ranges = [ByteRange(*each) for each in both]
-            places = (np.cumsum(self.num_bytes) - self.num_bytes).tolist()
+            places = (_HEAD_NUM_BYTES + np.cumsum(self.num_bytes) - self.num_bytes).tolist()
         buffers = [
             found[place : place + span.num_bytes].data for place, span in zip(places, ranges, strict=True)
         ]
@@ -455,16 +465,15 @@ class RegionPlan:
             store.read_ranges(path, ranges, buffers)
         return found
 
-    def decode(self, buffer: Any, out: NDArray[Any], part: slice = slice(None)) -> None:
-        """Decode the region into an array; without the GIL but for some microseconds a brick.
+    def decode(self, buffer: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        """Decode the region into an array, without the GIL but for some microseconds a layer of bricks.
 
         Args:
-            buffer: The ranges, one after another: ``buffer_num_bytes`` bytes.
+            buffer: ``(buffer_num_bytes,)``, as `read` returned it; what is around the ranges is overwritten.
             out: ``stop - start``, of any strides and any dtype that the volume's casts to without loss.
-            part: Some of ``range(num_bricks)``: several threads may each decode a part of the region.
 
         Raises:
-            ChecksumError: A brick has other bytes than the table says; the array is partly written.
+            ChecksumError: A brick has other bytes than the table says; the array is as it was.
             FormatError: A brick cannot be decoded, or buffer or array do not fit.
         """
         volume = self.volume
@@ -473,66 +482,128 @@ class RegionPlan:
                 f"an array for a region must be {volume.dtype} {self.shape}, got {out.dtype} {out.shape} "
                 f"({volume.place})."
             )
-        data = memoryview(buffer).cast("B")
-        if data.nbytes != self.buffer_num_bytes:
+        if len(buffer) != self.buffer_num_bytes:
             raise FormatError(
-                f"the ranges of a region must have {self.buffer_num_bytes} bytes, got {data.nbytes} "
+                f"the buffer of a region must have {self.buffer_num_bytes} bytes, got {len(buffer)} "
                 f"({volume.place})."
             )
-        numbers = range(self.num_bricks)[part]
-        chosen = self.bricks[part]
-        shape = np.array(volume.brick_shape)
-        corners = (
-            np.stack(
-                np.unravel_index(morton_order(volume.grid, volume.brick_shape)[chosen], volume.grid), axis=1
-            )
-            * shape
-        )
-        from_, to = np.maximum(corners, self.start), np.minimum(corners + shape, self.stop)
-        brick = _scratch(volume)
-        low = volume.columns["low"]
-        for number, place, (z, y, x), (z0, y0, x0), (z1, y1, x1) in zip(
-            numbers,
-            chosen.tolist(),
-            (from_ - corners).tolist(),
-            (from_ - self.start).tolist(),
-            (to - self.start).tolist(),
-            strict=True,
-        ):
-            target = out[z0:z1, y0:y1, x0:x1]
-            if number >= self.num_stored:
-                target[...] = low[place].astype(volume.dtype)
-                continue
-            self._decode_brick(data, number, place, brick)
-            target[...] = brick[z : z + z1 - z0, y : y + y1 - y0, x : x + x1 - x0]
-
-    def _decode_brick(self, data: memoryview, number: int, place: int, brick: NDArray[Any]) -> None:
-        """Check a brick and decode it."""
-        volume = self.volume
-        first, size = int(self.places[number]), int(volume.columns["num_bytes"][place])
-        chunk = data[first : first + size]
-        found, expected = crc32c(chunk), int(volume.columns["crc32c"][place])
-        if found != expected:
-            raise ChecksumError(
-                f"a brick must have crc32c {expected:08x}, got {found:08x} ({volume.place}, offset "
-                f"{int(volume.starts[place])}); run `shardflow verify` and fetch the shard again."
-            )
+        self._check(buffer)
         try:
-            b2nd.decode_chunk(chunk, brick)
+            if self.num_stored and b2nd.OpenFrame.is_possible():
+                self._decode_layers(buffer, out)
+            else:
+                self._decode_each(buffer, out)
         except FormatError as error:
-            raise FormatError(
-                f"{error.message} ({volume.place}, offset {int(volume.starts[place])})"
-            ) from None
+            raise FormatError(f"{error.message} ({volume.place})") from None
+        of_one_value = self.bricks[self.num_stored :]
+        values = volume.columns["low"][of_one_value].astype(volume.dtype)
+        for value, (target, _) in zip(values, self._boxes(slice(self.num_stored, None)), strict=True):
+            out[target] = value
+
+    def _check(self, buffer: NDArray[np.uint8]) -> None:
+        """Compare each brick with its checksum, and make sure that it decodes to one brick."""
+        volume, stored = self.volume, self.bricks[: self.num_stored]
+        sizes, expected = volume.columns["num_bytes"][stored], volume.columns["crc32c"][stored].tolist()
+        data = memoryview(buffer)
+        for number, (first, size) in enumerate(zip(self.places.tolist(), sizes.tolist(), strict=True)):
+            found = crc32c(data[first : first + size])
+            if found != expected[number]:
+                place = f"{volume.place}, offset {int(volume.starts[stored[number]])}"
+                raise ChecksumError(
+                    f"a brick must have crc32c {expected[number]:08x}, got {found:08x} ({place}); run "
+                    "`shardflow verify` and fetch the shard again."
+                )
+        try:
+            b2nd.check_chunks(buffer, self.places, sizes.astype(np.int64), _brick_num_bytes(volume))
+        except FormatError as error:
+            raise FormatError(f"{error.message} ({volume.place})") from None
+
+    def _decode_layers(self, buffer: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        """Decode all stored bricks by calls for whole layers of them; those of one value become 0."""
+        volume, (depth, rows, columns) = self.volume, self.shape
+        with b2nd.OpenFrame(self._frame(buffer)) as frame:
+            z0, y0, x0 = (self.start - self._first).tolist()
+            if out.dtype == volume.dtype and out.flags.c_contiguous:
+                frame.read((z0, y0, x0), out)
+                return
+            step = volume.brick_shape[0]
+            for low in range(-z0, depth, step):
+                begin, end = max(low, 0), min(low + step, depth)
+                layer = _scratch((end - begin, rows, columns), volume.dtype)
+                frame.read((z0 + begin, y0, x0), layer)
+                out[begin:end] = layer
+
+    def _frame(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Make a frame of the box of bricks: put a header before the ranges, and an ending behind them."""
+        volume, stop = self.volume, _HEAD_NUM_BYTES + self.read_num_bytes
+        offsets = np.full(math.prod(self._grid), b2nd.ZEROS_OFFSET, "<i8")
+        offsets[self._chunks[: self.num_stored]] = self.places - _HEAD_NUM_BYTES
+        shape = _extents(np.multiply(self._grid, volume.brick_shape))
+        header, ending = b2nd.frame_around(
+            shape, volume.dtype, volume.brick_shape, offsets, self.read_num_bytes, is_fast=False
+        )
+        start = _HEAD_NUM_BYTES - len(header)
+        buffer[start:_HEAD_NUM_BYTES] = np.frombuffer(header, np.uint8)
+        buffer[stop : stop + len(ending)] = np.frombuffer(ending, np.uint8)
+        return buffer[start : stop + len(ending)]
+
+    def _decode_each(self, buffer: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        """Decode the stored bricks one by one, where the C library is not at hand."""
+        volume, data = self.volume, memoryview(buffer)
+        sizes = volume.columns["num_bytes"][self.bricks[: self.num_stored]].tolist()
+        brick = _scratch(volume.brick_shape, volume.dtype)
+        for first, size, (target, source) in zip(
+            self.places.tolist(), sizes, self._boxes(slice(self.num_stored)), strict=True
+        ):
+            b2nd.decode_chunk(data[first : first + size], brick)
+            out[target] = brick[source]
+
+    def _boxes(self, part: slice) -> Iterator[tuple[Box, Box]]:
+        """Yield where bricks lie in the region, and which of their voxels these are."""
+        size = np.array(self.volume.brick_shape)
+        corners = self._first + np.stack(np.unravel_index(self._chunks[part], self._grid), axis=1) * size
+        low, high = np.maximum(corners, self.start), np.minimum(corners + size, self.stop)
+        both = zip((low - self.start).tolist(), (high - low).tolist(), (low - corners).tolist(), strict=True)
+        for target, extent, source in both:
+            yield _box(target, extent), _box(source, extent)
+
+    @property
+    def _chunks(self) -> NDArray[np.int64]:
+        """Positions of the bricks, in C order, in the box of bricks that the region touches."""
+        volume = self.volume
+        order = morton_order(volume.grid, volume.brick_shape)[self.bricks]
+        places = np.stack(np.unravel_index(order, volume.grid)) - (self._first // volume.brick_shape)[:, None]
+        found: NDArray[np.int64] = np.ravel_multi_index(tuple(places), self._grid)
+        return found
+
+    @property
+    def _first(self) -> NDArray[np.int64]:
+        """First voxel of the first brick of the box of bricks that the region touches."""
+        return self.start // self.volume.brick_shape * self.volume.brick_shape
+
+    @property
+    def _grid(self) -> Extents:
+        """Number of bricks along the axes of that box."""
+        return _extents(-(-(self.stop - self._first) // self.volume.brick_shape))
 
 
-def _scratch(volume: BrickVolume) -> NDArray[Any]:
-    """Return the thread's own memory for one brick: it stays in the second-level cache between bricks."""
-    num_bytes = math.prod(volume.brick_shape) * volume.dtype.itemsize
+def _scratch(shape: Extents, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return memory of the thread's own: small, so that it stays in the second-level cache."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = getattr(_SCRATCH, "memory", None)
     if memory is None or memory.nbytes < num_bytes:
         memory = _SCRATCH.memory = np.empty(num_bytes, np.uint8)
-    brick: NDArray[Any] = memory[:num_bytes].view(volume.dtype).reshape(volume.brick_shape)
-    return brick
+    found: NDArray[Any] = memory[:num_bytes].view(dtype).reshape(shape)
+    return found
+
+
+def _brick_num_bytes(volume: BrickVolume) -> int:
+    return math.prod(volume.brick_shape) * volume.dtype.itemsize
+
+
+def _box(start: Sequence[int], extent: Sequence[int]) -> Box:
+    z, y, x = (slice(low, low + size) for low, size in zip(start, extent, strict=True))
+    return z, y, x
 
 
 def _extents(sizes: NDArray[np.int64]) -> Extents:
