@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, FormatError
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.slice_codecs.b2nd import OpenFrame
-from shardflow.format.table import Table
+from shardflow.format.table import Table, crc32c
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan, StoredVolume
 from shardflow.format.volumes.encoder import encode_volume
 from shardflow.storage import ByteRange
@@ -132,6 +132,30 @@ def test_a_flipped_bit_of_a_brick_is_found(data: st.DataObject) -> None:
     buffer[bit // 8] ^= 1 << bit % 8
 
     with pytest.raises(ChecksumError, match=r"a brick must have crc32c .* \(t-0, s000.volume.b2nd"):
+        plan.decode(buffer, np.empty(array.shape, array.dtype))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize(
+    ("at", "what"), [(4, "hold one block of 49152"), (8, "hold one block"), (33, "decode"), (44, "decode")]
+)
+def test_a_brick_of_other_bytes_with_the_right_checksum_is_refused(
+    at: int, what: str, is_native: bool
+) -> None:
+    array = np.arange(6 * 64 * 64, dtype="<i4").reshape(6, 64, 64) % 100
+    volume, shard = opened(array, (3, 64, 64))
+    plan = volume.plan((0, 0, 0), array.shape)
+    buffer = read(plan, shard)
+    first, size = int(plan.places[0]), int(volume.columns["num_bytes"][plan.bricks[0]])
+    buffer[first + at : first + at + 3] = 255
+    checksums = volume.columns["crc32c"].copy()
+    checksums[plan.bricks[0]] = crc32c(buffer[first : first + size].tobytes())
+    volume.columns["crc32c"] = checksums  # type: ignore[index]
+
+    with (
+        patch.object(OpenFrame, "is_possible", lambda: is_native),
+        pytest.raises(FormatError, match=f"a chunk must {what}.*t-0, s000.volume.b2nd"),
+    ):
         plan.decode(buffer, np.empty(array.shape, array.dtype))
 
 
