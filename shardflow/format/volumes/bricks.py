@@ -504,7 +504,7 @@ class RegionPlan:
         """Compare each brick with its checksum, and make sure that it decodes to one brick."""
         volume, stored = self.volume, self.bricks[: self.num_stored]
         sizes, expected = volume.columns["num_bytes"][stored], volume.columns["crc32c"][stored].tolist()
-        data = memoryview(buffer)
+        data = buffer.data
         for number, (first, size) in enumerate(zip(self.places.tolist(), sizes.tolist(), strict=True)):
             found = crc32c(data[first : first + size])
             if found != expected[number]:
@@ -549,7 +549,7 @@ class RegionPlan:
 
     def _decode_each(self, buffer: NDArray[np.uint8], out: NDArray[Any]) -> None:
         """Decode the stored bricks one by one, where the C library is not at hand."""
-        volume, data = self.volume, memoryview(buffer)
+        volume, data = self.volume, buffer.data
         sizes = volume.columns["num_bytes"][self.bricks[: self.num_stored]].tolist()
         brick = _scratch(volume.brick_shape, volume.dtype)
         for first, size, (target, source) in zip(
