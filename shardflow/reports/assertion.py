@@ -106,6 +106,8 @@ class Judgment:
 _REACH = 9
 """Words allowed between a cue and its first finding."""
 _REACH_BACK = 12
+_REACH_OF_ASKING = 2
+"""Words between a cue that asks and a hedge of what it asks for."""
 
 
 @cache
@@ -213,6 +215,8 @@ class Scopes:
             return "no"
         if any(word in of.verb or word in (":", "(", ")", ".") for word in said):
             return "no"
+        if len(said) == 1 and said[0] in of.complement:
+            return "bare"
         marks = [place for place, word in enumerate(said) if word in of.list]
         if not marks:
             return "and" if first == last else "no"
@@ -228,7 +232,7 @@ class Scopes:
             return "no" if is_added else "adjective"
         if is_added:
             return "and"
-        return "bare" if len(gap) == 1 else "comma"
+        return "bare" if len(gap) == 1 + len(tail) and of.unbroken.issuperset(tail) else "comma"
 
     def judge(
         self,
@@ -318,6 +322,16 @@ class Scopes:
         ):
             # "Resolution of prior X", "no interval development of X".
             return None, ""
+        if (
+            effect == "uncertain"
+            and cue.value.direction != "backward"
+            and before
+            and before[-1].value.effect == "hypothetical"
+            and cue.first - before[-1].last <= _REACH_OF_ASKING
+            and "," not in words[before[-1].last : cue.first]
+        ):
+            # "If there is further concern for X", "rule out possible X".
+            return "hypothetical", ""
         if cue.value.negated:
             denied = [one for one in before if one.value.effect not in ("none", "stop", "present")]
             if denied and denied[-1].value.effect == "absent" and denied[-1].value.direction != "backward":
@@ -402,7 +416,7 @@ class Scopes:
         """Return the findings that a cue speaks of, and how far each is."""
         end = min((stop for stop in stops if stop >= cue.last), default=sentence[1])
         numbers = [number for number, one in enumerate(entities) if cue.last <= one.first < end]
-        if cue.value.effect == "hypothetical":
+        if cue.value.effect == "hypothetical" or cue.value.words in self._words.enumerating:
             # What is asked or warned of stays so until the end of the sentence.
             return [
                 (number, len(_outside(tokens.words, cue.last, entities[number].first))) for number in numbers
@@ -449,6 +463,11 @@ class Scopes:
         nearest = numbers[-1]
         distance = len(_outside(tokens.words, entities[nearest].last, cue.first))
         if distance > _REACH_BACK:
+            return []
+        if cue.value.words in self._words.adjoining and (
+            distance or entities[nearest].value in ("device", "procedure")
+        ):
+            # "A nodule; the heart is normal". A normal device is there.
             return []
         if (
             cue.value.direction == "both"

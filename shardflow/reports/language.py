@@ -72,11 +72,15 @@ class Language:
     closing: Words
     """What a list of denied findings ends with."""
     adding: Words
+    complement: Words
+    """What joins a finding to what it is of: "no consolidation of pneumonia"."""
     versus: Words
     own_statement: Words
     """What begins a statement of its own behind a comma or "and"."""
     adjective: Words
     """The same, unless the list is closed later: "no effusion, large mass, or cyst"."""
+    unbroken: Words
+    """Adjectives that a list of bare names goes on with: "no effusion, focal consolidation"."""
     placing: Words
     """What makes a statement of its own of the item before it, behind a mere comma: "no X, Y in ..."."""
     verb: Words
@@ -89,6 +93,10 @@ class Language:
     preference: Words
     preferred_to: Words
     """Cues that mean something only behind a preference: "favors X over Y"."""
+    adjoining: Words
+    """Cues that speak only of what stands right before them: "vascular prominence is within normal limits"."""
+    enumerating: Words
+    """Cues that list what is possible until the end of their sentence."""
     perfect: Words
     """Verbs before which an adjective tells of a change: "has enlarged"."""
     no_side_before: Words
