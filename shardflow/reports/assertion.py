@@ -216,7 +216,7 @@ class Scopes:
         if any(word in of.verb or word in (":", "(", ")", ".") for word in said):
             return "no"
         if len(said) == 1 and said[0] in of.complement:
-            return "bare"
+            return "and"
         marks = [place for place, word in enumerate(said) if word in of.list]
         if not marks:
             return "and" if first == last else "no"

@@ -250,6 +250,7 @@ class EntityFinder:
     ) -> list[Match[Concept]]:
         """Choose what is a finding among the concepts of a sentence."""
         found: list[Match[Concept]] = []
+        states: list[Match[Concept]] = []
         for number, one in enumerate(concepts):
             kind = one.value.kind
             if kind == "normal":
@@ -260,13 +261,13 @@ class EntityFinder:
             elif one.first > begin and tokens.words[one.first - 1] in self._of.not_normal:
                 continue
             elif kind == "state":
-                found += self._state(tokens, one, concepts[number + 1 :])
+                states += self._state(tokens, one, concepts[number + 1 :])
             else:
                 found.append(one)
         if any(one.value.kind != "sign" for one in found):
             # A sign next to what it is a sign of is evidence, not another finding.
             found = [one for one in found if one.value.kind != "sign"]
-        return _merge(found)
+        return _merge(found, states)
 
     def _qualified(self, tokens: Tokens, begin: int, node: Match[Concept]) -> list[Match[Concept]]:
         """Make a finding of lymph nodes that are called abnormal, from the adjective on."""
@@ -295,7 +296,7 @@ class EntityFinder:
             return []
         last = state.last
         for one in following:
-            if one.first - last > 2 or any(word in of.not_attributive for word in words[last : one.first]):
+            if one.first - last > _STATE_REACH or any(word in of.not_attributive for word in words[last : one.first]):
                 break
             if one.value.kind not in ("anatomy", "state"):
                 return []
@@ -305,6 +306,8 @@ class EntityFinder:
         return [Match(state.first, last, concept)]
 
 
+_STATE_REACH = 4
+"""Words between an adjective and the noun that it is said of: "calcified 5 mm right apical granuloma"."""
 _ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnormality")
 
 
@@ -337,11 +340,14 @@ def kind_of(kind: ConceptKind, assertion: Assertion = "present", *, is_advice: b
     return _KINDS.get(kind, "finding")
 
 
-def _merge(found: list[Match[Concept]]) -> list[Match[Concept]]:
-    """Make one finding of those that overlap or are neighbors ("ground-glass nodule"); the last names it."""
+def _merge(found: list[Match[Concept]], states: list[Match[Concept]]) -> list[Match[Concept]]:
+    """Make one finding of those that overlap or are neighbors ("ground-glass nodule"); the last names it.
+
+    A state is no neighbor: a "tortuous calcified aorta" has two.
+    """
     merged: list[Match[Concept]] = []
-    for one in sorted(found, key=lambda one: (one.first, one.last)):
-        if merged and one.first <= merged[-1].last:
+    for one in sorted([*found, *states], key=lambda one: (one.first, one.last)):
+        if merged and one.first < merged[-1].last + (one not in states):
             before = merged.pop()
             value = one.value if one.last >= before.last else before.value
             one = Match(before.first, max(before.last, one.last), value)
