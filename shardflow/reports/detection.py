@@ -46,7 +46,9 @@ _LEAST_SHARE: Final = 0.1
 """Letters in a language that has rules, in parts of all; with fewer it is not named."""
 _OF_NAMES: Final = frozenset(("de", "des", "el", "la"))
 """Words of names such as "de Quervain", which make them no English words."""
-_NO_SPEECH: Final = frozenset(("abbreviation", "abbreviation_of_number", "level_link", "unbroken", "weighting"))
+_NO_SPEECH: Final = frozenset(
+    ("abbreviation", "abbreviation_of_number", "level_link", "unbroken", "weighting")
+)
 """Roles whose words are written alike in many languages."""
 _SHORT: Final = 2
 """Letters; a shorter word is of any language."""

@@ -296,7 +296,9 @@ class EntityFinder:
             return []
         last = state.last
         for one in following:
-            if one.first - last > _STATE_REACH or any(word in of.not_attributive for word in words[last : one.first]):
+            if one.first - last > _STATE_REACH or any(
+                word in of.not_attributive for word in words[last : one.first]
+            ):
                 break
             if one.value.kind not in ("anatomy", "state"):
                 return []

@@ -94,7 +94,7 @@ class Language:
     preferred_to: Words
     """Cues that mean something only behind a preference: "favors X over Y"."""
     adjoining: Words
-    """Cues that speak only of what stands right before them: "vascular prominence is within normal limits"."""
+    """Cues that speak only of what stands right before them: "interstitial markings are normal"."""
     enumerating: Words
     """Cues that list what is possible until the end of their sentence."""
     perfect: Words

@@ -117,6 +117,14 @@ def test_the_name_of_a_view_is_no_place(text: str, anatomy: str | None) -> None:
         ("Effusion: none.", ["absent"]),
         ("No mass other than the known cyst.", ["absent", "present"]),
         ("The spleen is not enlarged.", ["absent"]),
+        ("The heart is not significantly enlarged.", ["absent"]),
+        ("No visualized pneumothorax.", ["absent"]),
+        ("No effusion, focal consolidation in the left base.", ["absent", "present"]),
+        ("A nodule, and the heart is normal.", ["present"]),
+        ("The stent appears normal.", ["present"]),
+        ("Tortuous calcified aorta.", ["present", "present"]),
+        ("The spleen is enlarged without laceration.", ["present", "absent"]),
+        ("Subcutaneous emphysema, no emphysema.", ["present", "absent"]),
     ],
 )
 def test_assertion(text: str, expected: list[str]) -> None:
@@ -178,6 +186,8 @@ def test_a_package_replaces_the_lexicon(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_codes_and_classes_of_findings() -> None:
     lexicon = load_lexicon()
+    assert "emphysema" not in lexicon.ancestors(lexicon.concepts["subcutaneous emphysema"])
+    assert "fibrosis" not in lexicon.ancestors(lexicon.concepts["cystic fibrosis"])
     assert lexicon.codes("pneumothorax") == {
         "radlex": "RID5352",
         "snomed_ct": "36118008",
@@ -219,6 +229,23 @@ def test_codes_and_classes_of_findings() -> None:
         ("Steatosis of the liver.", "hepatic steatosis"),
         ("Port-A-Cath in place.", "port a cath"),
         ("Architectural distortion.", "architectural distortion"),
+        ("The heart is again mildly enlarged.", "cardiomegaly"),
+        ("Left atrium is enlarged.", "atrial enlargement"),
+        ("The left hemidiaphragm remains slightly elevated.", "elevated hemidiaphragm"),
+        ("Collapse of the left lower lobe.", "atelectasis"),
+        ("The thoracic aorta is heavily calcified.", "calcification"),
+        ("Calcified bilateral hilar lymph nodes.", "calcification"),
+        ("Calcified 4 mm right apical granuloma.", "granuloma"),
+        ("Atherosclerotic calcifications of the aortic arch.", "atherosclerosis"),
+        ("A 6 mm non-calcified nodule.", "noncalcified nodule"),
+        ("Nodular density at the left base.", "nodular density"),
+        ("Biapical scarring.", "scar"),
+        ("Anterior wedging of T7.", "vertebral wedging"),
+        ("Small pleural air collection.", "pneumothorax"),
+        ("Crowding of the bronchovascular markings.", "bronchovascular crowding"),
+        ("Blunting of the right costophrenic sulcus.", "costophrenic angle blunting"),
+        ("Sequela of remote granulomatous infection.", "granulomatous disease"),
+        ("Fracture-dislocation of the shoulder.", "fracture"),
     ],
 )
 def test_every_form_has_one_concept(text: str, concept: str) -> None:

@@ -136,6 +136,10 @@ def _once(found: Any) -> Any:
         ("own_statement", "nested", "assertion"),
         ("verb", "post-modifier", "assertion"),
         ("purpose", "section", "assertion"),
+        ("complement", "list", "assertion"),
+        ("unbroken", "list", "assertion"),
+        ("adjoining", "contrast", "assertion"),
+        ("enumerating", "hedge", "assertion"),
         ("severity", "attribute", "severity"),
         ("sides", "attribute", "laterality"),
         ("changes", "comparison", "change"),
@@ -160,3 +164,6 @@ def test_conclusions_from_what_is_denied_and_sections_are_needed(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr("shardflow.reports.reader._BY_SECTION", {})
         assert accuracy("section") < 0.97
+    with monkeypatch.context() as patch:
+        patch.setattr("shardflow.reports.assertion._REACH_OF_ASKING", -1)
+        assert accuracy("section") < 0.999
