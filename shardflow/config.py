@@ -488,7 +488,8 @@ def _dump_table(tree: Mapping[str, Any], keys: tuple[str, ...], lines: list[str]
             _dump_table(value, (*keys, key), lines)
 
 
-def _toml_key(key: str) -> str:
+def _toml_key(key: object) -> str:
+    key = str(key)  # epochs and the like are integers
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_text(key)
 
 

@@ -103,6 +103,7 @@ COMMANDS: Final = {
     "train": Command(
         "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
     ),
+    "serve": Command("shardflow.cli.serve", "make micro-batches for training on other machines"),
     "ledger": Command(
         "shardflow.cli.ledger", "which samples made a run, and which steps drew a sample; compare two runs"
     ),

@@ -75,6 +75,7 @@ _STEP: Final = (
 )
 _LOADER: Final = (
     *("user_transform", "decode", "transform", "collate", "read", "check", "tokens", "index", "plan"),
+    "service",
 )
 _GOODPUT: Final = ("data_wait", "useful", "lost", "restart", "evaluation", "checkpoint")
 _ALWAYS: Final = ("data_wait", "forward", "backward", "exchange", "optimizer", "read", "decode")

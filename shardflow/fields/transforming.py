@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -113,6 +114,17 @@ class SampleTransform:
             found["facts"] = list(self._digests)
         return found
 
+    def given_names(self) -> tuple[tuple[str, ...], str]:
+        """Return the names ``package.module:name`` of the transforms and of ``collate``, for other machines.
+
+        Raises:
+            ConfigError: One was given as an object that its name does not lead to.
+        """
+        given = self.given["transform"]
+        listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
+        collate = self.given["collate"]
+        return tuple(map(_importable_name, listed)), "" if collate is None else _importable_name(collate)
+
     def executions(self) -> tuple[str, ...]:
         """Return in which executions of a loader the transform is reproducible."""
         if self.contract.generators:
@@ -134,7 +146,7 @@ class SampleTransform:
                 "or set LoaderConfig(execution='workers'), where each process seeds it for each sample."
             )
         problem = self._portability()
-        if execution != "threads" and problem is not None:
+        if execution not in ("threads", "service") and problem is not None:
             raise ConfigError(
                 f"{problem} cannot be sent to the loader processes of execution={execution!r}; define it in "
                 "a module that can be imported and pass it, or its name 'package.module:name', or set "
@@ -347,6 +359,25 @@ def _resolve(given: Any, setting: str) -> Step:
         )
     step: Step = given
     return step
+
+
+def _importable_name(given: Any) -> str:
+    """Return the name that leads to a function in any process.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    parts = (str(getattr(given, one, "")) for one in ("__module__", "__qualname__"))
+    name = given if isinstance(given, str) else ":".join(parts)
+    with suppress(ConfigError):
+        check_name(name)
+        if load_function(name) is given or isinstance(given, str):
+            return name
+    raise ConfigError(
+        f"The transform {_short_name(given)} cannot be sent to data servers, which get no code; put it into a "
+        "module that they have, write its name 'package.module:name', and start them with --allow "
+        "package.module."
+    )
 
 
 def _short_name(step: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import SampleError
+from shardflow.errors import FormatError, SampleError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import ArraySpec, BoundField, SlotRequest, Slots
 from shardflow.fields.quarantine import (
@@ -30,7 +30,7 @@ from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.findings import FindingArrays
 from shardflow.fields.types.text import TextAssembler
 from shardflow.loading.batch import Batch, SlotKeys
-from shardflow.loading.config import LoaderConfig, check_layout
+from shardflow.loading.config import LoaderConfig, check_fits, check_layout
 from shardflow.loading.engine import Pool
 from shardflow.loading.layout import BatchLayout
 from shardflow.loading.prefetch import StreamReads
@@ -336,6 +336,48 @@ class MicroBatchTask:
         """Return what the samples are, by component, if they are not all studies."""
         units = self._source.selection.units
         return {"units": list(units)} if {*units} != {"study"} else {}
+
+    # ---- for data servers ------------------------------------------------------------------------
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether it holds no sample, so that nothing is read for it."""
+        return not self._is_sample.any()
+
+    def request(self) -> dict[str, Any]:
+        """Return its address in the run, and its slots that a checkpoint knows to be masked, as JSON."""
+        masks = [self._bad[slot].to_json() for slot in sorted(self._bad)]
+        return {"epoch": self._source.plan.epoch, "step": self._step, "micro": self._micro, "masks": masks}
+
+    def received(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory, ``(num_bytes,)`` uint8, for what another machine made of it.
+
+        Raises:
+            FormatError: It is not of the size that follows from the tables.
+        """
+        if not self._is_held and num_bytes != self._layout.num_bytes:
+            raise FormatError(
+                f"{self.describe()} must have {self._layout.num_bytes} bytes, got {num_bytes} from a data "
+                "server; run the same shardflow on all machines."
+            )
+        check_fits(num_bytes, self.describe(), "lower its samples, or what the transform returns")
+        return self._source.pool.lend(num_bytes)
+
+    def batch_of(self, buffer: NDArray[np.uint8], descriptor: dict[str, Any]) -> Batch:
+        """Return the batch of what another machine made of it, given the flat buffer and the descriptor.
+
+        Raises:
+            FormatError: It is another micro-batch, or its arrays are not those that follow from the tables.
+        """
+        found = [descriptor.get(name) for name in ("version", "epoch", "step", "micro")]
+        arrays = descriptor.get("arrays")
+        is_right = found == [1, self._source.plan.epoch, self._step, self._micro]
+        if not is_right or not (self._is_held or arrays == self._layout.to_json()):
+            raise FormatError(
+                f"{self.describe()} must come with its own arrays, got others from a data server; run the same "
+                "shardflow on all machines."
+            )
+        return Batch(buffer, {**descriptor, "slot": self._slot})
 
     def describe(self) -> str:
         """Name the micro-batch for a message."""

@@ -275,6 +275,7 @@ def open_blend(
         population=Blend(components),
         split=BLEND_SPLIT,
         tables=tuple(sorted(tables)),
+        given=file,
     )
 
 
@@ -319,4 +320,10 @@ def evaluation_blend(blend: Selection, split: str) -> Selection:
         raise ConfigError(
             f"a dataset of the blend must have split {split!r}, got none; correct it."
         ) from None
-    return Selection(datasets=tuple(datasets.values()), population=population, split=BLEND_SPLIT)
+    parts = tuple(ComponentSettings(dataset=one, split=split) for one in datasets)
+    return Selection(
+        datasets=tuple(datasets.values()),
+        population=population,
+        split=BLEND_SPLIT,
+        given=BlendFile(component=parts),
+    )

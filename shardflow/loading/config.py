@@ -11,6 +11,7 @@ World of a data-parallel job: the rank of this process, and the number of ranks.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ def _mesh_world(mesh: Any, dimensions: Any) -> ResolvedWorld:
 
 
 _MIB = 1 << 20
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):[0-9]{1,5}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,16 +234,25 @@ class LoaderConfig:
     and a slice per thread, plus the batches that the consumer holds.
     """
 
-    execution: Literal["threads", "process", "workers"] = "threads"
+    execution: Literal["threads", "process", "workers", "service"] = "threads"
     """Where reading and decoding run: ``threads`` of this process; one loader ``process`` with threads, for a
-    trainer whose own Python is busy; or ``workers``, processes with one thread each, for transforms written
-    in Python. The last two need Linux.
+    trainer whose own Python is busy; ``workers``, processes with one thread each, for transforms written
+    in Python; or ``service``, the data ``servers`` (`shardflow serve`). The second and third need Linux.
     """
     num_threads: Annotated[int, Bounds(1, 256)] = 2
-    """Threads that read and decode; with ``workers`` the number of processes. Threads start with the first
-    batch and end with the iteration; processes end with the loader. Stored tokens alone of a local dataset
-    use one thread.
+    """Threads that read and decode; with ``workers`` the number of processes, with ``service`` the requests
+    under way at each server. Threads start with the first batch and end with the iteration; processes end
+    with the loader. Stored tokens alone of a local dataset use one thread.
     """
+    servers: tuple[str, ...] = ()
+    """Data servers of ``service``: ``HOST:PORT`` each, where a name stands for all its addresses, found anew
+    every few seconds; or one ``@FILE`` with an address a line, read again when it changes."""
+    server_token_file: str = ""
+    """File with the token that the servers ask for; empty where they listen on this machine alone."""
+    server_tls_ca: str = ""
+    """PEM file of the certificate authority of the servers, which are then spoken to over TLS."""
+    server_timeout_s: Annotated[float, Bounds(0.1)] = 30.0
+    """Longest wait for a server, after which another one is asked; of a server that is usually faster less."""
     prefetch_bytes: ByteSize = 256 * _MIB
     """Bound on the micro-batches that are being made or are ready; a single one may exceed it."""
     read_bytes: ByteSize = 8 * _MIB
@@ -263,6 +274,7 @@ class LoaderConfig:
     """
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "servers", check_servers(self.servers, self.execution))
         check_fields(self)
         for name in ("prefetch_bytes", "read_bytes"):
             if getattr(self, name) < 1:
@@ -272,6 +284,27 @@ class LoaderConfig:
                 f"max_node_bytes must be at least 0 bytes, got {self.max_node_bytes}; correct it, or "
                 "leave it out for the memory of the machine."
             )
+
+
+def check_servers(servers: Sequence[str], execution: str) -> tuple[str, ...]:
+    """Return the data servers of a loader.
+
+    Raises:
+        ConfigError: There are none where the execution needs some, or an entry is no address.
+    """
+    if isinstance(servers, str) or not all(isinstance(one, str) for one in servers):
+        raise ConfigError("servers must be a list of addresses, such as ['data-0:8815', 'data-1:8815'].")
+    for one in servers:
+        if not (one.startswith("@") and len(one) > 1) and not _ADDRESS.fullmatch(one):
+            raise ConfigError(
+                f"servers must hold addresses HOST:PORT, or @FILE with one a line, got {one!r}; correct it."
+            )
+    if execution == "service" and not servers:
+        raise ConfigError(
+            'execution = "service" needs servers, such as ["data-0:8815"]; start them with: shardflow serve '
+            "DATASET."
+        )
+    return tuple(servers)
 
 
 def check_fits(num_bytes: int, what: str, remedy: str) -> None:

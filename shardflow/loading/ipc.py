@@ -192,8 +192,12 @@ def error_to_json(error: BaseException) -> dict[str, str]:
     }
 
 
-def error_from_json(value: Mapping[str, str]) -> Exception:
+def error_from_json(value: Mapping[str, str], where: str = "a loader process") -> Exception:
     """Recreate the error that `error_to_json` described: of this library, of Python, or a generic one.
+
+    Args:
+        value: The description.
+        where: Who sent it, for the note.
 
     Returns:
         The error, with a note on where it was raised.
@@ -206,9 +210,10 @@ def error_from_json(value: Mapping[str, str]) -> Exception:
             error = kind(message)
     if error is None:
         error = LoaderProcessError(
-            f"a loader process must deliver its micro-batches, got {name} in it: {message}."
+            f"{where} must deliver its micro-batches, got {name} in it: {message}."
         )
-    error.add_note(f"raised in a loader process:\n{value['trace']}")
+    trace = value.get("trace", "")
+    error.add_note(f"raised in {where}:\n{trace}" if trace else f"raised in {where}")
     return error
 
 

@@ -22,6 +22,7 @@ from shardflow.fields.field import Field, check_names
 from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
+from shardflow.loading.assembly import BatchSource
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.binding import batch_of_samples, bind_fields, bind_transform, charge_for_delivered
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
@@ -298,6 +299,8 @@ class Loader:
         self._lock: dict[str, Any] | None = None
         if lock is not None:
             check_lock(lock, self.lock(), accepts_content=accept_content_change)
+        if config.execution == "service":
+            self._runtime.servers = self._runtime.open_servers()  # what no server can make is refused now
 
     def _set_transform(
         self, selection: Selection, config: LoaderConfig, transform: Any, outputs: Any, collate: Any
@@ -426,6 +429,15 @@ class Loader:
             pool: Where their memory comes from; the loader's own pool by default.
         """
         return self._own_runtime().stream(self._plan_of(epoch), numbers, self._quarantine, pool)
+
+    def source(self, epoch: int, pool: Pool) -> BatchSource:
+        """Return what makes the micro-batches of an epoch one by one, for a data server.
+
+        Args:
+            epoch: The epoch.
+            pool: Where their memory comes from.
+        """
+        return self._own_runtime().source(self._plan_of(epoch), pool)
 
     def count(self, batch: Batch, number: int) -> None:
         """Count a micro-batch as consumed and record its masks.
@@ -662,10 +674,12 @@ class Loader:
     def _open(self, epoch: int, numbers: range) -> BatchStream:
         """Open a stream with the settings as they are now."""
         runtime = self._own_runtime()
-        if runtime.config.execution != "threads":
+        if runtime.config.execution in ("process", "workers"):
             self._plan_of(epoch)
             return runtime.process_stream(epoch, numbers, self.masks())
         runtime.retire_processes()
+        if runtime.config.execution == "service":
+            return runtime.served_stream(self._plan_of(epoch), numbers, self._quarantine)
         return self.stream(epoch, numbers)
 
     def _current(self) -> EpochIterator | None:

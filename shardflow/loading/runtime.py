@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ConfigError, ShardflowError
 from shardflow.fields.quarantine import Quarantine
@@ -29,20 +29,25 @@ from shardflow.fields.types.text import TextAssembler
 from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, rank_num_bytes
-from shardflow.loading.engine import BufferPool, OrderedEngine, Pool
+from shardflow.loading.engine import BufferPool, OrderedEngine, Pool, Task
+from shardflow.loading.lock import make_lock
 from shardflow.loading.prefetch import PrefetchPlanner, StreamReads
 from shardflow.loading.process import LoaderProcesses, ProcessStream
 from shardflow.loading.selection import Selection
-from shardflow.sampling import EpochPlan, LoaderState, RankSchedule
+from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, RankSchedule
 from shardflow.storage import CachedStore, RemoteStore
 from shardflow.storage.cache.store import Cache
 from shardflow.telemetry import StageCounters, TunableLimit
 from shardflow.telemetry.process import machine_bytes, num_processors
 
+if TYPE_CHECKING:
+    from shardflow.loading.service import DataServers, Requests
+
 _LOGGER = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S: Final = 5.0
 _MIB: Final = 1 << 20
 _EXECUTIONS: Final[tuple[str, ...]] = ("threads", "process", "workers")
+_SERVICE: Final = "service"
 _LOADER_SETTINGS: Final = ("execution", "num_threads", "prefetch_bytes", "read_bytes")
 # The least and the most of each tunable number, whatever the machine.
 _CACHE_BOUNDS: Final = {
@@ -82,14 +87,16 @@ class ThreadStream(BatchStream):
         reader: What reads for the source.
     """
 
-    def __init__(self, source: BatchSource, numbers: range, reader: FieldReader) -> None:
+    def __init__(
+        self, source: BatchSource, numbers: range, reader: FieldReader, requests: Requests | None = None
+    ) -> None:
         super().__init__(len(numbers))
         config = source.config
-        self._source, self._reader = source, reader
+        self._source, self._reader, self._requests = source, reader, requests
         self._engine: OrderedEngine[Batch] = OrderedEngine(
-            partial(_open, source, numbers),
+            partial(_open, source, numbers, requests),
             len(numbers),
-            num_threads=source.num_threads(config),
+            num_threads=self._num_threads(config),
             max_bytes=config.prefetch_bytes,
             wait_timeout_s=config.wait_timeout_s,
             counters=source.counters,
@@ -97,14 +104,19 @@ class ThreadStream(BatchStream):
         # The threads reference the engine, not the stream, so the stream dies with its last user, whether
         # that one finished, stopped early or raised. At exit the same call ends the threads before the
         # interpreter shuts down.
-        self._finalizer = weakref.finalize(self, _close, self._engine, source.reads)
+        self._finalizer = weakref.finalize(self, _close, self._engine, source.reads, requests)
+
+    def _num_threads(self, config: LoaderConfig) -> int:
+        if self._requests is not None:
+            return config.num_threads * self._requests.num_servers
+        return self._source.num_threads(config)
 
     def _take(self) -> Batch | None:
         return self._engine.take()
 
     def change(self, config: LoaderConfig) -> None:
         """Continue with other threads and bounds; may be called from any thread."""
-        self._engine.resize(num_threads=self._source.num_threads(config), max_bytes=config.prefetch_bytes)
+        self._engine.resize(num_threads=self._num_threads(config), max_bytes=config.prefetch_bytes)
         self._reader.read_bytes = config.read_bytes
         if self._source.reads is not None:
             self._source.reads.change()
@@ -125,14 +137,17 @@ class ThreadStream(BatchStream):
         self._finalizer()
 
 
-def _close(engine: OrderedEngine[Batch], reads: StreamReads | None) -> None:
+def _close(engine: OrderedEngine[Batch], reads: StreamReads | None, requests: Requests | None) -> None:
     if reads is not None:
         reads.close()
+    if requests is not None:
+        requests.close()
     engine.close()
 
 
-def _open(source: BatchSource, numbers: range, place: int) -> MicroBatchTask:
-    return source.open(numbers[place])
+def _open(source: BatchSource, numbers: range, requests: Requests | None, place: int) -> Task[Batch]:
+    task = source.open(numbers[place])
+    return task if requests is None else requests.task(task)
 
 
 class LoaderRuntime:
@@ -155,6 +170,7 @@ class LoaderRuntime:
         pid: The process that this belongs to.
         config: How to run now: as given, with later changes.
         processes: The loader processes; None until they are needed.
+        servers: The data servers; None until they are needed.
         streams: Open streams whose micro-batches threads of this process make.
     """
 
@@ -187,6 +203,7 @@ class LoaderRuntime:
             counters=self.counters,
         )
         self.processes: LoaderProcesses | None = None
+        self.servers: DataServers | None = None
         self._retired: list[LoaderProcesses] = []
         self._schedule, self._state = schedule, state
         self._part_size = PartSize(selection, config, fields)
@@ -200,31 +217,86 @@ class LoaderRuntime:
     ) -> ThreadStream:
         """Open a stream whose micro-batches threads of this process make."""
         with self._changing:
-            config = self.config
-            if self.fields.reads_shards:
-                for dataset in self.selection.datasets:
-                    dataset.collect_indexes()
-            reader = FieldReader(self.selection, read_bytes=config.read_bytes, counters=self.counters)
-            source = BatchSource(
-                selection=self.selection,
-                plan=plan,
-                schedule=self._schedule,
-                rank=self.world.rank,
-                config=config,
-                pool=pool or self.pool,
-                assembler=SlotAssembler(reader, self.fields.own),
-                previous=SlotAssembler(reader, self.fields.of_previous),
-                texts=self._texts(reader),
-                findings=FindingArrays.of(self.selection),
-                part_size=self._part_size,
-                counters=self.counters,
-                known_masks=known_masks,
-                reads=self.planner.follow(plan, numbers) if self.planner.is_on else None,
-                fields=self.fields,
-            )
+            reader = self._reader()
+            self._collect_indexes()
+            reads = self.planner.follow(plan, numbers) if self.planner.is_on else None
+            source = self._source(plan, known_masks, pool or self.pool, reader, reads)
             stream = ThreadStream(source, numbers, reader)
             self.streams.add(stream)
         return stream
+
+    def served_stream(self, plan: EpochPlan, numbers: range, known_masks: Quarantine) -> ThreadStream:
+        """Open a stream whose micro-batches data servers make, and threads of this process where none answers.
+
+        Raises:
+            ConfigError: pyarrow is missing, or another machine cannot make the batches of this loader.
+        """
+        with self._changing:
+            if self.servers is None:
+                self.servers = self.open_servers()
+            reader = self._reader()
+            source = self._source(plan, known_masks, self.pool, reader, None)
+            stream = ThreadStream(source, numbers, reader, self.servers.requests())
+            self.streams.add(stream)
+        return stream
+
+    def open_servers(self) -> DataServers:
+        """Return the data servers of the loader; nothing is sent before the first micro-batch.
+
+        Raises:
+            ConfigError: pyarrow is missing, or another machine cannot make the batches of this loader.
+        """
+        from shardflow.loading.service import DataServers
+        from shardflow.loading.service_wire import describe_run
+
+        lock = make_lock(self.selection, self._state, self.fields)
+        run = describe_run(self.selection, self.fields, self._given_spec(), self.config, lock)
+        streams = weakref.WeakMethod(self._resize_streams)
+        return DataServers(self.config, run, self.counters, streams)
+
+    def _resize_streams(self) -> None:
+        """Let streams have as many requests under way as there are servers now."""
+        for stream in list(self.streams):
+            stream.change(self.config)
+
+    def source(self, plan: EpochPlan, pool: Pool) -> BatchSource:
+        """Return what makes the micro-batches of an epoch one by one, for a data server."""
+        with self._changing:
+            self._collect_indexes()
+            return self._source(plan, Quarantine(0), pool, self._reader(), None)
+
+    def _reader(self) -> FieldReader:
+        return FieldReader(self.selection, read_bytes=self.config.read_bytes, counters=self.counters)
+
+    def _collect_indexes(self) -> None:
+        for dataset in self.selection.datasets if self.fields.reads_shards else ():
+            dataset.collect_indexes()
+
+    def _source(
+        self,
+        plan: EpochPlan,
+        known_masks: Quarantine,
+        pool: Pool,
+        reader: FieldReader,
+        reads: StreamReads | None,
+    ) -> BatchSource:
+        return BatchSource(
+            selection=self.selection,
+            plan=plan,
+            schedule=self._schedule,
+            rank=self.world.rank,
+            config=self.config,
+            pool=pool,
+            assembler=SlotAssembler(reader, self.fields.own),
+            previous=SlotAssembler(reader, self.fields.of_previous),
+            texts=self._texts(reader),
+            findings=FindingArrays.of(self.selection),
+            part_size=self._part_size,
+            counters=self.counters,
+            known_masks=known_masks,
+            reads=reads,
+            fields=self.fields,
+        )
 
     def _texts(self, reader: FieldReader) -> TextAssembler | None:
         """Return the fast path of a loader that reads nothing but reports from shards."""
@@ -238,12 +310,9 @@ class LoaderRuntime:
         if self.processes is not None and not self.processes.fits(self.config):
             self.retire_processes()
         if self.processes is None:
-            spec = self._state.spec
-            if self.fields.num_crops > 1:  # the plan counts samples, and a loader's batch their crops
-                spec = replace(spec, micro_batch_size=spec.micro_batch_size * self.fields.num_crops)
             arguments = {
                 "dataset": replace(self.selection, delivered=()),  # large, and counted again there
-                "batch": spec,
+                "batch": self._given_spec(),
                 "seed": self._state.seed,
                 "world": self.world,
                 "fields": self.fields.specs,
@@ -252,6 +321,14 @@ class LoaderRuntime:
                 arguments |= self.fields.transform.given
             self.processes = LoaderProcesses(arguments, self.config, self.counters)
         return ProcessStream(self.processes, epoch, numbers, known_masks)
+
+    def _given_spec(self) -> BatchSpec:
+        """Return the batch spec that a loader of the same batches is made with."""
+        spec = self._state.spec
+        if self.fields.num_crops == 1:
+            return spec
+        # The plan counts samples, and a loader's batch their crops.
+        return replace(spec, micro_batch_size=spec.micro_batch_size * self.fields.num_crops)
 
     def retire_processes(self) -> None:
         """Stop using the loader processes; `close_retired` ends them once no stream needs them."""
@@ -278,6 +355,9 @@ class LoaderRuntime:
         """
         self.retire_processes()
         self.close_retired()
+        servers, self.servers = self.servers, None
+        if servers is not None and self.pid == os.getpid():
+            servers.close()
         if self.pid == os.getpid() and not self.planner.join(_JOIN_TIMEOUT_S):
             _LOGGER.debug("prefetching continues after close, until its requests end")
 
@@ -308,7 +388,9 @@ class LoaderRuntime:
         for name, current in values.items():
             if isinstance(current, str):
                 choices = _EXECUTIONS if sys.platform == "linux" else _EXECUTIONS[:1]
-                if self.fields.transform is not None:
+                if current == _SERVICE:  # chosen for what the other machines have
+                    choices = (_SERVICE,)
+                elif self.fields.transform is not None:
                     possible = self.fields.transform.executions()
                     choices = tuple(one for one in choices if one in possible)
                 choices = tuple(one for one in choices if one == current or self._fits({name: one}))
@@ -379,7 +461,7 @@ class LoaderRuntime:
     @property
     def has_pending(self) -> bool:
         """Whether the newest stream was opened for an execution that is no longer configured."""
-        if self.config.execution == "threads":
+        if self.config.execution in ("threads", _SERVICE):
             return self.processes is not None
         return self.processes is None or not self.processes.fits(self.config)
 
@@ -425,7 +507,7 @@ class LoaderRuntime:
 
     def _most_threads(self, *, is_processes: bool) -> int:
         share = max(int(num_processors()) // max(1, self.world.ranks_per_node), 1)
-        waits = bool(self._remotes) and not is_processes
+        waits = self.config.execution == _SERVICE or (bool(self._remotes) and not is_processes)
         return share * (_PER_PROCESSOR_REMOTE if waits else _PER_PROCESSOR)
 
 

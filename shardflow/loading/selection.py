@@ -338,6 +338,17 @@ def _facts(
     return facts
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """Arguments of `select` that its datasets do not know."""
+
+    split: str
+    where: str | None
+    """None where the dataset is one of series or images, which have it."""
+    keys: str | None
+    """Path of the file of keys."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
     """Samples to iterate over, and their datasets. Crosses process boundaries.
@@ -361,6 +372,8 @@ class Selection:
     delivered: tuple[Mapping[str, NDArray[Any]], ...] = ()
     """What fields deliver of each row of each dataset, where a token budget charges for that: see
     `FieldSet.costs`."""
+    given: Any = None
+    """The `Given` or the `BlendFile` that a data server selects the same samples by; None where there is none."""
 
     @property
     def repeats(self) -> bool:
@@ -645,7 +658,10 @@ def select(
         return source
     is_derived = unit in ("series", "image")
     dataset = open_unit(source, unit, where if is_derived else None)
-    chosen = choose_rows(dataset, split, None if is_derived else where, keys)
+    given = Given(
+        split=split, where=None if is_derived else where, keys=None if keys is None else os.fspath(keys)
+    )
+    chosen = choose_rows(dataset, split, given.where, keys)
     return Selection(
         datasets=(dataset,),
         population=chosen.rows,
@@ -653,6 +669,7 @@ def select(
         subset=chosen.digest,
         num_missing=chosen.num_missing,
         tables=chosen.tables,
+        given=given,
     )
 
 

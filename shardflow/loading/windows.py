@@ -104,6 +104,7 @@ def select_windows(selection: Selection, fields: Mapping[str, Field] | None) -> 
         split=selection.split,
         num_missing=selection.num_missing,
         tables=selection.tables,
+        given=selection.given,
     )
 
 

@@ -113,6 +113,7 @@ _ALL: Final = (
     _counter("tier.io", "Bytes that came from a tier, over all ranks; origin also ahead.", "By", "tier"),
     _counter("tier.items", "Blocks or ranges that came from a tier, over all ranks.", "", "tier"),
     _counter("cache.events", "Faults and evictions of the cache, over all ranks.", "", "event"),
+    _counter("service.events", "Micro-batches made here, and requests sent to another server.", "", "event"),
     _gauge("cache.free", "Least room on a disk of the cache, over the nodes.", "By"),
     _gauge("loader.ready_batches", "Micro-batches that are ready when the loop takes one.", "", _OVER),
     _gauge("loader.ahead_batches", "Micro-batches that are fetched ahead of the loader.", "", _OVER),
@@ -167,6 +168,7 @@ _CHECKPOINT: Final = {
     "checkpoint.timestamp": "time_s",
 }
 """Metrics, and the keys of lines that they are made of."""
+_SERVICE_EVENTS: Final = ("local", "resent")
 _CACHE_EVENTS: Final = ("fault", "poisoned", "unsound", "ram_evicted", "disk_evicted")
 _MOST_RANKS: Final = 64
 _MOST_NAMES: Final = 64
@@ -282,6 +284,8 @@ class MetricsMeter:
         self._total_steps = interval.total_steps or self._total_steps
         self._count("samples.masked", interval.num_masked)
         self._add_stages(interval)
+        for event in _SERVICE_EVENTS:
+            self._count("service.events", interval.events.get(f"service_{event}", 0), event)
         for event in _CACHE_EVENTS:
             self._count("cache.events", interval.events.get(f"cache_{event}", 0), event)
 

@@ -45,6 +45,10 @@ STAGES: Final[dict[str, Stage]] = {
         group="fetch", text="waiting for blocks that another rank fetches", is_part_of="read"
     ),
     "index": Stage(group="fetch", text="opening the index of a shard"),
+    "service": Stage(group="fetch", text="waiting for micro-batches of data servers, and receiving them"),
+    "service_queue": Stage(
+        group="fetch", text="waiting for memory or a thread of a data server", is_part_of="service"
+    ),
     "plan": Stage(group="make", text="looking up what a micro-batch holds"),
     "check": Stage(group="make", text="checksums"),
     "decode": Stage(group="make", text="decoding slices"),

@@ -145,7 +145,8 @@ class Interval(_JsonRecord):
     num_masked: int = 0
     """Slots masked because their sample could not be read, over all ranks."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """Counts of events too short to be a stage, over all ranks: ``cache_fault``,
+    """Counts of events too short to be a stage, over all ranks: ``service_local`` (micro-batches that no data
+    server delivered), ``service_resent`` (requests that went to another one), ``cache_fault``,
     ``cache_poisoned``, ``cache_unsound``, ``cache_ram_evicted``, ``cache_disk_evicted``."""
     cache_free_bytes: int = -1
     """Minimum over the nodes of the free space on the disk of the cache folder; -1 without one."""

@@ -31,6 +31,8 @@ GAUGES: Final = (
 _STAGES: Final = tuple(STAGES)
 _MEMORY: Final = ("pinned_bytes", "device_bytes", "cache_ram_bytes", "cache_disk_bytes")
 _EVENTS: Final = (
+    "service_local",
+    "service_resent",
     "cache_fault",
     "cache_poisoned",
     "cache_unsound",

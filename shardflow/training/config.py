@@ -20,6 +20,7 @@ from shardflow.fields.registry import FieldTables
 from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
+from shardflow.loading.config import check_servers
 from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring.outlets import SINKS, check_metrics_address
 from shardflow.sampling import Sampling
@@ -346,9 +347,18 @@ class AugmentConfig:
 class DataLoadingConfig:
     """The loader; no effect on what is trained."""
 
-    execution: Literal["threads", "process", "workers"] = "threads"
-    """Where it happens, see docs/howto/execution.md; ``process`` where the loop is busy in Python."""
+    execution: Literal["threads", "process", "workers", "service"] = "threads"
+    """Where it happens, see docs/howto/execution.md; ``process`` where the loop is busy in Python,
+    ``service`` on the data servers."""
     num_threads: Count = 2
+    servers: tuple[str, ...] = ()
+    """Data servers, ``HOST:PORT`` each or one ``@FILE``, see docs/howto/data-servers.md."""
+    server_token_file: str = ""
+    """File with the token that they ask for."""
+    server_tls_ca: str = ""
+    """PEM file of their certificate authority, for TLS."""
+    server_timeout_s: Seconds = 30.0
+    """Longest wait for a server, after which another one is asked."""
     prefetch_bytes: ByteSize = 256 * 1024**2
     max_node_bytes: ByteSize = 0
     """Cap on the memory of the loaders of all ranks of a node; 0 is that of the machine or its cgroup."""
@@ -363,6 +373,7 @@ class DataLoadingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_servers(self.servers, self.execution)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

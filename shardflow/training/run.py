@@ -411,6 +411,10 @@ def _open_loader(
             on_bad_sample=settings.on_bad_sample,
             max_bad_samples=settings.max_bad_samples,
             max_bad_share=settings.max_bad_share,
+            servers=settings.servers,
+            server_token_file=settings.server_token_file,
+            server_tls_ca=settings.server_tls_ca,
+            server_timeout_s=settings.server_timeout_s,
         ),
     )
 

@@ -23,6 +23,8 @@ _BATCHES_AHEAD: Final = 4
 """Micro-batches for each thread: bursts of costly samples last that long."""
 _MOSTLY_IDLE: Final = 0.5
 """Loader threads that are idle for more of their time take no processors from anybody."""
+_QUEUED: Final = 0.25
+"""Share of the time of requests in a server's queue from which the server is busy all the time."""
 _MIB: Final = 1 << 20
 
 
@@ -168,6 +170,27 @@ def for_transform(summary: IntervalSummary) -> list[Advice]:
             )
         )
     return found
+
+
+def queued_share(summary: IntervalSummary) -> float:
+    """Return the share of the requests' time in which data servers had not begun with them."""
+    seconds = summary.seconds.get("service", 0.0)
+    return min(1.0, summary.seconds.get("service_queue", 0.0) / seconds) if seconds else 0.0
+
+
+def for_service(summary: IntervalSummary) -> list[Advice]:
+    """Advise on slow data servers: more of them where requests queue, else more requests under way."""
+    share = summary.parts["service"]
+    add = Advice(
+        text="Add servers: start shardflow serve on more machines, and list them in loader.servers.",
+        setting="loader.servers",
+        gain=_paced(share, 2.0),
+    )
+    old = summary.number("loader.num_threads")
+    if not old or queued_share(summary) >= _QUEUED:
+        return [add]
+    why = "Ask each server for more at once"
+    return [_change(why, "loader.num_threads", old, 2 * old, _paced(share, 2.0)), add]
 
 
 def for_prefetch(summary: IntervalSummary) -> list[Advice]:

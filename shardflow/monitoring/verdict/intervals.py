@@ -23,6 +23,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "storage": ("read", "index"),
     "decode": ("decode", "check"),
     "transform": ("transform", "user_transform"),
+    "service": ("service",),
     "other": ("plan", "collate", "tokens"),
 }
 """Work of the loader's threads, by stages of `shardflow.telemetry.counters.STAGES`, which are disjoint."""

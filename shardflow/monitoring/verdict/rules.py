@@ -127,6 +127,13 @@ def _sentence_of_transform(summary: IntervalSummary, share: float) -> str:
     )
 
 
+def _sentence_of_service(summary: IntervalSummary, share: float) -> str:
+    return (
+        f"Data servers too slow: {share:.0%} of the step waits for their micro-batches, which wait "
+        f"{advice.queued_share(summary):.0%} of the time for memory or a thread there."
+    )
+
+
 def _sentence_of_prefetch(summary: IntervalSummary, share: float) -> str:
     return (
         f"Starved by too little prefetch: {share:.0%} of the step waits for micro-batches, while the "
@@ -225,6 +232,19 @@ RULES: Final[tuple[Rule, ...]] = (
         sentence=_sentence_of_transform,
         evidence=_loader_evidence("transform"),
         advise=advice.for_transform,
+    ),
+    Rule(
+        code="service-bound",
+        meaning="the loop waits for micro-batches of data servers",
+        least=LEAST_WAIT,
+        share=_of_parts("service"),
+        sentence=_sentence_of_service,
+        evidence=lambda summary: {
+            "data_wait_share": summary.wait,
+            "queued_share": advice.queued_share(summary),
+            "received_mib_per_s": _rate(summary, "service") / _MIB,
+        },
+        advise=advice.for_service,
     ),
     Rule(
         code="prefetch-starved",
