@@ -68,6 +68,7 @@ _STATES: Final[dict[RunState, str]] = {
 }
 _COLORS: Final = (
     *("#e5534b", "#57ab5a", "#2b9a8f", "#d9a13b", "#539bf5", "#986ee2", "#e275ad", "#a5815c", _DIM),
+    "#c69026",
 )
 # In the order of the colors.
 _STEP: Final = (

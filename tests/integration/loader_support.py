@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 from shardflow.format import Dataset
 from shardflow.format.facts.series import SERIES_NAME, SeriesManifest
 from shardflow.loading import Batch, Loader, LoaderConfig, Selection, World
+from shardflow.loading.service_main import DataServer
 from shardflow.sampling import BatchSpec, EpochPlan, RankSchedule
 from shardflow.storage import ByteRange, ByteStore
 
 __all__ = [
     "Batches",
     "HookedStore",
+    "address_of",
     "batches_of",
     "check_everywhere",
     "digest_of",
@@ -38,6 +41,7 @@ __all__ = [
     "planned_keys",
     "received_keys",
     "resized",
+    "serving",
     "slots_of",
 ]
 
@@ -211,12 +215,31 @@ def batches_of(loader: Loader) -> Batches:
         }
 
 
-def check_everywhere(make: Callable[..., Loader], world_sizes: Sequence[int] = (2, 4)) -> Batches:
+@contextmanager
+def serving(datasets: Iterable[Dataset], **settings: Any) -> Iterator[DataServer]:
+    """Serve datasets, with the transforms of tests, from this process."""
+    plain = [Dataset(one.store, one.manifest, one.tables) for one in datasets]
+    server = DataServer(plain, **{"allowed": ["tests"], **settings})
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def address_of(server: DataServer) -> str:
+    """Return where a server of this process listens."""
+    return f"127.0.0.1:{server.port}"
+
+
+def check_everywhere(
+    make: Callable[..., Loader], world_sizes: Sequence[int] = (2, 4), *, is_served: bool = True
+) -> Batches:
     """Check that batches are equal on any number of ranks and threads, in every execution and after a resume.
 
     Args:
         make: Opens the loader, with further settings.
         world_sizes: Numbers of ranks.
+        is_served: Whether a data server can make the batches: transforms are named by what they are.
 
     Returns:
         The batches.
@@ -229,6 +252,14 @@ def check_everywhere(make: Callable[..., Loader], world_sizes: Sequence[int] = (
         assert {place: parts[place] for place in whole} == whole
     for settings in ({"num_threads": 1}, {"execution": "process"}, {"execution": "workers"}):
         assert batches_of(make(**settings)) == whole
+    if is_served:
+        with make() as loader:
+            datasets = loader.selection.datasets
+        with serving(datasets) as server:
+            served = make(execution="service", servers=[address_of(server)])
+            assert batches_of(served) == whole
+            assert served.counters.totals("service").num_items
+            assert not served.counters.totals("service_local").num_items
     with make() as loader:
         last = loader.num_micro_batches_per_rank - 1
         states = [loader.state_dict()] + [loader.state_dict() for batch in loader if batch.slot == last]
