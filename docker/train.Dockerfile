@@ -20,7 +20,7 @@ RUN awk '/^uv==/,!/\\$/' "$(basename "${CONSTRAINTS}")" > uv.txt \
     && python -m pip install --no-cache-dir --quiet --target /build/uv --require-hashes --requirement uv.txt \
     && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = project['optional-dependencies']; \
-print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], sep='\n')" > requirements.txt \
+print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], *extras['service'], sep='\n')" > requirements.txt \
     && python -m venv --without-pip /opt/shardflow \
     && uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --constraints "$(basename "${CONSTRAINTS}")" --requirement requirements.txt
 

@@ -9,6 +9,7 @@ Data flow, by module::
     sample        one sample by its key
     prefetch      access forecast for caches, and reads fetched ahead
     process       loader processes beside the trainer (process_main, ipc)
+    service       data servers on other machines (service_main, service_wire, service_ray)
 
 Only two modules import torch: ``shardflow.loading.tensors`` turns arrays into tensors (`Batch.torch`), and
 ``shardflow.loading.torch_dataset`` puts the same micro-batches into torch's DataLoader.

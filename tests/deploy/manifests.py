@@ -31,12 +31,13 @@ def resources() -> tuple[Resource, ...]:
 
 
 def jobs() -> dict[str, Resource]:
-    """The Jobs by name."""
-    return {found["metadata"]["name"]: found for found in resources() if found["kind"] == "Job"}
+    """The Jobs, and the Deployment of data servers, by name."""
+    kinds = {"Job", "Deployment"}
+    return {found["metadata"]["name"]: found for found in resources() if found["kind"] in kinds}
 
 
 def pod(job: str) -> Resource:
-    """The pod specification of a Job."""
+    """The pod specification of one of them."""
     spec: Resource = jobs()[job]["spec"]["template"]["spec"]
     return spec
 

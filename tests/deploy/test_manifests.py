@@ -12,9 +12,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from shardflow.cli import serve
+from shardflow.cli.common import CommandParser
 from shardflow.cli.main import main
 from shardflow.config import load_config
 from shardflow.errors import ConfigError
+from shardflow.monitoring.prometheus import parse_address
 from shardflow.packing import ArrayTask, PackConfig
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.training.__main__ import EXIT_STOPPED
@@ -67,7 +70,7 @@ def test_kubernetes_accepts_it(resource: Resource, version: str) -> None:
 
 
 def test_every_file_is_looked_at() -> None:
-    names = {"pack", "pack-merge", "pack-tasks", "storage", "tokenizer", "train"}
+    names = {"pack", "pack-merge", "pack-tasks", "serve", "storage", "tokenizer", "train"}
     assert {path.name for path in MANIFESTS} == {f"{name}.yaml" for name in names}
     assert set(jobs()) == {f"shardflow-{name}" for name in names - {"storage"}}
 
@@ -84,7 +87,7 @@ def test_a_pod_runs_as_the_user_of_the_image_and_knows_nothing_of_the_cluster(jo
     assert (security["runAsUser"], security["runAsGroup"]) == (int(user), int(group))
     assert (security["fsGroup"], security["fsGroupChangePolicy"]) == (int(group), "OnRootMismatch")
     assert pod(job)["automountServiceAccountToken"] is False
-    assert pod(job)["restartPolicy"] == "Never"
+    assert pod(job).get("restartPolicy") == (None if job == "shardflow-serve" else "Never")
 
 
 @pytest.mark.parametrize(("job", "container"), CONTAINERS)
@@ -197,7 +200,7 @@ def test_the_training_command_is_one_and_its_pods_find_each_other() -> None:
     assert int(option_of(words, "--nnodes")) == spec["completions"] == spec["parallelism"]
     assert spec["completionMode"] == "Indexed"
 
-    (service,) = [found for found in resources() if found["kind"] == "Service"]
+    service = _service("shardflow-train")
     assert service["metadata"]["name"] == pod("shardflow-train")["subdomain"]
     assert service["spec"]["clusterIP"] == "None"
     labels = spec["template"]["metadata"]["labels"]
@@ -207,8 +210,39 @@ def test_the_training_command_is_one_and_its_pods_find_each_other() -> None:
     assert option_of(words, "--rdzv-endpoint") == f"shardflow-train-0.{name}:{port['port']}"
     for policy in (found for found in resources() if found["kind"] == "NetworkPolicy"):
         selector = policy["spec"]["podSelector"]["matchLabels"]
-        target = jobs()[policy["metadata"]["name"]]["spec"]["template"]["metadata"]["labels"]
+        name = policy["metadata"]["name"].removesuffix("-serve") if "train" in policy["metadata"]["name"] else ""
+        target = jobs()[name or policy["metadata"]["name"]]["spec"]["template"]["metadata"]["labels"]
         assert selector == target
+
+
+def _service(name: str) -> Resource:
+    (service,) = [
+        found for found in resources() if found["kind"] == "Service" and found["metadata"]["name"] == name
+    ]
+    return service
+
+
+def test_data_servers_are_found_by_name_and_ask_for_the_token_that_training_has() -> None:
+    container, service = container_of("shardflow-serve"), _service("shardflow-serve")
+    program, name, *datasets = container["command"]
+    assert (program, name, datasets) == ("shardflow", "serve", ["/dataset"])
+    parser = CommandParser()
+    serve.add_arguments(parser)
+    arguments = parser.parse_args([*datasets, *container["args"]])
+    host, port = parse_address(arguments.listen, "--listen")
+    assert host == "0.0.0.0"
+    assert service["spec"]["clusterIP"] == "None"  # so that the name stands for every pod
+    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == port
+    labels = jobs()["shardflow-serve"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == jobs()["shardflow-serve"]["spec"]["selector"]["matchLabels"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert str(Path(arguments.token_file).parent) in mounts
+    assert int(container["resources"]["requests"]["cpu"]) == arguments.threads
+    text = next(path for path in MANIFESTS if path.name == "serve.yaml").read_text(encoding="utf-8")
+    words = shlex.split(re.sub("\\n#", " ", text[: text.index("apiVersion")]), comments=False)
+    overrides = [value for value in overrides_of(words) if value.startswith("loader.")]
+    settings = load_config(TrainConfig, DOCKER / "train.toml", overrides).loader
+    assert (settings.execution, settings.servers) == ("service", ("shardflow-serve:8815",))
 
 
 @pytest.mark.parametrize(("index", "is_host"), [("0", "1"), ("1", "0"), ("7", "0")])
