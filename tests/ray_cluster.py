@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-__all__ = ["descendants", "foreign_listeners", "packing_workers", "ray_cluster"]
+__all__ = ["actors", "descendants", "foreign_listeners", "packing_workers", "ray_cluster"]
 
 
 @contextmanager
@@ -71,9 +71,14 @@ def descendants(pid: int) -> set[int]:
 
 def packing_workers(pid: int) -> set[int]:
     """Ray workers that hold a packing process, below a process."""
+    return actors(pid, "PackingWorker")
+
+
+def actors(pid: int, name: str) -> set[int]:
+    """Ray workers that hold an actor of a class, below a process."""
     found = set()
     for child in descendants(pid):
         with suppress(OSError):
-            if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::PackingWorker"):
+            if Path(f"/proc/{child}/cmdline").read_bytes().startswith(f"ray::{name}".encode()):
                 found.add(child)
     return found

@@ -8,7 +8,7 @@ Cells, each of ``--seconds`` of whole epochs after one that is not measured, in 
 - ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the rest.
 - ``two servers``: both share the last processor, so each has half of it.
 
-Contents: radiographs of 2048 x 2500 delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices of
+Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices of
 512 x 512 as they are stored. ``trainer_ms`` is the processor time of the trainer's process a sample. The order
 turns from round to round; every number of every round is kept.
 """
@@ -48,7 +48,7 @@ def measure(content: str, folder: Path, servers: list[str], seconds: float) -> d
         field, size = sf.Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE)), 1
     else:
         side = int(content.split()[1])
-        field, size = sf.Image(size=(side, side)), 8
+        field, size = sf.Image(member="image.jpg", size=(side, side)), 8
     config = (
         sf.LoaderConfig(execution="service", servers=tuple(servers), num_threads=3)
         if servers

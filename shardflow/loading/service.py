@@ -113,7 +113,7 @@ class DataServers:
             token = read_token(config.server_token_file, "loader.server_token_file")
             self._headers = [(b"authorization", f"Bearer {token}".encode())]
         self._authority = _read_authority(config.server_tls_ca)
-        self._lock = threading.Lock()
+        self._starting, self._lock = threading.Lock(), threading.Lock()
         self._servers: dict[tuple[str, int], _Server] = {}
         self._slowest_s = 0.0
         self._was_accepted = False
@@ -129,7 +129,7 @@ class DataServers:
 
     def requests(self) -> Requests:
         """Return the requests of a new stream."""
-        with self._lock:
+        with self._starting:
             if self._watcher is None:
                 self._find_servers()
                 self._watcher = threading.Thread(target=self._watch, name="shardflow-servers", daemon=True)
@@ -173,6 +173,7 @@ class DataServers:
             finally:
                 with self._lock:
                     server.num_requests -= 1
+            self.counters.add("service", time.monotonic() - start)
             self.counters.add("service_resent", num_items=1)
         requests.check_open()
         self._note_alone(is_alone=True)
@@ -323,12 +324,10 @@ class DataServers:
         resolve_at = time.monotonic() + _RESOLVE_S
         while not self._closing.wait(_FIRST_PAUSE_S):
             if time.monotonic() >= resolve_at:
-                with self._lock:
-                    has_changed = self._find_servers()
-                changed = self._changed()
+                has_changed, changed = self._find_servers(), self._changed()
                 if has_changed and changed is not None:
                     changed()
-                del changed
+                del changed  # no thread of ours keeps a loader alive
                 resolve_at = time.monotonic() + _RESOLVE_S
             for server in list(self._servers.values()):
                 if not server.is_up and time.monotonic() >= server.ask_again_at:
@@ -351,7 +350,7 @@ class DataServers:
         _LOGGER.info("data server %s answers again", server.name)
 
     def _find_servers(self) -> bool:
-        """Look up the addresses of the servers; returns whether they are others. Needs the lock."""
+        """Look up the addresses of the servers; returns whether they are others."""
         found: dict[tuple[str, int], str] = {}
         for entry in _entries(self._config.servers):
             host, _, port = entry.rpartition(":")
@@ -363,12 +362,13 @@ class DataServers:
                 infos = []
                 found |= {key: one.host for key, one in self._servers.items() if one.host == host}
             found |= {(str(info[4][0]), int(port)): host for info in infos}
-        before = self._servers
-        self._servers = {
-            (address, port): before.get((address, port)) or _Server(host, address, port)
-            for (address, port), host in found.items()
-        }
-        return before.keys() != self._servers.keys()
+        with self._lock:
+            before = self._servers
+            self._servers = {
+                (address, port): before.get((address, port)) or _Server(host, address, port)
+                for (address, port), host in found.items()
+            }
+        return before.keys() != found.keys()
 
 
 class Requests:
@@ -399,6 +399,10 @@ class Requests:
         try:
             self.check_open()
             yield
+        except BaseException:
+            with suppress(Exception):  # else the server goes on making it
+                reader.cancel()
+            raise
         finally:
             self._readers.discard(reader)
 

@@ -47,6 +47,15 @@ def _advised(verdict: Verdict) -> dict[str, tuple[str, str]]:
     return {one.setting: (one.old, one.new) for one in verdict.advice if one.setting}
 
 
+@pytest.mark.parametrize(("queued_s", "settings"), [(1.0, ["loader.servers"]), (0.1, ["loader.num_threads", "loader.servers"])])
+def test_data_servers_are_added_where_requests_queue(queued_s: float, settings: list[str]) -> None:
+    stages = _BUSY | {"service": 1.6, "service_queue": queued_s}
+    verdict = _verdicts(make_interval(wait=0.30, stages=stages))[0]
+    assert verdict.code == "service-bound"
+    assert [one.setting for one in verdict.advice] == settings
+    assert verdict.advice[-1].text.startswith("Add servers: ")
+
+
 def test_a_healthy_run_is_no_finding() -> None:
     (verdict,) = _verdicts(make_interval())
     assert verdict.code == "compute-bound"
@@ -62,6 +71,7 @@ def test_a_healthy_run_is_no_finding() -> None:
         ("decode-bound", {"wait": 0.30, "stages": _BUSY | {"check": 1.8}}, {"wait": 0.09}),
         ("transform-bound", {"wait": 0.30, "stages": _BUSY | {"transform": 1.6}}, {"wait": 0.09}),
         ("transform-bound", {"wait": 0.30, "stages": _BUSY | {"user_transform": 1.6}}, {"wait": 0.09}),
+        ("service-bound", {"wait": 0.30, "stages": _BUSY | {"service": 1.6}}, {"wait": 0.09}),
         ("prefetch-starved", {"wait": 0.30}, {"wait": 0.09}),
         (
             "transfer-bound",
