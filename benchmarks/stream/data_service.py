@@ -5,12 +5,13 @@
 Cells, each of ``--seconds`` of whole epochs after one that is not measured, in processes of their own:
 
 - ``threads``: the trainer makes its batches, on the first processor alone.
-- ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the rest.
+- ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the
+  rest.
 - ``two servers``: both share the last processor, so each has half of it.
 
-Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices of
-512 x 512 as they are stored. ``trainer_ms`` is the processor time of the trainer's process a sample. The order
-turns from round to round; every number of every round is kept.
+Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices
+of 512 x 512 as they are stored. ``trainer_ms`` is the processor time of the trainer's process a sample. The
+order turns from round to round; every number of every round is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BURN = "while True: pass"
 
 
 def measure(content: str, folder: Path, servers: list[str], seconds: float) -> dict[str, float]:
-    """Run whole epochs for so long, and return samples a second and processor time of this process a sample."""
+    """Run whole epochs for so long; return samples a second and processor time of this process a sample."""
     import shardflow as sf
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -105,7 +106,9 @@ def _run(content: str, folder: Path, cell: str, seconds: float) -> dict[str, flo
     with _servers(folder, cell) as addresses:
         command = [sys.executable, "-m", "benchmarks.stream.data_service", "--run", content]
         command += ["--content", str(folder), "--seconds", str(seconds), "--servers", *addresses]
-        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=600
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -145,7 +148,9 @@ def main() -> int:
                 print(found, file=sys.stderr, flush=True)
 
     def median(content: str, cell: str, name: str) -> float:
-        return statistics.median(one[name] for one in rounds if (one["content"], one["cell"]) == (content, cell))
+        return statistics.median(
+            one[name] for one in rounds if (one["content"], one["cell"]) == (content, cell)
+        )
 
     results = {
         "what": (__doc__ or "").strip().splitlines()[0],
@@ -153,7 +158,9 @@ def main() -> int:
         "load_average_1min_before_each_run": {"least": min(loads), "most": max(loads)},
         "two_servers_to_one": {
             content: round(
-                median(content, "two servers", "samples_per_s") / median(content, "one server", "samples_per_s"), 3
+                median(content, "two servers", "samples_per_s")
+                / median(content, "one server", "samples_per_s"),
+                3,
             )
             for content in options.contents
         },

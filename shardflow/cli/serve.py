@@ -6,10 +6,14 @@ import argparse
 import contextlib
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardflow.cli.common import existing_dataset, interruptible, positive_number, show_lines
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardflow.loading.service_main import ServerOptions
 
 DESCRIPTION = """\
 Makes micro-batches for loaders with execution = "service", on this machine or on a Ray cluster. It keeps no
@@ -22,7 +26,8 @@ imported by name, from the packages of --allow.
 EXAMPLES = """\
 examples:
   shardflow serve /data/chest
-  shardflow serve /data/chest /data/ct --listen 0.0.0.0:8815 --token-file token --tls-cert cert.pem --tls-key key.pem
+  shardflow serve /data/chest /data/ct --listen 0.0.0.0:8815 --token-file token --tls-cert cert.pem \\
+    --tls-key key.pem
   shardflow serve /data/chest --ray auto --servers 8 --addresses /shared/servers --token-file token
 """
 _LISTEN = "127.0.0.1:8815"
@@ -42,8 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", metavar="HOST:PORT", default=_LISTEN, help=f"where to answer; port 0 for any ({_LISTEN})"
     )
-    parser.add_argument("--token-file", metavar="FILE", default="", help="file with the token that loaders send")
-    parser.add_argument("--tls-cert", metavar="FILE", default="", help="certificate chain (PEM): answer over TLS")
+    parser.add_argument(
+        "--token-file", metavar="FILE", default="", help="file with the token that loaders send"
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", default="", help="certificate chain (PEM): answer over TLS"
+    )
     parser.add_argument("--tls-key", metavar="FILE", default="", help="its private key (PEM)")
     parser.add_argument(
         "--threads",
@@ -74,10 +83,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", metavar="DIR", default="", help="keep what was read in this folder")
     parser.add_argument("--cache-bytes", metavar="SIZE", default="0", help="its size, such as 500GB")
-    parser.add_argument("--ray", metavar="ADDRESS", help="start servers on this Ray cluster (auto, or HOST:PORT)")
-    parser.add_argument("--servers", metavar="N", type=positive_number, default=1, help="with --ray: how many (1)")
     parser.add_argument(
-        "--addresses", metavar="FILE", type=Path, help='with --ray: file for the servers of loaders, ["@FILE"]'
+        "--ray", metavar="ADDRESS", help="start servers on this Ray cluster (auto, or HOST:PORT)"
+    )
+    parser.add_argument(
+        "--servers", metavar="N", type=positive_number, default=1, help="with --ray: how many (1)"
+    )
+    parser.add_argument(
+        "--addresses",
+        metavar="FILE",
+        type=Path,
+        help='with --ray: file for the servers of loaders, ["@FILE"]',
     )
 
 
@@ -109,14 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
             server = options.open()
             try:
                 shown = f"[{host}]" if ":" in host else host
-                show_lines([f"Serving {len(options.datasets)} dataset(s) at {shown}:{server.port}; Ctrl-C ends it."])
+                show_lines(
+                    [f"Serving {len(options.datasets)} dataset(s) at {shown}:{server.port}; Ctrl-C ends it."]
+                )
                 threading.Event().wait()
             finally:
                 server.close()
     return 0
 
 
-def _serve_on_ray(arguments: argparse.Namespace, options: object) -> None:
+def _serve_on_ray(arguments: argparse.Namespace, options: ServerOptions) -> None:
     if arguments.addresses is None:
         raise ConfigError("--ray needs --addresses FILE, on a file system that trainers see.")
     try:
@@ -125,5 +143,9 @@ def _serve_on_ray(arguments: argparse.Namespace, options: object) -> None:
         raise ConfigError("--ray needs Ray; install shardflow[ray].") from None
     show_lines([f"Addresses of servers are in {arguments.addresses}; Ctrl-C ends them."])
     serve_on_ray(
-        options, arguments.ray, num_servers=arguments.servers, file=arguments.addresses, stop=threading.Event()
+        options,
+        arguments.ray,
+        num_servers=arguments.servers,
+        file=arguments.addresses,
+        stop=threading.Event(),
     )

@@ -374,8 +374,8 @@ def _importable_name(given: Any) -> str:
         if load_function(name) is given or isinstance(given, str):
             return name
     raise ConfigError(
-        f"The transform {_short_name(given)} cannot be sent to data servers, which get no code; put it into a "
-        "module that they have, write its name 'package.module:name', and start them with --allow "
+        f"The transform {_short_name(given)} cannot be sent to data servers, which get no code; put it into "
+        "a module that they have, write its name 'package.module:name', and start them with --allow "
         "package.module."
     )
 

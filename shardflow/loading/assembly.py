@@ -374,8 +374,8 @@ class MicroBatchTask:
         is_right = found == [1, self._source.plan.epoch, self._step, self._micro]
         if not is_right or not (self._is_held or arrays == self._layout.to_json()):
             raise FormatError(
-                f"{self.describe()} must come with its own arrays, got others from a data server; run the same "
-                "shardflow on all machines."
+                f"{self.describe()} must come with its own arrays, got others from a data server; run the "
+                "same shardflow on all machines."
             )
         return Batch(buffer, {**descriptor, "slot": self._slot})
 

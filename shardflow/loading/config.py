@@ -252,7 +252,7 @@ class LoaderConfig:
     server_tls_ca: str = ""
     """PEM file of the certificate authority of the servers, which are then spoken to over TLS."""
     server_timeout_s: Annotated[float, Bounds(0.1)] = 30.0
-    """Longest wait for a server, after which another one is asked; of a server that is usually faster less."""
+    """Longest wait for a server, after which another one is asked; less where servers were faster lately."""
     prefetch_bytes: ByteSize = 256 * _MIB
     """Bound on the micro-batches that are being made or are ready; a single one may exceed it."""
     read_bytes: ByteSize = 8 * _MIB

@@ -209,9 +209,7 @@ def error_from_json(value: Mapping[str, str], where: str = "a loader process") -
         with suppress(TypeError):  # some take more arguments
             error = kind(message)
     if error is None:
-        error = LoaderProcessError(
-            f"{where} must deliver its micro-batches, got {name} in it: {message}."
-        )
+        error = LoaderProcessError(f"{where} must deliver its micro-batches, got {name} in it: {message}.")
     trace = value.get("trace", "")
     error.add_note(f"raised in {where}:\n{trace}" if trace else f"raised in {where}")
     return error

@@ -26,7 +26,7 @@ from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
 from shardflow.fields.types.findings import FindingArrays
 from shardflow.fields.types.text import TextAssembler
-from shardflow.loading.assembly import BatchSource, MicroBatchTask, PartSize
+from shardflow.loading.assembly import BatchSource, PartSize
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, rank_num_bytes
 from shardflow.loading.engine import BufferPool, OrderedEngine, Pool, Task
@@ -226,7 +226,7 @@ class LoaderRuntime:
         return stream
 
     def served_stream(self, plan: EpochPlan, numbers: range, known_masks: Quarantine) -> ThreadStream:
-        """Open a stream whose micro-batches data servers make, and threads of this process where none answers.
+        """Open a stream whose micro-batches data servers make, or threads of this process if none answers.
 
         Raises:
             ConfigError: pyarrow is missing, or another machine cannot make the batches of this loader.

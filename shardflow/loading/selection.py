@@ -373,7 +373,7 @@ class Selection:
     """What fields deliver of each row of each dataset, where a token budget charges for that: see
     `FieldSet.costs`."""
     given: Any = None
-    """The `Given` or the `BlendFile` that a data server selects the same samples by; None where there is none."""
+    """The `Given` or `BlendFile` by which a data server selects the same samples; None if there is none."""
 
     @property
     def repeats(self) -> bool:

@@ -1,4 +1,4 @@
-"""Client of data servers: asks them for the micro-batches of a stream, and makes those itself that none delivers.
+"""Client of data servers: asks them for the micro-batches of a stream, and makes what none of them delivers.
 
 A micro-batch is a pure function of the run and of (epoch, step, micro-batch), so any server can make it and a
 server that dies loses nothing but time: its requests go to others. Order, bounds in bytes and deadlines are
@@ -38,7 +38,6 @@ from shardflow.telemetry import StageCounters
 from shardflow.viewing.web import read_token
 
 try:
-    import pyarrow as pa
     from pyarrow import flight
 except ImportError:
     raise ConfigError("Data servers need pyarrow; install shardflow[service].") from None
@@ -87,7 +86,7 @@ class _RefusedError(Exception):
 
 
 class DataServers:
-    """Data servers of one loader. Safe for many threads; a thread of its own looks after servers that are down.
+    """Data servers of one loader. Safe for many threads; a thread of its own watches servers that are down.
 
     Args:
         config: Of the loader.
@@ -209,7 +208,9 @@ class DataServers:
         while True:
             data = np.asarray(piece.data.column(0))
             if end + len(data) > num_bytes or data.dtype != np.uint8:
-                raise FormatError(f"{task.describe()} must have {num_bytes} bytes, got more from a data server.")
+                raise FormatError(
+                    f"{task.describe()} must have {num_bytes} bytes, got more from a data server."
+                )
             buffer[end : end + len(data)] = data
             end += len(data)
             try:
@@ -235,7 +236,9 @@ class DataServers:
                 list(self._connected(server).do_action(action, self._options(deadline - time.monotonic())))
             except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):
                 raise _RefusedError(
-                    ConfigError("it asks for another token; set loader.server_token_file to the one it was given.")
+                    ConfigError(
+                        "it asks for another token; set loader.server_token_file to the one it was given."
+                    )
                 ) from None
             except flight.FlightServerError as error:
                 known = decode_error(error.extra_info, server.name)
@@ -280,7 +283,7 @@ class DataServers:
         most = self._config.server_timeout_s
         if not self._slowest_s:
             return most
-        return min(most, max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s) * 2 ** (attempt - 1))
+        return min(most, max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s) * 2.0 ** (attempt - 1))
 
     def _answered(self, server: _Server, seconds: float) -> None:
         with self._lock:
@@ -486,7 +489,8 @@ def _read_authority(path: str) -> bytes:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"loader.server_tls_ca must be a PEM file of certificates ({type(error).__name__}); correct the path."
+            f"loader.server_tls_ca must be a PEM file of certificates ({type(error).__name__}); correct the "
+            "path."
         ) from None
 
 

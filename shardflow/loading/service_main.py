@@ -1,8 +1,8 @@
 """Data server: makes micro-batches of any run over its datasets, for loaders on other machines.
 
-A server keeps no position and no order: a ticket names run, epoch, step and micro-batch, and a loader made from
-the run's description makes exactly that. What it holds is bounded: runs by number and idle time, batches under
-way by bytes, calls by number. It imports code for a run only where it was told to.
+A server keeps no position and no order: a ticket names run, epoch, step and micro-batch, and a loader made
+from the run's description makes exactly that. What it holds is bounded: runs by number and idle time, batches
+under way by bytes, calls by number. It imports code for a run only where it was told to.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         if not token and not is_loopback(host):
             raise ConfigError(
-                "A data server beyond this machine needs a token: write one with `openssl rand -hex 24 > FILE` and "
-                "give --token-file FILE, or listen on 127.0.0.1."
+                "A data server beyond this machine needs a token: write one with "
+                "`openssl rand -hex 24 > FILE` and give --token-file FILE, or listen on 127.0.0.1."
             )
         if not is_loopback(host) and certificate is None:
             _LOGGER.warning("batches and the token cross the network in clear; give --tls-cert and --tls-key")
@@ -222,8 +222,8 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             )
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
-                f"The data server cannot listen on {shown}:{port} ({type(error).__name__}); is the port taken, and "
-                "are certificate and key in PEM?"
+                f"The data server cannot listen on {shown}:{port} ({type(error).__name__}); is the port "
+                "taken, and are certificate and key in PEM?"
             ) from None
         self._keeper = threading.Thread(target=self._keep_house, name="shardflow-runs", daemon=True)
         self._keeper.start()
@@ -265,7 +265,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
     def _answer(
         self, context: Any, name: str, place: tuple[int, int, int], masks: list[dict[str, Any]]
     ) -> Iterator[Any]:
-        """Yield a micro-batch in pieces; it holds its room until the last one is sent or the client is gone."""
+        """Yield a micro-batch in pieces; its room is held until the last is sent or the client is gone."""
         with self._call(), _told(), self._used(name) as run:
             asked_at = time.monotonic()
             task = run.task(*place, masks)
@@ -278,7 +278,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
                     "batch": batch.descriptor,
                 }
                 metadata: bytes | None = json.dumps(head, separators=(",", ":")).encode()
-                data = pa.py_buffer(memoryview(batch.buffer))
+                data = pa.py_buffer(batch.buffer)
                 for start in range(0, max(1, data.size), PIECE_BYTES):
                     piece = data.slice(start, min(PIECE_BYTES, data.size - start))
                     array = pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])
@@ -341,7 +341,9 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
                 if name in self._runs:
                     return
                 with tempfile.TemporaryDirectory(prefix="shardflow-run-") as folder:
-                    loader = Loader(**loader_arguments(bytes(body), self._served, self._allowed, Path(folder)))
+                    loader = Loader(
+                        **loader_arguments(bytes(body), self._served, self._allowed, Path(folder))
+                    )
                 with self._lock:
                     self._make_room()
                     self._runs[name] = _Run(loader, self._pool)
@@ -412,7 +414,7 @@ def _told() -> Iterator[None]:
         raise
     except GeneratorExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the loader raises it, or asks another server
         if not isinstance(error, ShardflowError):
             _LOGGER.warning("a call failed: %s", type(error).__name__)
         raise flight.FlightServerError(type(error).__name__, encode_error(error)) from None

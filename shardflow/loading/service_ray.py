@@ -1,9 +1,9 @@
 """Data servers on the machines of a Ray cluster, which starts a server again where one is lost.
 
-Each server is an actor that Ray restarts without end, on another machine if its own is gone. A restarted server
-has another address, so the addresses are in a file, which loaders read again every few seconds
-(``servers = ["@FILE"]``). All machines see datasets, token and certificate under the same paths. Imported only
-if Ray is asked for (extra ``ray``).
+Each server is an actor that Ray restarts without end, on another machine if its own is gone. A restarted
+server has another address, so the addresses are in a file, which loaders read again every few seconds
+(``servers = ["@FILE"]``). All machines see datasets, token and certificate under the same paths. Imported
+only if Ray is asked for (extra ``ray``).
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def serve_on_ray(
         ConfigError: The cluster cannot be reached, or a server cannot start with these options.
     """
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="critical")
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
+        ray.init(address=address, **quiet)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"The Ray cluster of --ray cannot be reached ({type(error).__name__}); is it `auto`, or HOST:PORT?"
+            f"The Ray cluster of --ray cannot be reached ({type(error).__name__}); is it `auto`, or "
+            "HOST:PORT?"
         ) from None
     actors: list[Any] = []
     try:
@@ -87,7 +89,7 @@ def serve_on_ray(
     finally:
         for actor in actors:
             ray.kill(actor)
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
 
 
 def _address(actor: Any) -> str:

@@ -1,8 +1,8 @@
 """Wire of data servers: the settings that describe a run, and the messages between a loader and a server.
 
-Arrow Flight carries two kinds of calls. The action ``open`` has a run as JSON: its lock, and its settings as a
-TOML text, which the server reads as it reads any settings file. A ticket has the address of a micro-batch as
-JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one. No
+Arrow Flight carries two kinds of calls. The action ``open`` has a run as JSON: its lock, and its settings as
+a TOML text, which the server reads as it reads any settings file. A ticket has the address of a micro-batch
+as JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one. No
 object of Python crosses the wire. Datasets travel by digest, transforms by name.
 """
 
@@ -116,7 +116,9 @@ def describe_run(
     listed = {
         str(number): _read_keys(part.keys) for number, part in enumerate(parts) if part.keys is not None
     }
-    transform, collate, outputs = (), "", ()
+    transform: tuple[str, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    collate = ""
     if fields.transform is not None:
         (transform, collate), outputs = fields.transform.given_names(), fields.transform.contract.outputs
     settings = RunSettings(
@@ -144,9 +146,7 @@ def describe_run(
 
 def _named(part: ComponentSettings, dataset: Dataset) -> ComponentSettings:
     """Return a component with what its dataset is and is seen as, and without paths."""
-    part = replace(
-        part, dataset=dataset.manifest.dataset_id, version=dataset.manifest_version, keys=None
-    )
+    part = replace(part, dataset=dataset.manifest.dataset_id, version=dataset.manifest_version, keys=None)
     if isinstance(dataset, EntityDataset):
         return replace(part, view=dataset.name)
     if isinstance(dataset, UnitDataset):
@@ -187,9 +187,7 @@ def loader_arguments(
         path = folder / f"keys-{int(number)}.txt"
         path.write_text(text, encoding="utf-8")
         keys[int(number)] = str(path)
-    parts = [
-        replace(part, keys=keys.get(number)) for number, part in enumerate(settings.component)
-    ]
+    parts = [replace(part, keys=keys.get(number)) for number, part in enumerate(settings.component)]
     opened = [_find(part, served) for part in parts]
     lock = message["lock"]
     arguments: dict[str, Any] = {
@@ -240,8 +238,8 @@ def _find(part: ComponentSettings, served: Sequence[Dataset]) -> Dataset:
             if found.manifest.dataset_id == part.dataset:
                 return found
     raise ConfigError(
-        f"It has no dataset {part.dataset[:12]} of version {part.version}; start it with the folder that the run "
-        "reads: shardflow serve DATASET."
+        f"It has no dataset {part.dataset[:12]} of version {part.version}; start it with the folder that the "
+        "run reads: shardflow serve DATASET."
     )
 
 
@@ -253,8 +251,8 @@ def _message(body: bytes) -> dict[str, Any]:
         raise ConfigError("the description of a run is malformed; run the same shardflow on all machines.")
     if found["version"] != _WIRE_VERSION:
         raise ConfigError(
-            f"the description of a run is of version {found['version']}, and this server reads {_WIRE_VERSION}; run "
-            "the same shardflow on all machines."
+            f"the description of a run is of version {found['version']}, and this server reads "
+            f"{_WIRE_VERSION}; run the same shardflow on all machines."
         )
     keys = found["keys"]
     if not all(one.isascii() and one.isdigit() and type(keys[one]) is str for one in keys):
@@ -330,7 +328,7 @@ def decode_ticket(ticket: bytes) -> tuple[str, int, int, int, list[dict[str, Any
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Return class and sentence of an error; of those of others the class alone, whose text may quote data."""
+    """Return class and sentence of an error; of others' errors the class alone: their text may quote data."""
     message = error.message if isinstance(error, ShardflowError) else ""
     return json.dumps({"class": type(error).__name__, "message": message}).encode()
 

@@ -210,7 +210,9 @@ def test_the_training_command_is_one_and_its_pods_find_each_other() -> None:
     assert option_of(words, "--rdzv-endpoint") == f"shardflow-train-0.{name}:{port['port']}"
     for policy in (found for found in resources() if found["kind"] == "NetworkPolicy"):
         selector = policy["spec"]["podSelector"]["matchLabels"]
-        name = policy["metadata"]["name"].removesuffix("-serve") if "train" in policy["metadata"]["name"] else ""
+        name = (
+            policy["metadata"]["name"].removesuffix("-serve") if "train" in policy["metadata"]["name"] else ""
+        )
         target = jobs()[name or policy["metadata"]["name"]]["spec"]["template"]["metadata"]["labels"]
         assert selector == target
 
@@ -234,7 +236,9 @@ def test_data_servers_are_found_by_name_and_ask_for_the_token_that_training_has(
     assert service["spec"]["clusterIP"] == "None"  # so that the name stands for every pod
     assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == port
     labels = jobs()["shardflow-serve"]["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"] == labels == jobs()["shardflow-serve"]["spec"]["selector"]["matchLabels"]
+    assert (
+        service["spec"]["selector"] == labels == jobs()["shardflow-serve"]["spec"]["selector"]["matchLabels"]
+    )
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert str(Path(arguments.token_file).parent) in mounts
     assert int(container["resources"]["requests"]["cpu"]) == arguments.threads

@@ -1,7 +1,7 @@
 """Starter of data servers that tests kill: ``python -m tests.distributed.data_servers DATASET...``.
 
-It has imported everything, so a server starts within a fraction of a second. For each line on standard input it
-forks a server and writes its process id and port; it ends with its input.
+It has imported everything, so a server starts within a fraction of a second. For each line on standard input
+it forks a server and writes its process id and port; it ends with its input.
 """
 
 from __future__ import annotations

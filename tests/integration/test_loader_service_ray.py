@@ -62,9 +62,7 @@ def test_servers_of_two_machines_are_started_again(tmp_path: Path, monkeypatch: 
                 assert len(servers) == 2
                 with (
                     loader() as local,
-                    loader(
-                        execution="service", servers=[f"@{file}"], server_token_file=str(token)
-                    ) as served,
+                    loader(execution="service", servers=[f"@{file}"], server_token_file=str(token)) as served,
                 ):
                     expected = [digest_of(batch) for batch in local]
                     assert [digest_of(batch) for batch in served] == expected

@@ -47,7 +47,9 @@ def _advised(verdict: Verdict) -> dict[str, tuple[str, str]]:
     return {one.setting: (one.old, one.new) for one in verdict.advice if one.setting}
 
 
-@pytest.mark.parametrize(("queued_s", "settings"), [(1.0, ["loader.servers"]), (0.1, ["loader.num_threads", "loader.servers"])])
+@pytest.mark.parametrize(
+    ("queued_s", "settings"), [(1.0, ["loader.servers"]), (0.1, ["loader.num_threads", "loader.servers"])]
+)
 def test_data_servers_are_added_where_requests_queue(queued_s: float, settings: list[str]) -> None:
     stages = _BUSY | {"service": 1.6, "service_queue": queued_s}
     verdict = _verdicts(make_interval(wait=0.30, stages=stages))[0]
