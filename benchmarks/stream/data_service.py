@@ -148,9 +148,10 @@ def main() -> int:
                 print(found, file=sys.stderr, flush=True)
 
     def median(content: str, cell: str, name: str) -> float:
-        return statistics.median(
+        found: float = statistics.median(
             one[name] for one in rounds if (one["content"], one["cell"]) == (content, cell)
         )
+        return found
 
     results = {
         "what": (__doc__ or "").strip().splitlines()[0],

@@ -658,10 +658,10 @@ def select(
         return source
     is_derived = unit in ("series", "image")
     dataset = open_unit(source, unit, where if is_derived else None)
-    given = Given(
+    asked = Given(
         split=split, where=None if is_derived else where, keys=None if keys is None else os.fspath(keys)
     )
-    chosen = choose_rows(dataset, split, given.where, keys)
+    chosen = choose_rows(dataset, split, asked.where, keys)
     return Selection(
         datasets=(dataset,),
         population=chosen.rows,
@@ -669,7 +669,7 @@ def select(
         subset=chosen.digest,
         num_missing=chosen.num_missing,
         tables=chosen.tables,
-        given=given,
+        given=asked,
     )
 
 

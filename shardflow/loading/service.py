@@ -226,26 +226,25 @@ class DataServers:
 
     def _open_run(self, server: _Server, deadline: float) -> None:
         """Describe the run to a server that does not know it."""
-        if server.has_run:
-            return
-        with server.opening:
-            if server.has_run:
-                return
-            action = flight.Action(OPEN_RUN, self._run.body)
-            try:
-                list(self._connected(server).do_action(action, self._options(deadline - time.monotonic())))
-            except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):
-                raise _RefusedError(
-                    ConfigError(
-                        "it asks for another token; set loader.server_token_file to the one it was given."
-                    )
-                ) from None
-            except flight.FlightServerError as error:
-                known = decode_error(error.extra_info, server.name)
-                if known is None:
-                    raise
-                raise _RefusedError(known[1]) from None
-            server.has_run = self._was_accepted = True
+        if not server.has_run:
+            with server.opening:
+                if not server.has_run:
+                    self._describe_run(server, deadline)
+                    server.has_run = self._was_accepted = True
+
+    def _describe_run(self, server: _Server, deadline: float) -> None:
+        action = flight.Action(OPEN_RUN, self._run.body)
+        try:
+            list(self._connected(server).do_action(action, self._options(deadline - time.monotonic())))
+        except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):
+            raise _RefusedError(
+                ConfigError("it asks for another token; set server_token_file to the one it was given.")
+            ) from None
+        except flight.FlightServerError as error:
+            known = decode_error(error.extra_info, server.name)
+            if known is None:
+                raise
+            raise _RefusedError(known[1]) from None
 
     def _options(self, timeout_s: float) -> Any:
         return flight.FlightCallOptions(timeout=max(0.001, timeout_s), headers=self._headers)

@@ -358,7 +358,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             return
         idle = [name for name, run in self._runs.items() if not run.num_calls]
         if not idle:
-            raise ConfigError(f"This server has {_MAX_RUNS} runs that are all in use; start another server.")
+            raise flight.FlightUnavailableError("the server has as many runs as it holds, all of them in use")
         self._runs.pop(min(idle, key=lambda name: self._runs[name].used_at)).close()
 
     @contextmanager

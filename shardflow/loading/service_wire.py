@@ -2,8 +2,8 @@
 
 Arrow Flight carries two kinds of calls. The action ``open`` has a run as JSON: its lock, and its settings as
 a TOML text, which the server reads as it reads any settings file. A ticket has the address of a micro-batch
-as JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one. No
-object of Python crosses the wire. Datasets travel by digest, transforms by name.
+as JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one.
+No object of Python crosses the wire. Datasets travel by digest, transforms by name.
 """
 
 from __future__ import annotations
