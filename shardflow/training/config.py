@@ -238,6 +238,9 @@ class ModelConfig:
     """Of the folder: its safetensors, or only its ``config.json``, with weights that follow from the seed."""
     frozen: tuple[str, ...] = ()
     """Beginnings of parameter names that are not trained, such as ``"model.model.vision_tower"``."""
+    frozen_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which weights that are not trained are held, such as those under adapters or of the reference
+    of ``dpo``; what is trained is float32. ``bf16`` needs ``run.precision = "bf16"``."""
     language: Literal["gpt2", "llama"] = "gpt2"
     patch_size: Count = 8
     """Pixels on the side of a vision patch; must divide rows and columns of its images."""
@@ -575,6 +578,11 @@ class TrainConfig:
                 f"cache.wait_s must be less than loader.wait_timeout_s ({self.loader.wait_timeout_s:g}), got "
                 f"{self.cache.wait_s:g}; lower it, or raise loader.wait_timeout_s."
             )
+        if self.model.frozen_dtype == "bf16" and self.run.precision != "bf16":
+            raise ConfigError(
+                f"model.frozen_dtype 'bf16' needs run.precision 'bf16', got {self.run.precision!r}; set it, "
+                "or remove model.frozen_dtype."
+            )
         if self.run.evaluate_every_steps and not self.data.eval_split:
             raise ConfigError(
                 "run.evaluate_every_steps needs data.eval_split, which is not set; name a split, or remove "
@@ -633,7 +641,7 @@ class TrainConfig:
             "model.target": (is_own or is_chat) and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
-        given = {"path", "weights", "activation_checkpointing", "attn_implementation"}
+        given = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
         of_folder = given if is_chat else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
@@ -647,8 +655,7 @@ class TrainConfig:
         if has_images:
             check_classify_fields(self.fields)
         elif is_chat:
-            is_cut = self.parallel.strategy == "fsdp2" and not self.lora.rank
-            check_conversation_fields(self.fields, self.task, has_path=bool(model.path), is_cut=is_cut)
+            check_conversation_fields(self.fields, self.task, has_path=bool(model.path))
         elif not is_own:
             self._check_segment()
 

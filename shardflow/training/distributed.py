@@ -415,8 +415,8 @@ def shard(
     """Leave each rank its rows of every parameter; exchanges nothing yet.
 
     Args:
-        model: The model on the CPU, with the same weights on every rank; changed in place. Its blocks move to
-            the device one by one, so that the device never holds it whole.
+        model: The model, changed in place: without values on the meta device, or with the same weights on
+            every rank on the CPU, from where blocks move to the device one by one.
         ranks: The ranks of the run.
         settings: The table ``[parallel]``.
         compute: Type that layers are gathered and computed in, or None for that of the weights. Gradients

@@ -76,19 +76,19 @@ class LoaderTrainer(Trainer):
                 "LoaderTrainer() needs data_collator=, a function that makes the model's keyword arguments "
                 "from a batch."
             )
-        super().__init__(
-            model,
-            args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            **arguments,
-        )
+        given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator}
+        super().__init__(model=model, args=args, **self._shown(given), **arguments)
+        for name, one in given.items():
+            setattr(self, name, one)
         self._check(train_dataset)
         self.args.ignore_data_skip = True  # the loader goes to its position by itself
         self._loss: torch.Tensor | None = None
         if train_dataset is not None:
             self.add_callback(_Position(train_dataset))
+
+    def _shown(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the class of the framework is made with, in place of loaders and collator."""
+        return given
 
     def _check(self, train_loader: Loader | None) -> None:
         if train_loader is not None:

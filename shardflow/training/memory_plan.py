@@ -25,7 +25,9 @@ from shardflow.training.config import TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of
 from shardflow.training.model_fields import num_places
-from shardflow.training.models.building import Answers, build_report_model
+from shardflow.training.models.building import build_report_model
+from shardflow.training.models.shapes import Answers
+from shardflow.training.models.weights import hold_frozen
 from shardflow.training.step import COMPUTE_TYPES
 from shardflow.training.text import ReportTokenizer
 from shardflow.viewing.markup import counted
@@ -40,7 +42,7 @@ class RankMemory:
 
     world_size: int
     weights_bytes: int
-    """In float32, frozen ones and buffers too."""
+    """In float32, buffers and frozen ones too, those of ``model.frozen_dtype`` in that type."""
     gradients_bytes: int
     optimizer_bytes: int
     """Two moments of what is trained, and the average of ``optimizer.ema_decay``."""
@@ -102,6 +104,7 @@ def plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> list[RankMem
         )
     compute = COMPUTE_TYPES[config.run.precision] or torch.float32
     activations_bytes = _activations(config, model, batch.micro_batch_size, compute)
+    hold_frozen(model, settings.frozen_dtype)
     return [_of_rank(config, model, compute, activations_bytes, size) for size in world_sizes]
 
 
@@ -120,7 +123,7 @@ def _of_rank(
     item = torch.float32.itemsize
     return RankMemory(
         world_size=world_size,
-        weights_bytes=item * sum(_share(one, sharers) for one in parameters)
+        weights_bytes=sum(_share(one, sharers) * one.element_size() for one in parameters)
         + sum(one.nbytes for one in model.buffers()),
         gradients_bytes=item * (num_trained if gathers_each else num_whole),
         optimizer_bytes=item * num_states * num_trained,

@@ -259,16 +259,13 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
     return volume
 
 
-def check_conversation_fields(
-    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, is_cut: bool
-) -> None:
+def check_conversation_fields(fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool) -> None:
     """Refuse settings from which no conversations can be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
         has_path: Whether ``model.path`` names a model.
-        is_cut: Whether all weights are trained, and no rank holds them whole.
 
     Raises:
         ConfigError: The field ``conversation`` is missing or of another type, its ``pairs`` do not fit the
@@ -286,11 +283,6 @@ def check_conversation_fields(
     if not has_path:
         raise ConfigError(
             f'task.type "{task.type}" trains a model of transformers; name its folder as model.path.'
-        )
-    if task.type == "dpo" and is_cut:
-        raise ConfigError(
-            "task.type 'dpo' compares with the model as it was at first, which no rank holds whole under "
-            "parallel.strategy 'fsdp2'; set lora.rank, whose frozen weights are that model, or take 'ddp'."
         )
 
 

@@ -55,6 +55,7 @@ from shardflow.training.ledger import LedgerWriter, next_attempt
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
 from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segment_volumes
+from shardflow.training.models.weights import hold_frozen, load_weights, weights_later
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
 from shardflow.training.tasks.conversations import ConversationTask
@@ -65,7 +66,7 @@ from shardflow.training.text import ReportTokenizer
 from shardflow.training.tuning import Tuning, given_settings
 
 _LOGGER = logging.getLogger(__name__)
-_OPTIONAL = {"model.path digest", "model.frozen", "lora.rank"}
+_OPTIONAL = {"model.path digest", "model.frozen", "model.frozen_dtype", "lora.rank"}
 """Bindings that exist only where the setting does; one that a checkpoint has must not be removed."""
 _NEWER = {"model.path weights"}
 """Bindings that older checkpoints have not, which resume without."""
@@ -286,15 +287,19 @@ def prepare_run(
     data.check_modalities("image.standardize", config.image.standardize)
     evaluation = None if data.evaluation is None else task.evaluation_samples(data.evaluation)
     loader = stack.enter_context(_open_loader(config, task, ranks, data.training))
-    model = task.make_model(loader, data.evaluation)
+    with weights_later():
+        model = task.make_model(loader, data.evaluation)
     compute = COMPUTE_TYPES[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
     if config.run.compile:
         compile_blocks(model)
-    if is_sharded:
-        shard(model, ranks, config.parallel, compute=compute)
-    else:
-        model.to(ranks.device)
+    for one in (model, *task.references):
+        hold_frozen(one, config.model.frozen_dtype)
+        if is_sharded:
+            shard(one, ranks, config.parallel, compute=compute)
+        load_weights(one, ranks.device)
+        if not is_sharded:
+            one.to(ranks.device)
     optimizer = build_optimizer(model, config.optimizer)
     updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:

@@ -38,3 +38,25 @@ def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(tmp_path: Path) 
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_preferences_are_trained_in_shares_and_a_kill_amid_a_checkpoint_costs_nothing(tmp_path: Path) -> None:
+    """The model and its frozen reference are shared; the checkpoint before the one that is cut is resumed."""
+    config = make_run(tmp_path, "qwen2", "dpo")
+    arguments = [str(tmp_path / "mark"), f"--config={config}", "--set", "parallel.strategy=fsdp2"]
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+    module, run = "tests.distributed.killed_writer", tmp_path / "run"
+    with job(tmp_path, module, arguments, num_ranks=2, options=options) as running:
+        finished = running.wait(RUN_TIMEOUT_S)
+    assert finished.exit_code == 0, finished.text
+    assert (tmp_path / "mark").exists()
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["attempt"], summary["global_step"]) == ("finished", 2, 4)
+    assert summary["resumed_from"] == "step-00000002"
+    alone = tmp_path / "alone"
+    train_alone(config, f"run.output={alone}")
+    assert committed_samples(run) == committed_samples(alone)
+    mine, other = newest_weights(run), newest_weights(alone)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)

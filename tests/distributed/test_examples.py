@@ -1,4 +1,4 @@
-"""The examples of other loops, on two real ranks: equal steps, and a resume that leaves out nothing."""
+"""The examples of other loops, on one and two real ranks: equal steps, and a resume without a gap."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardflow.format import Dataset
 from shardflow.sampling import EpochPlan
 from tests.distributed.example_ranks import EXAMPLES, NUM_STEPS, STOPPED_AFTER
 from tests.distributed.launcher import REPOSITORY, job
+from tests.sweeps import sampled
 from tests.tiny_runs import NUM_TRAIN, TinyInput, make_tiny_input
 
 pytestmark = pytest.mark.distributed
@@ -22,15 +23,17 @@ MICROS, SIZE = 4, 2  # of a step, and samples in one
 STEPS_PER_EPOCH = NUM_TRAIN // (MICROS * SIZE)
 
 
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyInput, Path]:
+@pytest.fixture(scope="module", params=sampled([1, 2], {2}))
+def examples(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyInput, Path]:
     folder = tmp_path_factory.mktemp("examples")
     (folder / "input").mkdir()
     (folder / "output").mkdir()
     tiny = make_tiny_input(folder / "input")
     arguments = [str(folder / "input"), str(folder / "output")]
     with job(
-        folder, "tests.distributed.example_ranks", arguments, num_ranks=2, warnings="default"
+        folder, "tests.distributed.example_ranks", arguments, num_ranks=request.param, warnings="default"
     ) as running:
         finished = running.wait(240)
     assert finished.exit_code == 0, finished.text
@@ -39,7 +42,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyInput, Path]
 
 def seen(output: Path, name: str) -> list[dict[str, Any]]:
     """What each rank's model saw, in rank order."""
-    results = [json.loads((output / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(output.glob("rank-*.json"))]
     return [result[name] for result in results]
 
 
@@ -48,7 +51,7 @@ def test_every_rank_runs_the_plans_steps(examples: tuple[TinyInput, Path], name:
     tiny, output = examples
     dataset = Dataset.open(tiny.dataset)
     by_rank = [result["whole"] for result in seen(output, name)]
-    assert [len(batches) for batches in by_rank] == [NUM_STEPS * MICROS // 2] * 2
+    assert {len(batches) for batches in by_rank} == {NUM_STEPS * MICROS // len(by_rank)}
     from examples.small_model import SPEC
 
     for number in range(NUM_STEPS):
@@ -69,7 +72,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_sample(
     _, output = examples
     for result in seen(output, name):
         first, second = result["parts"]
-        assert len(first) == STOPPED_AFTER * MICROS // 2
+        assert len(first) * NUM_STEPS == STOPPED_AFTER * len(result["whole"])
         assert first + second == result["whole"]
 
 

@@ -42,6 +42,7 @@ from shardflow.format.foreign.places import num_samples_with
 
 MAX_BYTES: Final = 1 << 40
 _MAX_AXES: Final = 8
+_MAX_SLOTS: Final = 1 << 12
 _NUMBERS: Final = "biufc"
 # What NumPy, zipfile and json raise for bytes that are not what their name says.
 _UNREADABLE: Final = (
@@ -108,9 +109,18 @@ class Json(Field):
     """Stored field that holds the JSON, such as ``"study.json"``."""
     max_bytes: int = 1 << 16
     """Size that it may have; a larger one masks its slot."""
+    num_samples: int = 1
+    """Neighboring slots of a micro-batch that each sample fills, such as the completions of a prompt that are
+    compared with each other; see `Volume.num_samples`."""
 
     def __post_init__(self) -> None:
         check_member(self)
+        check_count("num_samples", self.num_samples, _MAX_SLOTS)
+
+    @property
+    def num_crops(self) -> int:
+        """The slots of each sample."""
+        return self.num_samples
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""

@@ -108,7 +108,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class TensorEntry:
+    """A tensor of a file."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
@@ -137,7 +139,7 @@ class TensorFile:
         if hashlib.sha256(self._map).hexdigest() != sha256:
             raise TensorFileError("another digest")
         try:
-            self._entries = _parse(self._map)
+            self._entries = parse_entries(self._map)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             # Its digest is right, so a stranger made both.
             raise TensorFileError(f"a header that cannot be read ({type(error).__name__})") from None
@@ -207,12 +209,17 @@ class PiecewiseTensors(Mapping[str, torch.Tensor]):
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _parse(data: mmap.mmap) -> dict[str, _Entry]:
+def parse_entries(data: mmap.mmap) -> dict[str, TensorEntry]:
+    """Find the tensors of a safetensors file in its header.
+
+    Raises:
+        ValueError: The header makes no sense; other errors of what it holds likewise.
+    """
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(_MAX_HEADER_BYTES, len(data) - 8):
         raise ValueError
     begin = 8 + size
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, facts in json.loads(data[8:begin]).items():
         if name == _METADATA:
             continue
@@ -222,7 +229,7 @@ def _parse(data: mmap.mmap) -> dict[str, _Entry]:
         is_inside = 0 <= first <= last <= len(data) - begin
         if not is_inside or last - first != num_bytes or any(size < 0 for size in shape):
             raise ValueError
-        entries[name] = _Entry(dtype, shape, begin + first)
+        entries[name] = TensorEntry(dtype, shape, begin + first)
     return entries
 
 
@@ -292,12 +299,13 @@ def load_optimizer(
         _check_shape(name, parameter, tensors)
         given = _rows_for(name, parameter, tensors)
         _check_type(name, parameter, given)
-        state[entry] = _like(parameter, given.to(parameter.device, copy=True))
+        state[entry] = like_share(parameter, given.to(parameter.device, copy=True))
     for owner, state in states.items():
         optimizer.state[parameters[owner]] = state
 
 
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def like_share(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows as a share like that of a parameter; of a whole one as they are."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -310,10 +318,12 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Take the rows of a tensor that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return tensors[name]
+def own_rows(name: str, tensor: DTensor) -> slice:
+    """Return the rows of a tensor that this rank holds.
+
+    Raises:
+        CheckpointError: It is not shared by rows over one axis of ranks.
+    """
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or placements != (Shard(0),):
         raise CheckpointError(
@@ -323,10 +333,17 @@ def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tenso
     # As torch.chunk deals rows: equal pieces rounded up, the last ones shorter or empty.
     num_rows, piece = tensor.shape[0], -(-tensor.shape[0] // mesh.size())
     start = min(mesh.get_local_rank() * piece, num_rows)
-    stop = min(start + piece, num_rows)
+    return slice(start, min(start + piece, num_rows))
+
+
+def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Take the rows of a tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tensors[name]
+    rows = own_rows(name, tensor)
     if isinstance(tensors, PiecewiseTensors):
-        return tensors.rows(name, start, stop)
-    return tensors[name][start:stop]
+        return tensors.rows(name, rows.start, rows.stop)
+    return tensors[name][rows]
 
 
 def _check_names(what: str, own: Iterable[str], given: Iterable[str]) -> None:

@@ -7,7 +7,6 @@ the seed, which the checkpoint's bindings name.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from shardflow.errors import ConfigError
 from shardflow.fields.transforming import load_function
@@ -28,6 +25,8 @@ from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, Text
 from shardflow.training.distributed import blocks_of
 from shardflow.training.models.pretrained import build_pretrained
 from shardflow.training.models.reference import build_model
+from shardflow.training.models.shapes import computed_from, used_parameters
+from shardflow.training.models.weights import stand_ins
 from shardflow.training.text import ReportTokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def add_lora(model: nn.Module, language: nn.Module, settings: LoraConfig, *, see
 
     targets = _targets(model, language, settings.targets)
     torch.manual_seed(derive(seed, "lora-weights"))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), stand_ins(model):
         # That GPT-2 stores its matrices the other way around is put right by peft, with a warning.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         inject_adapter_in_model(
@@ -229,57 +228,33 @@ def freeze_idle(model: nn.Module, arguments: Sequence[Any]) -> None:
     """Freeze what no output depends on, such as an encoder's layers behind the one that features come from.
 
     A parameter without a gradient makes the exchange of gradients wait forever. The graph of a forward pass
-    tells, and the meta device makes it: without values, and so without memory or compute. A model that reads
-    more values than yes and no runs once as it is, and keeps no activations.
+    without values tells, which takes neither memory nor compute. A model that needs the values of its
+    activations runs once as it is and keeps no activations; one that has no weights yet stays trained as a
+    whole, and the first step names what has no gradient.
 
     Args:
-        model: The model on the CPU.
+        model: The model on the CPU, or without values on the meta device.
         arguments: Of its forward, tensors or mappings of them: a smallest micro-batch without padding.
     """
     with torch.enable_grad():
         try:
-            used = _used_on_meta(model, arguments, answer=True)
-        except Exception:  # noqa: BLE001 - whatever a model does with tensors without values; it runs next
+            used = used_parameters(model, arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a model does with tensors without values
+            if any(one.is_meta for one in model.parameters()):
+                _LOGGER.warning(
+                    "which parameters take no part is not known before the first step (%s); name them in "
+                    "model.frozen if it is refused",
+                    type(error).__name__,
+                )
+                return
             with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
-                leaves = _leaves(model(*arguments))
-            used = {name for name, parameter in model.named_parameters() if id(parameter) in leaves}
-        else:
-            # What only the other branch uses stays trained; if it has no gradient, the first step names it.
-            with contextlib.suppress(Exception):
-                used |= _used_on_meta(model, arguments, answer=False)
+                used = computed_from(model(*arguments), model.named_parameters())
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     idle = [name for name in trained if name not in used]
     for name in idle:
         trained[name].requires_grad_(False)
     if idle:
         _LOGGER.info("%d parameters take no part and are not trained, %s among them", len(idle), idle[0])
-
-
-class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One answer to every question about values, such as whether a mask is all true: there are none."""
-
-    def __init__(self, *, answer: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._answer = answer
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_question = function is torch.ops.aten._local_scalar_dense.default
-        if is_question and args[0].is_meta and args[0].dtype is torch.bool:
-            return self._answer
-        return function(*args, **(kwargs or {}))
-
-
-def _used_on_meta(model: nn.Module, arguments: Sequence[Any], *, answer: bool) -> set[str]:
-    parameters = {
-        name: torch.empty_like(parameter, device="meta", requires_grad=True)
-        for name, parameter in model.named_parameters()
-    }
-    buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
-    with Answers(answer=answer):
-        given = tree_map_only(torch.Tensor, lambda one: one.to("meta"), tuple(arguments))
-        output = torch.func.functional_call(model, {**parameters, **buffers}, given)
-    leaves = _leaves(output)
-    return {name for name, parameter in parameters.items() if id(parameter) in leaves}
 
 
 def _smallest_inputs(image: ImageConfig) -> tuple[torch.Tensor, ...]:
@@ -291,19 +266,3 @@ def _smallest_inputs(image: ImageConfig) -> tuple[torch.Tensor, ...]:
         torch.zeros((1, 2), dtype=torch.int64),
         torch.ones((1, 2), dtype=torch.bool),
     )
-
-
-def _leaves(output: torch.Tensor) -> set[int]:
-    """Return the identities of the parameters that a tensor was computed from, without a backward."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return found

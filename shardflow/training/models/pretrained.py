@@ -30,6 +30,8 @@ from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, ModelConfig, TextConfig
 from shardflow.training.device.images import window_images
+from shardflow.training.models.shapes import Answers
+from shardflow.training.models.weights import are_weights_later, build_without_weights
 from shardflow.training.text import ReportTokenizer
 
 # ruff: noqa: N803, N806
@@ -336,7 +338,7 @@ def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:
         settings: The table ``[model]``.
 
     Returns:
-        The model on the CPU in float32.
+        The model in float32: on the CPU, or inside `weights_later` without its stored weights.
 
     Raises:
         ConfigError: It cannot be built, or there is no such attention for it here.
@@ -346,9 +348,12 @@ def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:
     transformers_logging.disable_progress_bar()
     chosen = settings.attn_implementation
     attention = {} if chosen == "auto" else {"attn_implementation": chosen}
+    model: nn.Module | None = None
     try:
-        if settings.weights == "stored":
-            model: nn.Module = kind.from_pretrained(
+        if settings.weights == "stored" and are_weights_later():
+            model = build_without_weights(kind, config, path, attention)
+        if model is None and settings.weights == "stored":
+            model = kind.from_pretrained(
                 str(path),
                 config=config,
                 local_files_only=True,
@@ -356,10 +361,12 @@ def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:
                 dtype=torch.float32,
                 **attention,
             )
-        else:
+        if model is None:
             is_auto = hasattr(kind, "from_config")
             make = kind.from_config if is_auto else kind._from_config if attention else kind
             model = make(config, **attention).float()
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError) as error:
         if attention and isinstance(error, ValueError | ImportError):
             raise ConfigError(
@@ -422,7 +429,7 @@ def _check_length(words: Any, num_positions: int) -> None:
 
 def _tokens_per_slice(model: Any, image: ImageConfig, num_channels: int) -> int:
     """Count the features of a slice by a forward pass: configurations spread the number over many keys."""
-    with torch.no_grad():
+    with torch.no_grad(), Answers(answer=True):
         features = model.get_image_features(
             pixel_values=torch.zeros((1, num_channels, image.rows, image.columns))
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +25,7 @@ from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer, blank_picture
 from shardflow.loading import Batch
 from shardflow.training.config import LoraConfig, ModelConfig
-from shardflow.training.distributed import unwrap
+from shardflow.training.distributed import settle, unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, TaskConfig
 from shardflow.training.models.building import folder_digest, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
@@ -68,6 +68,8 @@ class ConversationTask(ArrayTask):
         }
         if self._task.type == "dpo":
             found["task.beta"] = self._task.beta
+        if model.frozen_dtype != "fp32":
+            found["model.frozen_dtype"] = model.frozen_dtype
         if model.frozen:
             found["model.frozen"] = list(model.frozen)
         if lora.rank:
@@ -166,13 +168,18 @@ class ConversationTask(ArrayTask):
         learned_N = tensors[_LEARNED][:, 1:].sum(dim=1)
         return (learned_N > 0).reshape(-1, 2).all(dim=1)
 
+    @property
+    def references(self) -> Sequence[nn.Module]:
+        """Return the model as it was at first, where adapters cannot be turned off instead."""
+        return () if self._reference is None else (self._reference,)
+
     @contextlib.contextmanager
     def _as_at_first(self, model: nn.Module) -> Iterator[nn.Module]:
         """Give the model with the weights that it had at first: a copy, or itself without its adapters."""
         inner = unwrap(model)
         if self._reference is not None:
-            device = next(inner.parameters()).device
-            yield self._reference.to(device)
+            yield self._reference
+            settle(self._reference)  # no backward follows, which would release what was gathered
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -65,12 +65,14 @@ class ReportTask:
         del bindings["model.activation_checkpointing"]
         del bindings["model.attn_implementation"]
         del bindings["image.compile"]
-        for name in ("path", "weights", "frozen", "target", "arguments"):
+        for name in ("path", "weights", "frozen", "frozen_dtype", "target", "arguments"):
             del bindings[f"model.{name}"]
         if self.model.path is not None:
             bindings["model.path digest"] = folder_digest(self.model.path)
             bindings["model.path weights"] = weights_digest(self.model.path)
             bindings["text.prompt"] = self.text.prompt
+        if self.model.frozen_dtype != "fp32":
+            bindings["model.frozen_dtype"] = self.model.frozen_dtype
         if self.model.frozen:
             bindings["model.frozen"] = list(self.model.frozen)
         if self.lora.rank:
@@ -130,6 +132,11 @@ class ReportTask:
     def meter(self, ranks: Ranks) -> None:  # noqa: ARG002
         """Return nothing: an evaluation measures the loss alone."""
         return
+
+    @property
+    def references(self) -> tuple[()]:
+        """Return nothing: the model is run alone."""
+        return ()
 
 
 def image_bindings(images: PixelField) -> dict[str, Any]:

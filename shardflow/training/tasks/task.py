@@ -126,6 +126,10 @@ class Task(Protocol):
     def meter(self, ranks: Ranks) -> Meter | None:
         """Return a new collector of the scores of an evaluation; None where only its loss is wanted."""
 
+    @property
+    def references(self) -> Sequence[nn.Module]:
+        """Models that are run beside the trained one and stay as they are; held by the ranks like it."""
+
 
 _WEIGHTS = "sample_weights"
 
@@ -342,6 +346,11 @@ class ArrayTask(ABC):
     def meter(self, ranks: Ranks) -> Meter:
         """Return a collector of scores."""
         return ScoreMeter(self, ranks)
+
+    @property
+    def references(self) -> Sequence[nn.Module]:
+        """Return models that `forward` runs beside the trained one, of `build_model`; none by default."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

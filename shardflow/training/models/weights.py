@@ -1,0 +1,271 @@
+"""Weights of a folder, read straight to where they stay: a rank's rows of a share, or whole tensors.
+
+A model that is built inside `weights_later` has its parameters on the meta device, and its modules know where
+each one stands in the safetensors of the folder; `shard` cuts it there, and `load_weights` gives each rank
+memory for what it holds and reads that part of the files alone, in pieces of a few megabytes. So starting
+takes the memory of the shares, on the device where they stay. Which name in a file is which parameter is what
+transformers says. Folders that it converts while it reads (experts that are merged, quantized weights), or
+with several values for tied weights, are read whole on the CPU as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardflow.errors import ConfigError
+from shardflow.training.checkpoint.tensors import TensorEntry, like_share, own_rows, parse_entries
+from shardflow.training.distributed import local_part
+
+_LOGGER = logging.getLogger(__name__)
+_LATER: ContextVar[bool] = ContextVar("weights_later", default=False)
+_STORED: Final = "_stored_weights"
+"""Attribute of a module: where its parameters and buffers are stored, by their names in it."""
+_PIECE_BYTES: Final = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file."""
+
+    path: Path
+    entry: TensorEntry
+
+
+@contextlib.contextmanager
+def weights_later() -> Iterator[None]:
+    """Leave the stored weights of models that are built inside the block to `load_weights`."""
+    token = _LATER.set(True)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+
+
+def are_weights_later() -> bool:
+    """Tell whether a model is being built inside `weights_later`."""
+    return _LATER.get()
+
+
+def build_without_weights(kind: Any, config: Any, path: Path, attention: Mapping[str, str]) -> Any:
+    """Build a model of a folder on the meta device; its buffers have their values.
+
+    Args:
+        kind: The class, or auto class, of transformers.
+        config: The configuration of the folder.
+        path: The folder.
+        attention: ``attn_implementation``, or nothing.
+
+    Returns:
+        The model in float32; None where its weights must be read whole.
+
+    Raises:
+        ConfigError: The files lack weights of the model, or hold them in another shape or an unknown type.
+        OSError: There are no safetensors, or they cannot be read.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+    with _parameters_on_meta():
+        model = make(copy.deepcopy(config), dtype=torch.float32, **attention).float()
+    return model.eval() if _remember(model, _entries(path)) else None
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Take the memory of parameters away when modules get them; buffers are computed, and stay."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _entries(path: Path) -> dict[str, _Stored]:
+    """Find the tensors of a folder, of one file or of those that an index names."""
+    single = path / "model.safetensors"
+    if single.is_file():
+        files = [single]
+    else:
+        index = json.loads((path / "model.safetensors.index.json").read_bytes())
+        files = sorted({path / Path(name).name for name in index["weight_map"].values()})
+    found: dict[str, _Stored] = {}
+    for file in files:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found |= {name: _Stored(file, entry) for name, entry in parse_entries(data).items()}
+    return found
+
+
+def _remember(model: Any, stored: Mapping[str, _Stored]) -> bool:
+    """Note at each module where its tensors are stored; return whether they can be read in parts.
+
+    Raises:
+        ConfigError: The files lack weights of the model, or hold them in another shape.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    own = model.state_dict(keep_vars=True)
+    read: dict[int, tuple[str, _Stored]] = {}
+    for source in sorted(stored, key=dot_natural_key):
+        name, converter = rename_source_key(source, renamings, converters, model.base_model_prefix, own)
+        if name not in own and source in own:
+            name, converter = rename_source_key(source, [], [], model.base_model_prefix, own)
+        if name not in own:
+            continue
+        if converter is not None or id(own[name]) in read:
+            _LOGGER.info(
+                "weights of model.path are converted or tied while they are read, whole on each rank"
+            )
+            return False
+        read[id(own[name])] = name, stored[source]
+    for name, tensor in own.items():
+        found = read.get(id(tensor))
+        if found is None:
+            raise ConfigError(
+                f"model.path lacks weights of its own model, {name} among them; copy the folder anew, or set "
+                "model.weights = 'random' for a model that is not trained yet."
+            )
+        if tuple(tensor.shape) != found[1].entry.shape:
+            raise ConfigError(
+                f"model.path holds {name} as {found[1].entry.shape}, and its config.json says "
+                f"{tuple(tensor.shape)}; copy the folder anew."
+            )
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        module.__dict__.setdefault(_STORED, {})[attribute] = found[1]
+    return True
+
+
+def hold_frozen(model: nn.Module, dtype: str) -> None:
+    """Choose the type of the weights that are not trained, before the model is cut and loaded.
+
+    Args:
+        model: The model; changed in place.
+        dtype: ``fp32`` leaves them as they are, ``bf16`` halves the memory of floats.
+    """
+    for parameter in model.parameters() if dtype == "bf16" else ():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory on a device and their stored values; a share its rows alone.
+
+    Tied parameters stay tied. Buffers get their stored values where they are. A model that has its weights
+    already stays as it is.
+
+    Args:
+        model: The model, whole or cut by `shard`; changed in place.
+        device: Where the weights stay.
+
+    Raises:
+        ConfigError: A file cannot be read, or ends early.
+    """
+    made: dict[int, nn.Parameter] = {}
+    old = []  # kept, so that no other parameter gets the id of one that is gone
+    for module in model.modules():
+        stored: Mapping[str, _Stored] = module.__dict__.pop(_STORED, {})
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is None or not local_part(parameter).is_meta:
+                continue
+            if id(parameter) not in made:
+                old.append(parameter)
+                made[id(parameter)] = _read(name, parameter, stored[name], device)
+            setattr(module, name, made[id(parameter)])
+        for name, one in stored.items():
+            if name in module._buffers:
+                buffer = module.get_buffer(name)
+                buffer.copy_(_rows(one, slice(0, None), buffer.dtype, torch.device("cpu")))
+
+
+def _read(name: str, parameter: nn.Parameter, stored: _Stored, device: torch.device) -> nn.Parameter:
+    rows = own_rows(name, parameter) if isinstance(parameter, DTensor) else slice(0, None)
+    values = like_share(parameter, _rows(stored, rows, parameter.dtype, device))
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _rows(stored: _Stored, rows: slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Read rows of a tensor into new memory, a piece at a time."""
+    entry, shape = stored.entry, stored.entry.shape
+    if shape:
+        start, stop, _ = rows.indices(shape[0])
+        shape = (stop - start, *shape[1:])
+    else:
+        start = 0
+    found = torch.empty(shape, dtype=dtype, device=device)
+    flat, size = found.view(-1), entry.dtype.itemsize
+    width = found.numel() // shape[0] if shape and shape[0] else 1
+    offset, step = entry.offset + start * width * size, _PIECE_BYTES // size
+    piece = torch.empty(min(step, flat.numel()), dtype=entry.dtype)
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            for at in range(0, flat.numel(), step):
+                part = piece[: flat.numel() - at]
+                view: memoryview = part.view(torch.uint8).numpy().data
+                _fill(file.fileno(), view, offset + at * size)
+                flat[at : at + len(part)].copy_(part)
+    except (OSError, EOFError) as error:
+        raise ConfigError(
+            f"model.path cannot be read ({type(error).__name__} in {stored.path.name}); copy the folder anew."
+        ) from None
+    return found
+
+
+def _fill(descriptor: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        num_bytes = os.preadv(descriptor, [view], offset)
+        if not num_bytes:
+            raise EOFError
+        view, offset = view[num_bytes:], offset + num_bytes
+
+
+@contextlib.contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Show parameters without values as ones of the CPU without memory of their own inside the block.
+
+    Adapters are made beside weights, on their device and of their type; their own values must be real.
+    """
+    hidden = {
+        (module, name): parameter
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    }
+    for (module, name), parameter in hidden.items():
+        shown = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(shown, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for (module, name), parameter in hidden.items():
+            module._parameters[name] = parameter
