@@ -21,7 +21,8 @@ import importlib, pkgutil
 for name in {names}:
     module = importlib.import_module(name)
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
-        importlib.import_module(found.name)
+        if found.name != "shardflow.training.trl":  # TRL's datasets import the readers of all they find
+            importlib.import_module(found.name)
 """
 # What each kind of process has imported when its own work begins: when a packing process sets its limits, a
 # loader process and the health monitor of a rank have started, a command answers.
