@@ -21,9 +21,11 @@ import importlib, pkgutil
 for name in {names}:
     module = importlib.import_module(name)
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
-        if found.name != "shardflow.training.trl":  # TRL's datasets import the readers of all they find
+        if found.name not in {{"shardflow.training.hf", "shardflow.training.trl"}}:
             importlib.import_module(found.name)
 """
+# The two are for the loops of others, whose package datasets imports the readers of all that it finds.
+
 # What each kind of process has imported when its own work begins: when a packing process sets its limits, a
 # loader process and the health monitor of a rank have started, a command answers.
 STARTS = {
