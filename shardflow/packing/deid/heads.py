@@ -45,8 +45,14 @@ _MAX_BORDER: Final = 0.12
 _MIN_HEIGHT_MM: Final = 40.0
 _MIN_RING_MM: Final = 16.0
 _NUM_RAYS: Final = 72
+_RAYS: Final = np.stack(
+    [function(np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)) for function in (np.sin, np.cos)]
+)[:, :, None]
+"""Rows and columns of a step along each ray from the center of an outline, ``(2, rays, 1)``."""
 _MAX_SKIN_MM: Final = 24.0
 _MIN_RING: Final = 0.8
+_SMALL: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
+_LARGE: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (9, 9))
 _CLOSING: Final = 0.75
 """Share of the largest plane below which the last one shows that a head ends."""
 _CAP: Final = 0.35
@@ -215,21 +221,31 @@ class _Grid:
 
     @cached_property
     def _flat(self) -> list[NDArray[np.float64]]:
-        """What the columns and rows of a plane add to each index, at any height."""
+        """What the columns and rows of a plane add to each index, at any height; they broadcast to a plane.
+
+        Along the axes of most volumes an index depends on the column or on the row alone.
+        """
         x = np.arange(self.low[0], self.high[0] + _GRID_MM / 2, _GRID_MM)
         y = np.arange(self.low[1], self.high[1] + _GRID_MM / 2, _GRID_MM)
-        return [row[0] * x[None, :] + row[1] * y[:, None] for row in self.inverse[:3]]
+        return [
+            (row[0] * x[None, :] if row[0] else np.zeros((1, 1)))
+            + (row[1] * y[:, None] if row[1] else np.zeros((1, 1)))
+            for row in self.inverse[:3]
+        ]
 
     def sample(self, volume: NDArray[np.float32], z: float) -> tuple[Plane, NDArray[np.uint8]]:
         """Return one axial plane, rows from front to back, and where it is known."""
-        m = self.inverse
-        at = [np.rint(self._flat[k] + m[k, 2] * z + m[k, 3]).astype(np.int32) for k in range(3)]
-        known = np.ones(at[0].shape, bool)
-        for one, size in zip(at, self.shape, strict=True):
-            known &= (one >= 0) & (one < size)
-        for one, size in zip(at, self.shape, strict=True):
-            np.clip(one, 0, size - 1, out=one)
-        return np.where(known, volume[at[2], at[1], at[0]], np.float32(-1e9)), known.astype(np.uint8)
+        m, known, at = self.inverse, np.ones((1, 1), bool), []
+        for k, size in enumerate(self.shape):
+            one = np.rint(self._flat[k] + m[k, 2] * z + m[k, 3]).astype(np.intp)
+            known = known & (one >= 0) & (one < size)
+            at.append(np.minimum(np.maximum(one, 0), size - 1))
+        plane = volume.take((at[2] * self.shape[1] + at[1]) * self.shape[0] + at[0])
+        shape = np.broadcast_shapes(*(one.shape for one in self._flat))
+        plane, known = np.broadcast_to(plane, shape), np.broadcast_to(known, shape)
+        if not known.all():
+            plane = np.where(known, plane, np.float32(-1e9))
+        return plane, known.astype(np.uint8)
 
 
 def _surface_level(volume: NDArray[np.float32], modality: str) -> float:
@@ -248,15 +264,14 @@ def _outline(
     plane: Plane, known: NDArray[np.uint8], skin: float, grid: _Grid, z: float, *, is_ct: bool
 ) -> _Outline | None:
     mask = ((plane > skin) & (known > 0)).astype(np.uint8)
-    kernel = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
-    mask = cv2.morphologyEx(mask, cv2.MORPH_CLOSE, kernel, iterations=2)
+    mask = cv2.morphologyEx(mask, cv2.MORPH_CLOSE, _SMALL, iterations=2)
     contours, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
     if not contours:
         return None
     filled = np.zeros_like(mask)
     cv2.drawContours(filled, contours, -1, 1, cv2.FILLED)
     # Thin things, such as a head rest, come off.
-    filled = cv2.morphologyEx(filled, cv2.MORPH_OPEN, cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (9, 9)))
+    filled = cv2.morphologyEx(filled, cv2.MORPH_OPEN, _LARGE)
     contours, _ = cv2.findContours(filled, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
     if not contours:
         return None
@@ -267,8 +282,6 @@ def _outline(
     total = sum(float(cv2.contourArea(one)) for one in contours) * _GRID_MM**2
     hull = float(cv2.contourArea(cv2.convexHull(contour))) * _GRID_MM**2
     points = contour[:, 0, :].astype(np.float64)
-    blob = np.zeros_like(mask)
-    cv2.drawContours(blob, [contour], -1, 1, cv2.FILLED)
     width, length, is_long = _extents(points)
     # The share of the outline where the image ends instead of the body.
     padded = cv2.erode(known, np.ones((3, 3), np.uint8), borderType=cv2.BORDER_CONSTANT, borderValue=0)
@@ -297,7 +310,7 @@ def _outline(
         area_mm2=area,
         front_mm=float(grid.low[1] + _GRID_MM * rows.min()),
         is_head_like=is_head_like,
-        has_ring=is_ct and border <= 0.5 and _has_ring(plane, blob),
+        has_ring=is_ct and border <= 0.5 and _has_ring(plane, contour),
     )
 
 
@@ -316,26 +329,31 @@ def _extents(points: NDArray[np.float64]) -> tuple[float, float, bool]:
     return second, first, turned >= math.cos(math.radians(50))
 
 
-def _has_ring(plane: Plane, blob: NDArray[np.uint8]) -> bool:
+def _has_ring(plane: Plane, contour: NDArray[np.int32]) -> bool:
     """Return whether bone lies right below the skin nearly all around soft tissue."""
-    rows, columns = np.nonzero(blob)
-    center = rows.mean(), columns.mean()
-    angles = np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)
-    farthest = float(np.hypot(rows - center[0], columns - center[1]).max())
+    blob = np.zeros(plane.shape, np.uint8)
+    cv2.drawContours(blob, [contour], -1, 1, cv2.FILLED)
+    if np.count_nonzero((plane > _BONE_HU) & (blob > 0)) < _MIN_RING * _NUM_RAYS / 8:
+        return False  # a pixel of the grid is on few rays, near the skin of a head
+    moments = cv2.moments(blob, binaryImage=True)
+    center = moments["m01"] / moments["m00"], moments["m10"] / moments["m00"]
+    farthest = float(np.hypot(contour[:, 0, 1] - center[0], contour[:, 0, 0] - center[1]).max())
     reach = np.arange(0, farthest + 1, 0.5)
-    at_rows = np.rint(center[0] + np.outer(np.sin(angles), reach)).astype(int)
-    at_columns = np.rint(center[1] + np.outer(np.cos(angles), reach)).astype(int)
+    at_rows = np.rint(center[0] + _RAYS[0] * reach).astype(np.intp)
+    at_columns = np.rint(center[1] + _RAYS[1] * reach).astype(np.intp)
     valid = (at_rows >= 0) & (at_rows < blob.shape[0]) & (at_columns >= 0) & (at_columns < blob.shape[1])
-    at_rows, at_columns = at_rows.clip(0, blob.shape[0] - 1), at_columns.clip(0, blob.shape[1] - 1)
-    inside = blob[at_rows, at_columns].astype(bool) & valid
-    bone = inside & (plane[at_rows, at_columns] > _BONE_HU)
+    places = at_rows * blob.shape[1] + at_columns
+    places[~valid] = 0
+    inside = blob.take(places).view(bool) & valid
+    values = plane.take(places)
+    bone = inside & (values > _BONE_HU)
     last_inside = np.where(inside.any(1), inside.shape[1] - 1 - inside[:, ::-1].argmax(1), 0)
     last_bone = np.where(bone.any(1), bone.shape[1] - 1 - bone[:, ::-1].argmax(1), -1000)
     is_near = (last_inside - last_bone) * 0.5 * _GRID_MM <= _MAX_SKIN_MM
     if is_near.mean() < _MIN_RING:
         return False
     inner = reach[None, :] < (last_bone[:, None] * 0.5 - 4.0)
-    values = plane[at_rows, at_columns][inner & inside]
+    values = values[inner & inside]
     if values.size < 200:
         return False
     is_brain = (values >= _BRAIN_HU[0]) & (values <= _BRAIN_HU[1])
