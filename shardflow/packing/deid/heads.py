@@ -45,10 +45,7 @@ _MAX_BORDER: Final = 0.12
 _MIN_HEIGHT_MM: Final = 40.0
 _MIN_RING_MM: Final = 16.0
 _NUM_RAYS: Final = 72
-_RAYS: Final = np.stack(
-    [function(np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)) for function in (np.sin, np.cos)]
-)[:, :, None]
-"""Rows and columns of a step along each ray from the center of an outline, ``(2, rays, 1)``."""
+_ANGLES: Final = np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)[:, None]
 _MAX_SKIN_MM: Final = 24.0
 _MIN_RING: Final = 0.8
 _SMALL: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
@@ -339,8 +336,8 @@ def _has_ring(plane: Plane, contour: NDArray[np.int32]) -> bool:
     center = moments["m01"] / moments["m00"], moments["m10"] / moments["m00"]
     farthest = float(np.hypot(contour[:, 0, 1] - center[0], contour[:, 0, 0] - center[1]).max())
     reach = np.arange(0, farthest + 1, 0.5)
-    at_rows = np.rint(center[0] + _RAYS[0] * reach).astype(np.intp)
-    at_columns = np.rint(center[1] + _RAYS[1] * reach).astype(np.intp)
+    at_rows = np.rint(center[0] + np.sin(_ANGLES) * reach).astype(np.intp)
+    at_columns = np.rint(center[1] + np.cos(_ANGLES) * reach).astype(np.intp)
     valid = (at_rows >= 0) & (at_rows < blob.shape[0]) & (at_columns >= 0) & (at_columns < blob.shape[1])
     places = at_rows * blob.shape[1] + at_columns
     places[~valid] = 0
