@@ -338,8 +338,9 @@ def _has_ring(plane: Plane, contour: NDArray[np.int32]) -> bool:
     reach = np.arange(0, farthest + 1, 0.5)
     at_rows = np.rint(center[0] + np.sin(_ANGLES) * reach).astype(np.intp)
     at_columns = np.rint(center[1] + np.cos(_ANGLES) * reach).astype(np.intp)
-    valid = (at_rows >= 0) & (at_rows < blob.shape[0]) & (at_columns >= 0) & (at_columns < blob.shape[1])
-    places = at_rows * blob.shape[1] + at_columns
+    height, width = plane.shape
+    valid = (at_rows >= 0) & (at_rows < height) & (at_columns >= 0) & (at_columns < width)
+    places = at_rows * width + at_columns
     places[~valid] = 0
     inside = blob.take(places).view(bool) & valid
     values = plane.take(places)
