@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from shardflow.fields import adapters
     from shardflow.fields.conversations.field import Conversation
+    from shardflow.fields.conversations.templates import Template
     from shardflow.fields.field import Field
     from shardflow.fields.registry import read_fields
     from shardflow.fields.types.columns import Column, Columns
@@ -101,6 +102,7 @@ __all__ = [
     "StateError",
     "Stitcher",
     "StorageError",
+    "Template",
     "Text",
     "TokenBudget",
     "Tokens",
@@ -155,6 +157,7 @@ _SOURCES: Final = {
     "StateError": "shardflow.errors:StateError",
     "Stitcher": "shardflow.fields.volumes.stitching:Stitcher",
     "StorageError": "shardflow.errors:StorageError",
+    "Template": "shardflow.fields.conversations.templates:Template",
     "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",

@@ -367,6 +367,8 @@ def _bind(hint: Any, value: Any, place: _Place) -> Any:
 
 def _bind_union(arms: list[Any], marks: tuple[Any, ...], value: Any, place: _Place) -> Any:
     """Convert a value to the first type that takes it; if none does, the error is that of the first type."""
+    if isinstance(value, dict):  # a table is meant to be one, and what is wrong inside of it is told
+        arms = sorted(arms, key=lambda arm: not dataclasses.is_dataclass(arm))
     first = Annotated[(arms[0], *marks)] if marks else arms[0]
     try:
         return _bind(first, value, place)

@@ -104,6 +104,9 @@ COMMANDS: Final = {
         "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
     ),
     "serve": Command("shardflow.cli.serve", "make micro-batches for training on other machines"),
+    "generate": Command(
+        "shardflow.cli.generate", "write the reports or answers of a trained model, and compare them"
+    ),
     "ledger": Command(
         "shardflow.cli.ledger", "which samples made a run, and which steps drew a sample; compare two runs"
     ),
@@ -147,6 +150,7 @@ EXTRAS: Final = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "lora": "peft",
+    "metrics": "sacrebleu",
 }
 """Optional dependencies by the extra that installs them, as import names."""
 _DESCRIPTION = """\

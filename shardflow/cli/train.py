@@ -86,6 +86,11 @@ _DEFAULTS: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow train``."""
     job.add_arguments(parser)
+    add_torchrun_arguments(parser)
+
+
+def add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that torchrun gets."""
     group = parser.add_argument_group("options of torchrun")
     for option, metavar, meaning in (*_PROCESSES, *_NODES):
         group.add_argument(option, metavar=metavar, help=meaning)
@@ -98,14 +103,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, under torchrun where one of its options is given; returns the exit code."""
-    options = _torchrun_options(arguments)
+    options = torchrun_options(arguments)
     is_asked = arguments.print_config or arguments.propose_micro_batch or arguments.plan_memory
     if not options or is_asked:
         return job.run(arguments)
     return launch([*options, "-m", "shardflow.training", *_job_options(arguments)])
 
 
-def _torchrun_options(arguments: argparse.Namespace) -> list[str]:
+def torchrun_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of torchrun that were given; none for a job of one process."""
+
     def given(options: Sequence[tuple[str, str, str]]) -> list[str]:
         values = (
             (name, getattr(arguments, name.removeprefix("--").replace("-", "_"))) for name, _, _ in options

@@ -367,6 +367,8 @@ class BoundField(ABC):
 
     is_beside: ClassVar[bool] = False
     """Whether the content is stored beside the shards: `fill_beside` delivers it, and no shard is read."""
+    is_derived: ClassVar[bool] = False
+    """Whether the content is made of that of other fields: `derive` delivers it, once theirs is there."""
     is_uncounted: ClassVar[bool] = False
     """Whether no table knows what it costs, so that a token budget cannot charge for it."""
     has_pictures: ClassVar[bool] = False
@@ -471,6 +473,26 @@ class BoundField(ABC):
             What is wrong with the content of a slot; such slots are masked.
         """
         return {}
+
+    def derive(
+        self,
+        arrays: Arrays,  # noqa: ARG002
+        slots: Slots,  # noqa: ARG002
+        slot: int,  # noqa: ARG002
+        entries: Mapping[str, Any],  # noqa: ARG002
+    ) -> tuple[BadSampleReason, str] | None:
+        """Fill a slot with what follows from other fields of its sample.
+
+        Args:
+            arrays: Of the micro-batch.
+            slots: Its samples.
+            slot: The slot.
+            entries: Of the fields that this one depends on, as a transform gets them.
+
+        Returns:
+            What is wrong with the sample, and a detail that holds nothing of it; None where all is right.
+        """
+        return None
 
     @abstractmethod
     def blank(self, arrays: Arrays, slot: int) -> None:

@@ -34,6 +34,7 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
 from shardflow.fields.previous import BoundPrevious, PreviousStudies
+from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples
 from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.pictures import Image, Slices
@@ -209,6 +210,7 @@ class FieldSet:
         transform: What is done to each sample; None delivers the fields as they are.
         series_tables: SHA-256 of the series table of each dataset; empty if no field needs it.
         own: Fields of the samples themselves.
+        derived: Fields that are made of others.
         of_previous: Fields of the earlier studies of the same persons.
         previous: Which studies these are; None if no field reads them.
 
@@ -232,7 +234,10 @@ class FieldSet:
         self.series_tables: Sequence[str] = list(tables)
         self._digests = [*tables, *(digest for one in self.bound for digest in one.digests)]
         self.beside: Sequence[BoundField] = [one for one in self.bound if one.is_beside]
-        self.own: Sequence[BoundField] = [one for one in self.bound if not isinstance(one, BoundPrevious)]
+        self.derived: Sequence[BoundField] = [one for one in self.bound if one.is_derived]
+        self.own: Sequence[BoundField] = [
+            one for one in self.bound if not (isinstance(one, BoundPrevious) or one.is_derived)
+        ]
         self.of_previous: Sequence[BoundField] = [one for one in self.bound if isinstance(one, BoundPrevious)]
 
     def reopened(self, samples: Samples, counters: StageCounters) -> FieldSet:
@@ -268,10 +273,27 @@ class FieldSet:
 
     def sample(self, arrays: Arrays, slot: int, num_slots: int) -> dict[str, Any]:
         """Return the entries of one of B slots, as a transform gets them; arrays are views."""
-        entries = present_entries(
-            self._entries, {name: _of_slot(name, array, slot, num_slots) for name, array in arrays.items()}
-        )
-        return _values_of_slot(entries)
+        return self._sample(self._entries, arrays, slot, num_slots)
+
+    def _sample(
+        self, entries: Sequence[Mapping[str, Any]], arrays: Arrays, slot: int, num_slots: int
+    ) -> dict[str, Any]:
+        of_slot = {name: _of_slot(name, array, slot, num_slots) for name, array in arrays.items()}
+        return _values_of_slot(present_entries(entries, of_slot))
+
+    def derive(self, arrays: Arrays, slots: Slots, slot: int) -> tuple[BadSampleReason, str, str] | None:
+        """Fill a slot with the fields that are made of others, once theirs are there.
+
+        Returns:
+            What is wrong with the sample, a detail, and the field that found it; None where all is right.
+        """
+        for one in self.derived:
+            wanted = {*self.specs[one.name].depends_on}
+            entries = [entry for entry in self._entries if entry["name"] in wanted]
+            bad = one.derive(arrays, slots, slot, self._sample(entries, arrays, slot, len(slots)))
+            if bad is not None:
+                return (*bad, one.name)
+        return None
 
     def example(self, slots: Slots, *, is_other: bool) -> tuple[dict[str, Any], bool]:
         """Return a synthetic sample for a transform, and whether the sizes of samples differ.
@@ -306,7 +328,7 @@ class FieldSet:
     @property
     def reads_shards(self) -> bool:
         """Whether any field is read from shards."""
-        return len(self.beside) < len(self.bound)
+        return len(self.beside) + len(self.derived) < len(self.bound)
 
     @property
     def reads_own(self) -> bool:
@@ -326,7 +348,7 @@ class FieldSet:
     @property
     def report(self) -> BoundText | None:
         """The field of reports, if nothing else is read from shards; it has a fast path."""
-        read = [one for one in self.bound if not one.is_beside]
+        read = [one for one in self.bound if not (one.is_beside or one.is_derived)]
         one = read[0] if len(read) == 1 else None
         return one if isinstance(one, BoundText) and one.is_report else None
 

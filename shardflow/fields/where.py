@@ -99,7 +99,7 @@ class Where:
 
     def __init__(self, dataset: Dataset, text: str) -> None:
         self._dataset, self._columns = dataset, open_columns(dataset)
-        self._own = _own_columns(dataset)
+        self._own = own_columns(dataset)
         of_study = [name for name, one in self._columns.items() if one.unit == "study"]
         self._expression = parse_where(text, [*self._own, *of_study], self._columns.keys() - of_study)
         self.tables = attached_tables(dataset, self._expression)
@@ -195,8 +195,11 @@ def _spans(starts: NDArray[np.integer[Any]], chosen: Int64Array) -> tuple[Int64A
     return np.arange(len(owners)) + (first - before)[owners], owners
 
 
-def _own_columns(dataset: Dataset) -> Mapping[str, Callable[[Int64Array], ExpressionColumn]]:
-    """Return the columns of findings, which an expression names directly; none for studies."""
+def own_columns(dataset: Dataset) -> Mapping[str, Callable[[Int64Array], ExpressionColumn]]:
+    """Return the columns of findings, which an expression names directly; none for studies.
+
+    Each is a function of rows.
+    """
     table = dataset.samples
     if not isinstance(table, EntityTable):
         return {}

@@ -215,6 +215,8 @@ class MicroBatchTask:
         self._slots = self._read_slots()
         self._previous = self._open_previous()
         self._transforming = source.fields.transform
+        # What is made of all fields of a sample needs those beside the shards in any part.
+        self._needs_beside = self._transforming is not None or bool(source.fields.derived)
         self._inputs_layout = BatchLayout.of(self._input_specs())
         self._layout = BatchLayout.of(self._array_specs())
         check_layout(self._layout)
@@ -260,7 +262,7 @@ class MicroBatchTask:
             inputs = self._source.pool.lend(self._inputs_layout.num_bytes)
             self._inputs = self._inputs_layout.views(inputs)
         self._source.fields.prepare(self._inputs, self._slots)
-        if self._transforming is not None:  # a transform of any part needs them
+        if self._needs_beside:
             self._fill_beside(self._source.fields.beside, ThreadState())
 
     def run(self, part: int, thread: ThreadState) -> None:
@@ -272,10 +274,10 @@ class MicroBatchTask:
         """
         source, fields, slots = self._source, self._source.fields, self._parts[part]
         if part == 0 and (fields.beside or not fields.reads_shards):
-            if self._transforming is None:
+            if not self._needs_beside:
                 self._fill_beside(fields.beside, thread)
             elif not fields.reads_shards:
-                self._transform_samples(self._transforming, slots, thread)
+                self._complete(slots, thread)
             return
         own = slots if fields.reads_own else slots[:0]
         if source.texts is not None and fields.report is not None and len(own):
@@ -295,8 +297,7 @@ class MicroBatchTask:
                 self._mask(slot, bad)
         if self._previous is not None:
             self._read_previous(self._previous, slots, thread)
-        if self._transforming is not None:
-            self._transform_samples(self._transforming, slots, thread)
+        self._complete(slots, thread)
 
     def finish(self) -> Batch:
         """Blank the slots without a sample and return the batch."""
@@ -422,6 +423,19 @@ class MicroBatchTask:
             for slot, bad in self._source.previous.fill(shard, requests, self._inputs, thread).items():
                 self._mask(slot, bad, of_previous=True)
 
+    def _complete(self, slots: NDArray[np.int64], thread: ThreadState) -> None:
+        """Derive fields from the others, and apply the user's transform, to samples that have been read."""
+        for slot in slots.tolist() if self._source.fields.derived else ():
+            if slot in self._bad:
+                continue
+            thread.enter("decode", "fields that are made of others")
+            found = self._source.fields.derive(self._inputs, self._slots, slot)
+            if found is not None:
+                reason, detail, name = found
+                self._mask(slot, self._bad_beside(slot, reason, name, detail))
+        if self._transforming is not None:
+            self._transform_samples(self._transforming, slots, thread)
+
     @property
     def _is_held(self) -> bool:
         """Whether what a transform returns is stored after all samples have been transformed."""
@@ -515,11 +529,11 @@ class MicroBatchTask:
             for slot, reason in bad.items():
                 self._mask(slot, self._bad_beside(slot, reason, field.name))
 
-    def _bad_beside(self, slot: int, reason: BadSampleReason, field: str) -> BadSample:
+    def _bad_beside(self, slot: int, reason: BadSampleReason, field: str, detail: str = "") -> BadSample:
         number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])
         component, position = self._source.selection.shard(number)
         shard = self._source.selection.datasets[component].manifest.shards[position]
-        return BadSample(reason, shard.name, field)
+        return BadSample(reason, shard.name, field, detail)
 
     # ---- layout ----------------------------------------------------------------------------------
 
@@ -593,7 +607,7 @@ class MicroBatchTask:
         """Divide the slots that must be read into parts."""
         fields = self._source.fields
         beside = []
-        if fields.beside or (self._transforming is not None and not fields.reads_shards):
+        if fields.beside or (self._needs_beside and not fields.reads_shards):
             beside.append(np.flatnonzero(self._slots.rows >= 0))
         if not fields.reads_shards:
             return beside

@@ -78,9 +78,7 @@ def report_code(code: int) -> None:
 
 
 def _run(parse: Callable[[], argparse.Namespace]) -> int:
-    rank = int(os.environ.get("RANK", "0"))
-    configure_logging(rank=rank)
-    try:
+    def work(rank: int) -> int:
         arguments = parse()
         from shardflow.training.config import TrainConfig  # imports NumPy, which --help does without
 
@@ -94,6 +92,16 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
         if arguments.plan_memory:
             return _plan_memory(config, arguments.plan_memory)
         return _train(config, rank)
+
+    return answered(work)
+
+
+def answered(work: Callable[[int], int]) -> int:
+    """Do the work of one rank, which gets its number; return its exit code, and log why it failed."""
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logging(rank=rank)
+    try:
+        return work(rank)
     except (ConfigError, NoProgressError, PlanError, StateError) as error:
         # Nearly always every rank finds the same mistake, and one line of it is enough: the launcher ends the
         # others once rank 0 has left. A mistake of one machine is told by the ranks that are still there.

@@ -286,7 +286,7 @@ def prepare_run(
     data = open_data(config.data, saved, lock=saved_lock, cache=config.cache)
     data.check_modalities("image.standardize", config.image.standardize)
     evaluation = None if data.evaluation is None else task.evaluation_samples(data.evaluation)
-    loader = stack.enter_context(_open_loader(config, task, ranks, data.training))
+    loader = stack.enter_context(open_loader(config, task, ranks, data.training))
     with weights_later():
         model = task.make_model(loader, data.evaluation)
     compute = COMPUTE_TYPES[config.run.precision]
@@ -368,9 +368,7 @@ def prepare_run(
         updates=updates,
         loader=loader,
         open_evaluation=(
-            None
-            if evaluation is None
-            else partial(_open_loader, config, task, ranks, evaluation, tail="mask")
+            None if evaluation is None else partial(open_loader, config, task, ranks, evaluation, tail="mask")
         ),
         open_tuning=None if config.tune.mode == "off" else open_tuning,
         inputs=inputs,
@@ -389,9 +387,18 @@ def prepare_run(
     )
 
 
-def _open_loader(
+def open_loader(
     config: TrainConfig, task: Task, ranks: Ranks, selection: Selection, *, tail: Any = None
 ) -> Loader:
+    """Open the loader of some samples.
+
+    Args:
+        config: All settings.
+        task: Says what a batch holds.
+        ranks: The ranks of the run.
+        selection: The samples.
+        tail: ``mask`` for one pass of an evaluation; None for the settings' own.
+    """
     settings = config.loader
     is_evaluation = tail is not None
     return Loader(

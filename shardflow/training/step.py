@@ -135,7 +135,7 @@ class WeightAverage:
         decay: Share of the average that a step keeps; 0 keeps none.
     """
 
-    _ENTRY: Final = "ema"
+    ENTRY: Final = "ema"
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
         self._optimizer, self._decay = optimizer, decay
@@ -146,11 +146,11 @@ class WeightAverage:
             return
         averages, weights = [], []
         for parameter, state in self._optimizer.state.items():
-            if self._ENTRY in state:
-                averages.append(local_part(state[self._ENTRY]))
+            if self.ENTRY in state:
+                averages.append(local_part(state[self.ENTRY]))
                 weights.append(local_part(parameter.detach()))
             else:
-                state[self._ENTRY] = parameter.detach().clone()
+                state[self.ENTRY] = parameter.detach().clone()
         if averages:
             torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
 
@@ -158,7 +158,7 @@ class WeightAverage:
         """Drop the average of a checkpoint where this run keeps none."""
         if not self._decay:
             for state in self._optimizer.state.values():
-                state.pop(self._ENTRY, None)
+                state.pop(self.ENTRY, None)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -172,8 +172,8 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for parameter, state in self._optimizer.state.items():
-            if self._ENTRY in state:
-                weights, average = local_part(parameter), local_part(state[self._ENTRY])
+            if self.ENTRY in state:
+                weights, average = local_part(parameter), local_part(state[self.ENTRY])
                 kept = weights.clone()
                 weights.copy_(average)
                 average.copy_(kept)

@@ -25,7 +25,7 @@ def test_options_are_known(script: str, image_config: bool, capsys: pytest.Captu
     words = words[words.index("shardflow") + 1 :]
     words = words[: words.index("$@")] if "$@" in words else words
     arguments = build_parser("train").parse_args([*words, *([] if image_config else ["--config=a.toml"])])
-    own = [*train._torchrun_options(arguments), "-m", "shardflow.training"]
+    own = [*train.torchrun_options(arguments), "-m", "shardflow.training"]
     options = parse_args(own)  # type: ignore[no-untyped-call] # leaves the process over an unknown option
     assert (options.nnodes, options.nproc_per_node) == ("2", "2")
     assert options.rdzv_backend == "c10d"

@@ -1,5 +1,6 @@
 """Field of conversations: rendered in the loader's threads, in the sizes that the field allows.
 
+A conversation is stored, or made by a template from other fields and columns of a study.
 No table knows how long a rendered conversation is, so each slot has room for ``max_tokens`` and the pictures
 that fit into them; a batch shows as much of it as its longest conversation needs.
 """
@@ -11,7 +12,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -26,13 +27,17 @@ from shardflow.fields.conversations.rendering import (
     RenderError,
     decode_picture,
 )
+from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
+from shardflow.fields.conversations.views import TemplateValues
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
     ArraySpec,
     BoundField,
+    DrawKey,
     Field,
     FieldContext,
+    NoContent,
     SlotContent,
     SlotRequest,
     Slots,
@@ -65,6 +70,10 @@ class Conversation(Field):
     chosen conversation and the rejected one, and pictures follow in this order. All are equal in every bit to
     what the processor returns for the conversation.
 
+    With ``template`` the conversation is made from columns and other fields of the loader, see `Template`.
+    Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
+    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations``.
+
     Example::
 
         sf.Conversation(processor="Qwen2.5-VL-7B-Instruct", max_tokens=4096)
@@ -93,6 +102,8 @@ class Conversation(Field):
     max_images: int | None = None
     """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
     into ``max_tokens``."""
+    template: Annotated[str, PLACE] | Template | None = None
+    """Template, or its TOML file, that makes conversations of studies; None for stored ones."""
     member: str = CONVERSATION_FIELD
     """Stored field that holds the conversation."""
     max_bytes: int = 1 << 20
@@ -113,14 +124,37 @@ class Conversation(Field):
         if "://" in str(self.processor):
             raise ConfigError("processor is a local folder, got an address; download it first.")
         object.__setattr__(self, "processor", str(self.processor))
+        if self.template is None:
+            return
+        object.__setattr__(self, "template", load_template(self.template))
+        if self.pairs or self.member != CONVERSATION_FIELD:
+            raise ConfigError(
+                "A template makes single conversations; leave out pairs and member, or template."
+            )
+        if self.missing == "drop":
+            raise ConfigError(
+                "No table knows which samples a template is complete for; write missing='pad' to leave their "
+                'slots without tokens, or leave them out by where=, such as "facts.has_report".'
+            )
 
     @property
     def num_sequences(self) -> int:
         """Sequences of a sample (S): 2 of a pair."""
         return 2 if self.pairs else 1
 
+    @property
+    def depends_on(self) -> Sequence[str]:
+        """Fields that the template may name."""
+        return self.template.possible_fields if isinstance(self.template, Template) else ()
+
+    def for_evaluation(self) -> Conversation:
+        """Return the field with the first phrasing of each turn."""
+        return replace(self, template=self.template.first()) if isinstance(self.template, Template) else self
+
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
+        if isinstance(self.template, Template):
+            return BoundTemplate(name, self, self.template, context)
         return BoundConversation(name, self, context)
 
     @classmethod
@@ -153,14 +187,13 @@ class Conversation(Field):
         return found
 
 
-class BoundConversation(BoundMember):
-    """Conversations, bound to a selection."""
+class BoundRendered(BoundField):
+    """Conversations, bound to a selection: what stored ones and those of templates share."""
 
     is_uncounted = True
     spec: Conversation
 
-    def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:
-        super().__init__(name, spec, context, spec.member, spec.max_bytes)
+    def _open_renderer(self, spec: Conversation, context: FieldContext) -> None:
         self._counters = context.counters
         self._original = Renderer.load(spec.processor)
         self._form: RenderedForm = self._original.form(spec.max_tokens, spec.max_images)
@@ -207,30 +240,24 @@ class BoundConversation(BoundMember):
         """Give the only slot a token."""
         arrays[f"{self.name}.length"][:] = 1
 
-    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
-        """Return the conversation, and the pictures stored beside it."""
-        found = list(super().needed(shard, request))
-        names = [one for one in shard.index.field_names if _PICTURE.fullmatch(one)] if found else []
-        if self._form.pictures:
-            numbers = (shard.find(request.row_in_shard, one) for one in names)
-            found += [number for number in numbers if number is not None]
-        return found
-
-    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
-        """Begin a slot."""
-        return _SlotConversation(self, shard, request.slot, arrays, self.needed(shard, request))
-
     def describe(self) -> dict[str, Any]:
         """Return what presenting needs."""
         return {
-            **super().describe(),
+            "type": self.spec.type_name,
+            "name": self.name,
             "pairs": self.spec.pairs,
             "tokens": list(self._form.tokens),
             "pictures": {one: list(entry.shape) for one, entry in self._form.pictures.items()},
         }
 
-    def put(self, arrays: Arrays, slot: int, document: Any, members: Mapping[str, bytes]) -> bool:
-        """Render a stored conversation into its slot; return whether it fits.
+    def put(self, arrays: Arrays, slot: int, document: Any, members: Mapping[str, Any]) -> bool:
+        """Render a conversation into its slot; return whether it fits.
+
+        Args:
+            arrays: Of the micro-batch.
+            slot: The slot.
+            document: The conversation in its stored form.
+            members: Its pictures by name, as stored or of Pillow.
 
         Raises:
             RenderError: It is malformed, or cannot be rendered.
@@ -268,7 +295,7 @@ class BoundConversation(BoundMember):
                 return False
         return len(rendered.ids) <= most
 
-    def _render(self, document: Any, members: Mapping[str, bytes]) -> list[Rendered] | None:
+    def _render(self, document: Any, members: Mapping[str, Any]) -> list[Rendered] | None:
         """Render each end of a conversation; None if one shows more pictures than may be."""
         spec, renderer = self.spec, self._own()
         kind, messages, images = _parts(document)
@@ -298,6 +325,14 @@ class BoundConversation(BoundMember):
             renderer.render([*messages, *end], pictures, train_on=spec.train_on, first=first) for end in ends
         ]
 
+    @property
+    def too_long(self) -> str:
+        """What to do about a conversation that does not fit."""
+        return (
+            f"longer than max_tokens ({self.spec.max_tokens:,}) or more pictures than max_images; raise "
+            'them, or set long = "skip" to leave such conversations out'
+        )
+
     def count_long(self) -> None:
         """Count a conversation that was left out because it is too long."""
         self._counters.add("long_conversations", num_items=1)
@@ -309,6 +344,114 @@ class BoundConversation(BoundMember):
             with self._lock:
                 found = self._local.renderer = self._original.copy()
         return found
+
+
+class BoundConversation(BoundRendered, BoundMember):
+    """Stored conversations, bound to a selection."""
+
+    spec: Conversation
+
+    def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:
+        super().__init__(name, spec, context, spec.member, spec.max_bytes)
+        self._open_renderer(spec, context)
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the conversation, and the pictures stored beside it."""
+        found = list(super().needed(shard, request))
+        names = [one for one in shard.index.field_names if _PICTURE.fullmatch(one)] if found else []
+        if self._form.pictures:
+            numbers = (shard.find(request.row_in_shard, one) for one in names)
+            found += [number for number in numbers if number is not None]
+        return found
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        return _SlotConversation(self, shard, request.slot, arrays, self.needed(shard, request))
+
+
+class BoundTemplate(BoundRendered):
+    """Conversations that a template makes, bound to a selection.
+
+    Args:
+        name: Name of the entry.
+        spec: What to deliver.
+        template: How they are made.
+        context: The samples, and the fields that are already bound.
+
+    Raises:
+        ConfigError: The template names what the loader has not, or boxes that the model would see elsewhere.
+    """
+
+    is_derived = True
+
+    def __init__(self, name: str, spec: Conversation, template: Template, context: FieldContext) -> None:
+        super().__init__(name)
+        self.spec = spec
+        self._open_renderer(spec, context)
+        has_pictures = bool(self._form.pictures)
+        if template.images and not has_pictures:
+            raise ConfigError(
+                "The template shows images, and the processor or max_images=0 takes text alone."
+            )
+        self._values = TemplateValues(template, context, self._original)
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """Digests of the processor and of the tables of the columns."""
+        return [*super().digests, *self._values.digests]
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the attached tables that the template reads."""
+        return self._values.tables
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
+        """Return nothing: other fields read the sample."""
+        return ()
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:  # noqa: ARG002
+        """Begin a slot."""
+        return NoContent()
+
+    def compose(
+        self, component: int, row: int, draw: DrawKey, entries: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the conversation of a sample in its stored form, and its pictures.
+
+        Args:
+            component: Of a blend; 0 without a blend.
+            row: Row of its dataset's own table.
+            draw: Key of its random choices.
+            entries: Of the fields that the template names, as a transform gets them.
+
+        Raises:
+            IncompleteError: The sample lacks a value.
+            ValueError: Turns of one role follow each other.
+        """
+        return self._values.compose(component, row, draw, entries)
+
+    def derive(
+        self, arrays: Arrays, slots: Slots, slot: int, entries: Mapping[str, Any]
+    ) -> tuple[BadSampleReason, str] | None:
+        """Make the conversation of a slot, and render it."""
+        component, row = int(slots.components[slot]), int(slots.table_rows[slot])
+        try:
+            document, pictures = self.compose(component, row, slots.draw(slot), entries)
+            shown = {str(place): one for place, one in enumerate(pictures)}
+            is_put = self.put(arrays, slot, document, shown)
+        except IncompleteError as error:
+            if self.spec.missing == "error":
+                return BadSampleReason.FIELD_MISSING, str(error)
+            self._counters.add("incomplete_conversations", num_items=1)
+            return None
+        except (RenderError, ValueError) as error:
+            return BadSampleReason.DECODE_FAILED, str(error)
+        if is_put:
+            return None
+        if self.spec.long == "error":
+            return BadSampleReason.SIZE_MISMATCH, self.too_long
+        self.count_long()
+        return None
 
 
 def _parts(document: Any) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
@@ -327,13 +470,14 @@ def _parts(document: Any) -> tuple[str, list[dict[str, Any]], list[dict[str, Any
     return str(kind), messages, images
 
 
-def _picture(entry: Mapping[str, Any], members: Mapping[str, bytes]) -> Any:
+def _picture(entry: Mapping[str, Any], members: Mapping[str, Any]) -> Any:
     name = entry.get("member")
     if name is None:
         raise RenderError("it shows slices of a series; render it from pictures stored as members")
     if name not in members:
         raise RenderError("a picture that it shows is not in the sample")
-    return decode_picture(members[name])
+    found = members[name]
+    return decode_picture(found) if isinstance(found, bytes) else found
 
 
 class _SlotConversation:
@@ -379,10 +523,5 @@ class _SlotConversation:
         if is_put:
             return
         if bound.spec.long == "error":
-            raise shard.bad(
-                BadSampleReason.SIZE_MISMATCH,
-                number,
-                f"longer than max_tokens ({bound.spec.max_tokens:,}) or more pictures than max_images; raise "
-                'them, or set long = "skip" to leave such conversations out',
-            )
+            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, bound.too_long)
         bound.count_long()

@@ -129,6 +129,7 @@ class Renderer:
         self._beside = {"date_string": _DATE} if _TODAY in self._template else {}
         added = self.tokenizer.added_tokens_decoder.values()
         self._special = tuple(str(one) for one in added if one.special)
+        self._seen_sizes: dict[tuple[int, int], tuple[int, int]] = {}
         pad = self.tokenizer.pad_token_id
         self.pad_id = int(self.tokenizer.eos_token_id or 0 if pad is None else pad)
 
@@ -366,6 +367,40 @@ class Renderer:
                 bound = -(-(rows[1] - rows[0]) * tokens // max(1, sizes[1] - sizes[0]))
             entries[name] = PictureEntry(small.dtype.str, small.shape[1:], bound)
         return RenderedForm(tuple(sorted(probes[0].tokens)), entries)
+
+    def cuts(self, size: tuple[int, int] | None) -> bool:
+        """Whether the model may see a part of an image of some rows and columns in place of the whole.
+
+        Args:
+            size: Rows and columns; None where they differ between images.
+        """
+        settings: Any = getattr(self.processor, "image_processor", None)
+        if getattr(settings, "do_pan_and_scan", None):
+            return size is None or size[0] != size[1]
+        if not getattr(settings, "do_center_crop", None):
+            return False
+        sides, cut = dict(settings.size or {}), dict(settings.crop_size or {})
+        shortest = sides.get("shortest_edge")
+        whole = sides if shortest is None else {"height": shortest, "width": shortest}
+        is_square = size is not None and size[0] == size[1]
+        return whole != {name: cut.get(name) for name in whole} or (shortest is not None and not is_square)
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether each image has a size of its own when the model sees it, and the processor tells it."""
+        settings: Any = getattr(self.processor, "image_processor", None)
+        return hasattr(settings, "patch_size") and "image_grid_thw" in getattr(
+            settings, "model_input_names", ()
+        )
+
+    def seen_size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return rows and columns of an image when the model sees it, by resizing a black one."""
+        if (rows, columns) not in self._seen_sizes:
+            settings: Any = self.processor.image_processor
+            grid = settings(images=[blank_picture(rows, columns)], return_tensors="np")["image_grid_thw"][0]
+            found = int(grid[1]) * int(settings.patch_size), int(grid[2]) * int(settings.patch_size)
+            self._seen_sizes[rows, columns] = found
+        return self._seen_sizes[rows, columns]
 
     def _most_tokens(self, seen: int) -> int:
         """Return how many tokens the largest picture may have."""

@@ -8,6 +8,7 @@ sample to the general path, which reads it again and names the problem.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,16 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, BoundField, Field, FieldContext, SlotContent, SlotRequest, Slots
+from shardflow.fields.field import (
+    Arrays,
+    BoundField,
+    Field,
+    FieldContext,
+    SlotContent,
+    SlotRequest,
+    Slots,
+    check_choice,
+)
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.fields.reader import FieldReader, Samples, Shard
 from shardflow.fields.types.members import (
@@ -32,8 +42,9 @@ from shardflow.fields.types.members import (
     mask_of,
     member_bytes,
 )
+from shardflow.format.entities import EntityDataset
 from shardflow.format.index import TextPlaces
-from shardflow.format.keys import REPORT_FIELD
+from shardflow.format.keys import REPORT_FIELD, REPORT_JSON_FIELD
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.telemetry import StageCounters
 
@@ -42,6 +53,11 @@ _EXAMPLE_TEXT: Final = (
     b"FINDINGS: The lungs are clear. The heart is not enlarged.\n\nIMPRESSION: No acute disease.\n"
 )
 _CONTINUATION = 0xC0, 0x80  # mask and value of a UTF-8 continuation byte
+SECTIONS: Final = (
+    "addendum", "comparison", "examination", "findings", "findings_impression", "impression", "indication",
+    "notification", "other", "preamble", "recommendation", "signature", "technique",
+)  # fmt: skip
+"""Kinds of sections in ``report.json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +77,19 @@ class Text(Field):
     """Stored field that holds the text, UTF-8; None is the report, whose size tables know."""
     max_bytes: int = 1 << 16
     """Size that a text of ``member`` may have; a larger one masks its slot. Reports need no bound."""
+    section: str | None = None
+    """Of a report only its first section of this kind, such as ``"findings"`` or ``"impression"``, without
+    the header, with its sub-sections: where ``report.json`` says that it is. `SECTIONS` lists the kinds."""
 
     def __post_init__(self) -> None:
         check_member(self)
+        check_choice("section", self.section, (None, *SECTIONS))
+        if self.section is not None and self.member not in (None, REPORT_FIELD):
+            raise ConfigError(f"section is one of the report; leave out member={self.member!r}.")
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
-        return BoundText(name, self, context)
+        return (BoundText if self.section is None else BoundSection)(name, self, context)
 
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -194,6 +216,126 @@ class _SlotWords(SlotBytes):
             detail = f"{len(payload):,} bytes, and the words of a finding end at {self._words.stop:,}"
             raise self._shard.bad(BadSampleReason.SIZE_MISMATCH, self.fields[place], detail)
         super().put(place, payload[self._words.start : self._words.stop], thread)
+
+
+class BoundSection(BoundText):
+    """Section of a report, bound to a selection; its size is known once it is read."""
+
+    is_uncounted = True
+    spec: Text
+
+    def __init__(self, name: str, spec: Text, context: FieldContext) -> None:
+        super().__init__(name, spec, context)
+        datasets = context.samples.datasets
+        if any(dataset.is_foreign or isinstance(dataset, EntityDataset) for dataset in datasets):
+            raise ConfigError(
+                "section is one of the report of a packed study; leave it out for findings, whose text is "
+                "theirs, and for tars of other writers."
+            )
+        if spec.missing == "drop":
+            raise ConfigError(
+                f"No table knows which reports have the section {spec.section!r}, so the field {name!r} "
+                "cannot drop the others; write missing='pad', or missing='error' to mask them."
+            )
+
+    @property
+    def has_content(self) -> None:
+        """Return None: no table knows."""
+        return
+
+    @property
+    def is_report(self) -> bool:
+        """Whether the text is the whole report."""
+        return False
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Lay out the slots with the space of the whole report each, all of them empty."""
+        BoundBytes.prepare(self, arrays, slots)
+
+    def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
+        """Return the numbers of the report and of what it says; nothing where either is missing.
+
+        Raises:
+            BadSample: One is missing, and ``missing`` is ``error``.
+        """
+        report = super().needed(shard, request)
+        content = shard.find(request.row_in_shard, REPORT_JSON_FIELD) if report else None
+        if content is not None:
+            return (*report, content)
+        if self.spec.missing == "error":
+            raise shard.bad(BadSampleReason.FIELD_MISSING, REPORT_JSON_FIELD)
+        return ()
+
+    def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
+        """Begin a slot."""
+        fields = self.needed(shard, request)
+        start, stop = arrays[f"{self.name}.start"][request.slot : request.slot + 2].tolist()
+        if fields:
+            self.check_size(shard, fields, stop - start)
+        return _SlotSection(self, shard, request.slot, arrays, start, fields)
+
+
+class _SlotSection(SlotBytes):
+    """Section of the report of one slot."""
+
+    __slots__ = ("_payloads", "_spec")
+
+    def __init__(
+        self,
+        field: BoundSection,
+        shard: Shard,
+        slot: int,
+        arrays: Arrays,
+        start: int,
+        fields: Sequence[int],
+    ) -> None:
+        super().__init__(field, shard, slot, arrays, start, fields)
+        self._spec = field.spec
+        self._payloads: dict[int, bytes] = {}
+
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:  # noqa: ARG002
+        """Keep the bytes until both have come."""
+        self._payloads[place] = payload.tobytes()
+
+    def close(self) -> None:
+        """Put the section into its place."""
+        if not self._payloads:
+            return
+        shard, (report, content) = self._shard, self.fields
+        try:
+            text = self._payloads[0].decode("utf-8")
+            words = _section(text, json.loads(self._payloads[1]), self._spec.section).encode("utf-8")
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
+            raise shard.bad(BadSampleReason.TEXT_UNREADABLE, content, type(error).__name__) from None
+        if words:
+            super().put(0, np.frombuffer(words, np.uint8), ThreadState())
+        elif self._spec.missing == "error":
+            detail = f"a report without the section {self._spec.section!r}"
+            raise shard.bad(BadSampleReason.FIELD_MISSING, report, detail)
+
+
+def _section(text: str, content: Any, kind: str | None) -> str:
+    """Return the first section of a kind and those of the kind that follow it at once, without its header.
+
+    Args:
+        text: The report.
+        content: What ``report.json`` says of it.
+        kind: Of the section.
+
+    Returns:
+        Its words; empty where there is none.
+    """
+    sections = content["sections"]
+    first = next((place for place, one in enumerate(sections) if one["kind"] == kind), None)
+    if first is None:
+        return ""
+    last = first
+    while last + 1 < len(sections) and all(
+        sections[last + 1][name] == sections[first][name] for name in ("kind", "exam")
+    ):
+        last += 1
+    start, stop = int(sections[first]["header"][1]), int(sections[last]["span"][1])
+    return text[start:stop].strip()
 
 
 def present_texts(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

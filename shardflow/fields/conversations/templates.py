@@ -1,0 +1,354 @@
+"""Templates: conversations made from the fields and columns of a packed study, as views of it.
+
+A template is a list of turns. The text of a turn names what fills it: ``{facts.sex}`` a column,
+``{findings}`` a field of text or of boxes of the same loader, ``<image:frontal>`` the pictures of a field of
+images or slices; ``{{`` and ``}}`` are braces. Of several phrasings one is drawn by the key of the plan.
+``when`` is an expression over columns and fields; a field is true where the sample has it. Nothing is stored:
+a template changes without a byte of the dataset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.config import load_config
+from shardflow.errors import ConfigError
+from shardflow.fields.field import FIELD_NAME, DrawKey, check_choice
+
+Coordinates: TypeAlias = Literal["thousandths", "pixels", "model"]
+_ROLES: Final = ("system", "user", "assistant")
+_PIECE: Final = re.compile(
+    r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][\w.]*)(?::(?P<format>[^{}]*))?\}|<image:(?P<image>\w+)>|(?P<slip>[{}])",
+    re.ASCII,
+)
+_FORMAT: Final = re.compile(r"(?:\.\d{1,2})?[dfg%]", re.ASCII)
+_NAME: Final = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+_EDGES: Final = ("x0", "y0", "x1", "y1")
+_WORD: Final = 1 << 64
+_MAX_CHARACTERS: Final = 1 << 16
+
+
+class IncompleteError(Exception):
+    """A sample lacks what a template names; the message holds none of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of the text of a turn."""
+
+    kind: Literal["text", "value", "image"]
+    text: str
+    """The text, or the name of a column or field."""
+    format: str = ""
+    """How a number is written, as in Python: ``.1f``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Turn of a template."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str | tuple[str, ...]
+    """What is said; of several phrasings one is drawn anew for each sample in each epoch."""
+    when: str = ""
+    """Expression that must be true, else the turn is left out; empty for always."""
+    weight: float = 1.0
+    """Multiplies the weight of its tokens in the loss."""
+
+    def __post_init__(self) -> None:
+        check_choice("role", self.role, _ROLES)
+        texts: Any = (self.text,) if isinstance(self.text, str) else tuple(self.text)
+        if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
+            raise ConfigError("The text of a turn is one phrasing or a list of them, none of them empty.")
+        object.__setattr__(self, "text", texts)
+        for one in texts:
+            parse_text(one)
+        if not isinstance(self.when, str):
+            raise ConfigError("when of a turn is an expression, such as \"facts.sex == 'F'\".")
+        weight: object = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+            raise ConfigError(f"weight of a turn is a number from 0, got {weight!r}.")
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Parts of all phrasings."""
+        return [piece for one in self.text for piece in parse_text(one)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """Template of conversations, for `Conversation`; see docs/howto/templates.md.
+
+    Example::
+
+        sf.Template(turns=[
+            {"role": "user", "text": ["<image:frontal>Write the findings.", "<image:frontal>What is seen?"]},
+            {"role": "assistant", "text": "{findings}"},
+        ])
+
+    Raises:
+        ConfigError: A turn is malformed, or the roles cannot follow each other.
+    """
+
+    turns: tuple[Turn, ...]
+    """Turns in order; mappings in Python, a table ``[[turns]]`` each in TOML."""
+    words: dict[str, str] = field(default_factory=dict)
+    """What stands for a value of a column or a label of a box, such as ``{F = "woman"}``."""
+    coordinates: Coordinates = "thousandths"
+    """Of boxes: ``thousandths`` of width and height of the delivered image, its ``pixels``, or pixels of the
+    image that the ``model`` sees, which Qwen2.5-VL was trained with."""
+    box: str = "[{x0}, {y0}, {x1}, {y1}]"
+    """How a box is written; ``{label}`` is its label."""
+    separator: str = ", "
+    """Between boxes."""
+
+    def __post_init__(self) -> None:
+        turns: Any = self.turns
+        if isinstance(turns, str | Mapping) or not turns:
+            raise ConfigError(
+                "turns is a list of turns, such as {'role': 'user', 'text': '<image:frontal>What is seen?'}."
+            )
+        object.__setattr__(self, "turns", tuple(_turn(one) for one in turns))
+        check_choice("coordinates", self.coordinates, ("thousandths", "pixels", "model"))
+        words: Any = self.words
+        if not isinstance(words, Mapping) or not all(
+            isinstance(one, str) and one for pair in words.items() for one in pair
+        ):
+            raise ConfigError("words maps values of columns to what is written for them, both texts.")
+        named = [piece.text for piece in parse_text(self.box) if piece.kind != "text"]
+        if not {*_EDGES} <= {*named} <= {*_EDGES, "label"}:
+            raise ConfigError(
+                "box names {x0}, {y0}, {x1} and {y1}, and may name {label}, such as "
+                "'{label} [{x0}, {y0}, {x1}, {y1}]'."
+            )
+        roles = [one.role for one in self.turns]
+        if "system" in roles[1:]:
+            raise ConfigError("The turn of the role 'system' is the first one; move it there.")
+        spoken = [one for one in roles if one != "system"]
+        if spoken[:1] != ["user"] or spoken[-1] != "assistant":
+            raise ConfigError(
+                "The first turn is of the role 'user' and the last one of 'assistant'; add what is missing."
+            )
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of columns and fields whose values are written."""
+        return self._named("value")
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Names of fields whose pictures are shown."""
+        return self._named("image")
+
+    @property
+    def possible_fields(self) -> tuple[str, ...]:
+        """Names that may be those of fields: they have no dot."""
+        asked = [name for one in self.turns for name in _NAME.findall(one.when)]
+        return tuple(
+            name for name in dict.fromkeys([*self.images, *self.values, *asked]) if FIELD_NAME.fullmatch(name)
+        )
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether boxes are written with their labels."""
+        return any(piece.text == "label" and piece.kind == "value" for piece in parse_text(self.box))
+
+    def first(self) -> Template:
+        """Return the template with the first phrasing of each turn, so that nothing is drawn."""
+        return replace(self, turns=tuple(replace(one, text=one.text[0]) for one in self.turns))
+
+    def without_answer(self) -> Template:
+        """Return the template with a mark in place of its last answer, for samples that have none."""
+        asked = max(place for place, one in enumerate(self.turns) if one.role == "user")
+        return replace(self, turns=(*self.turns[: asked + 1], Turn(role="assistant", text="...")))
+
+    def _named(self, kind: str) -> tuple[str, ...]:
+        found = (piece.text for one in self.turns for piece in one.pieces if piece.kind == kind)
+        return tuple(dict.fromkeys(found))
+
+    def compose(
+        self,
+        draw: DrawKey,
+        is_said: Sequence[bool],
+        value: Callable[[str, str], str],
+        pictures: Callable[[str], Sequence[Any]],
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return a conversation in the stored form, and its pictures.
+
+        Args:
+            draw: Key of the choices among phrasings.
+            is_said: Whether each turn is said.
+            value: Returns what is written for a name, given its format.
+            pictures: Returns the pictures of a field.
+
+        Raises:
+            IncompleteError: It has no question, or no answer to the last one.
+            ValueError: Two turns of one role follow each other.
+        """
+        messages: list[dict[str, Any]] = []
+        shown: list[Any] = []
+        places: dict[str, range] = {}
+        for number, turn in enumerate(self.turns):
+            if not is_said[number]:
+                continue
+            chosen = turn.text[draw.derive(f"template-{number}") * len(turn.text) // _WORD]
+            parts: list[dict[str, Any]] = []
+            for piece in parse_text(chosen):
+                if piece.kind == "image":
+                    if piece.text not in places:
+                        found = pictures(piece.text)
+                        places[piece.text] = range(len(shown), len(shown) + len(found))
+                        shown += found
+                    parts += [{"type": "image", "image": place} for place in places[piece.text]]
+                    continue
+                said = piece.text if piece.kind == "text" else value(piece.text, piece.format)
+                if parts and parts[-1]["type"] == "text":
+                    parts[-1]["text"] += said
+                else:
+                    parts.append({"type": "text", "text": said})
+            weight = {} if turn.weight == 1 else {"weight": turn.weight}
+            messages.append({"role": turn.role, "content": parts, **weight})
+        _check_order([one["role"] for one in messages])
+        images = [{"member": str(place)} for place in range(len(shown))]
+        return {"format_version": 1, "kind": "conversation", "messages": messages, "images": images}, shown
+
+    def write_boxes(
+        self,
+        boxes: NDArray[np.floating[Any]],
+        labels: Sequence[str],
+        shown: tuple[int, int],
+        seen: tuple[int, int],
+    ) -> str:
+        """Return how boxes are written.
+
+        Args:
+            boxes: ``(M, 4)`` of ``x0, y0, x1, y1`` in pixels of the delivered image.
+            labels: Of each box; empty where they are not written.
+            shown: Rows and columns of the delivered image.
+            seen: Rows and columns that coordinates count.
+        """
+        rows, columns = (to / of for to, of in zip(seen, shown, strict=True))
+        scaled = np.floor(boxes.astype(np.float64) * (columns, rows, columns, rows) + 0.5).astype(np.int64)
+        pieces = parse_text(self.box)
+        texts = []
+        for place, box in enumerate(scaled.tolist()):
+            known = dict(zip(_EDGES, map(str, box), strict=True))
+            if labels:
+                known["label"] = self.words.get(labels[place], labels[place])
+            texts.append("".join(one.text if one.kind == "text" else known[one.text] for one in pieces))
+        return self.separator.join(texts)
+
+    def write_value(self, value: Any, form: str) -> str:
+        """Return how a value of a column is written.
+
+        Args:
+            value: Text, number or answer.
+            form: How a number is written; empty for as it is.
+        """
+        if isinstance(value, bool):
+            found = "yes" if value else "no"
+        elif isinstance(value, str):
+            found = value
+        else:
+            form = form or ("d" if isinstance(value, int) else "g")
+            found = format(int(value) if form == "d" else value, form)
+        return self.words.get(found, found)
+
+
+def load_template(given: Any) -> Template:
+    """Return a template, read from its TOML file if it is the path of one.
+
+    Raises:
+        ConfigError: It is neither, or malformed.
+    """
+    if isinstance(given, Template):
+        return given
+    if isinstance(given, str | Path):
+        return load_config(Template, given)
+    raise ConfigError(f"template is the path of a TOML file or an sf.Template, got {type(given).__name__}.")
+
+
+@lru_cache(maxsize=1 << 10)
+def parse_text(text: str) -> tuple[Piece, ...]:
+    """Split the text of a turn.
+
+    Raises:
+        ConfigError: A brace stands alone, or a format is unknown.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigError(
+            f"The text of a turn has at most {_MAX_CHARACTERS:,} characters, got {len(text):,}."
+        )
+    return tuple(_merged(_pieces(text)))
+
+
+def _pieces(text: str) -> Iterator[Piece]:
+    end = 0
+    for found in _PIECE.finditer(text):
+        if found.start() > end:
+            yield Piece("text", text[end : found.start()])
+        end = found.end()
+        if found["slip"]:
+            raise ConfigError(
+                f"A brace of a template begins or ends a name, such as {{facts.sex}} or "
+                f"{{facts.age_years:.0f}}; write {{{{ or }}}} for the sign itself, at character "
+                f"{found.start()} of a turn."
+            )
+        if found["brace"]:
+            yield Piece("text", found["brace"][0])
+        elif found["image"]:
+            yield Piece("image", found["image"])
+        else:
+            form = found["format"] or ""
+            if found["format"] is not None and not _FORMAT.fullmatch(form):
+                raise ConfigError(
+                    f"The format of {{{found['name']}}} is one of numbers, such as .1f, got {form!r}."
+                )
+            yield Piece("value", found["name"], form)
+    if end < len(text):
+        yield Piece("text", text[end:])
+
+
+def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    text = ""
+    for one in pieces:
+        if one.kind == "text":
+            text += one.text
+            continue
+        if text:
+            yield Piece("text", text)
+            text = ""
+        yield one
+    if text:
+        yield Piece("text", text)
+
+
+def _turn(given: Any) -> Turn:
+    if isinstance(given, Turn):
+        return given
+    known = ("role", "text", "when", "weight")
+    if not isinstance(given, Mapping) or not {*given} <= {*known} or not {"role", "text"} <= {*given}:
+        raise ConfigError(
+            "A turn has role and text, and may have when and weight, such as {'role': 'user', 'text': "
+            "'What is seen?'}."
+        )
+    return Turn(**given)
+
+
+def _check_order(roles: Sequence[str]) -> None:
+    spoken = [one for one in roles if one != "system"]
+    if not spoken:
+        raise IncompleteError("no turn of the template applies to it")
+    for place, role in enumerate(spoken):
+        if role != ("user", "assistant")[place % 2]:
+            raise ValueError("turns of one role follow each other in its template; check their conditions")
+    if spoken[-1] == "user":
+        raise IncompleteError("no answer of the template applies to it")
