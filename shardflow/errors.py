@@ -108,6 +108,12 @@ class ManifestError(FormatError):
     """The manifest is missing, unreadable or not trustworthy."""
 
 
+class SignatureError(ManifestError):
+    """What is opened must be signed by a trusted key, and is not (exit code 2)."""
+
+    exit_code = 2
+
+
 class SourceError(ShardflowError):
     """An input cannot be packed.
 

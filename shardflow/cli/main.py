@@ -63,6 +63,7 @@ COMMANDS: Final = {
     ),
     "info": Command("shardflow.cli.info", "show what a dataset holds"),
     "verify": Command("shardflow.cli.verify", "check every byte against index and manifest"),
+    "sign": Command("shardflow.cli.sign", "sign a dataset with an SSH key, for who trusts that key"),
     "view": Command(
         "shardflow.cli.view", "look into a dataset in a browser: studies, slices, reports, findings"
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
@@ -15,22 +17,28 @@ from shardflow.cli.common import (
     step_progress,
     write_result,
 )
+from shardflow.errors import ConfigError, NoListingError
 
 if TYPE_CHECKING:
     from shardflow.format import Damage, VerifyReport
+    from shardflow.format.signatures import Signature
 
 DESCRIPTION = """\
 Reads the whole dataset: the manifest against its own digest, every file against the manifest, every field
 against its index, and what lies between the fields; then the entity views, stored tokens and tables of facts
 beside it, against their manifests and against the version that they belong to.
 
-Exit code 0: all is as it was written. 1: something is damaged; each file's first damage is named with its
-place.
+With --signature the newest version must be signed (shardflow sign) by a key of --keys, with every table
+beside it; this is checked first.
+
+Exit code 0: all is as it was written, and signed if that was asked. 1: something is damaged; each file's
+first damage is named with its place. 2: not signed by a trusted key.
 """
 EXAMPLES = """\
 examples:
   shardflow verify my-dataset
   shardflow verify my-dataset --threads 8 --json
+  shardflow verify my-dataset --signature --keys allowed_signers
 """
 EXIT_DAMAGED = 1
 
@@ -38,6 +46,12 @@ EXIT_DAMAGED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow verify``."""
     add_dataset(parser)
+    parser.add_argument(
+        "--signature", action="store_true", help="check who signed the dataset too, by the keys of --keys"
+    )
+    parser.add_argument(
+        "--keys", metavar="FILE", help="trusted public keys: OpenSSH's allowed signers, or a .pub file"
+    )
     add_threads(parser, "shards read at once")
     add_json(parser)
 
@@ -46,11 +60,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 0 where nothing is damaged, else 1."""
     from shardflow.format import verify
 
+    if arguments.signature != (arguments.keys is not None):
+        raise ConfigError(
+            "--signature and --keys go together: --keys names the file of the public keys that are trusted."
+        )
     url = existing_dataset(arguments.dataset)
+    signature = _check_signature(url, arguments.keys) if arguments.signature else None
     with step_progress("verifying shards") as progress:
         report = verify(url, num_threads=arguments.threads, progress=progress)
-    write_result(arguments, {"ok": report.is_whole, **report.to_json()}, _lines(report))
+    facts: dict[str, object] = {"ok": report.is_whole, **report.to_json()}
+    lines = _lines(report)
+    if signature is not None:
+        facts["signature"] = asdict(signature)
+        lines = [f"signed by {signature.signer}: {signature.path}", *lines]
+    write_result(arguments, facts, lines)
     return 0 if report.is_whole else EXIT_DAMAGED
+
+
+def _check_signature(url: str, keys: str) -> Signature:
+    """Check the signature of the newest version, and that it covers every sidecar."""
+    from shardflow.format.copies.copying import find_sidecars
+    from shardflow.format.manifest import load
+    from shardflow.format.signatures import trust_only
+    from shardflow.storage import open_store
+
+    store = open_store(url)
+    manifest = load(store)
+    signature = trust_only(store, keys).admit(store, manifest)
+    with suppress(NoListingError):
+        find_sidecars(store, [manifest])  # each is compared with the signed list
+    return signature
 
 
 def _lines(report: VerifyReport) -> list[str]:

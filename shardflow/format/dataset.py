@@ -29,6 +29,7 @@ from shardflow.format.keys import parse_slice_field, slice_field, volume_field
 from shardflow.format.manifest import Manifest
 from shardflow.format.manifest_table import load_shared
 from shardflow.format.samples import SamplesTable
+from shardflow.format.signatures import trust_of, trust_only
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
 from shardflow.format.volumes.bricks import BrickVolume
@@ -164,11 +165,15 @@ class Dataset:
 
     Raises:
         FormatError: The samples table is not the one that the manifest names.
+        SignatureError: The store trusts signed versions only, and this is none.
     """
 
     samples: SamplesTable
 
     def __init__(self, store: ByteStore, manifest: Manifest, tables: AttachedTables | None = None) -> None:
+        trust = trust_of(store)
+        if trust is not None:
+            trust.admit(store, manifest)  # before anything that the manifest names is read
         self.store = _located(store, manifest)
         self.manifest = manifest
         self.dataset_id = manifest.dataset_id
@@ -202,6 +207,7 @@ class Dataset:
         version: int | None = None,
         cache: Cache | CacheConfig | None = None,
         tables: Sequence[str | os.PathLike[str]] = (),
+        signed_by: str | os.PathLike[str] | None = None,
     ) -> Dataset:
         """Open a dataset.
 
@@ -211,8 +217,11 @@ class Dataset:
             cache: Settings of a read cache, or a `Cache` that several datasets share.
             tables: Folders of tables that belong to the dataset and are stored elsewhere, as ``shardflow
                 attach --to DIR`` writes them beside a dataset that is read-only.
+            signed_by: File of public keys, OpenSSH's allowed signers or a ``.pub`` file: the version and
+                every table beside it must be signed by one of them (``shardflow sign``).
 
         Raises:
+            SignatureError: They are not.
             ConfigError: The directory of the cache holds something and is no cache; or a folder holds no
                 table of this version of the dataset, or one of a name that the dataset has.
             ManifestError: There is no manifest, or it cannot be trusted.
@@ -222,6 +231,10 @@ class Dataset:
         if isinstance(tables, str | os.PathLike):
             raise ConfigError("tables= is a list of folders; write tables=[folder].")
         store = open_store(url, cache=cache)
+        if signed_by is not None:
+            trust_only(store, signed_by)
+            if tables:
+                raise _not_covered()
         manifest = load_shared(store, version)
         if not tables:
             return cls(store, manifest)
@@ -304,6 +317,29 @@ class Dataset:
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         """Cross a process boundary without maps and caches, with the tables that were chosen."""
         return type(self), self._place()
+
+    def signed(self, signed_by: str | os.PathLike[str]) -> Dataset:
+        """Return the same dataset, which a key must have signed; nothing that was read before is taken over.
+
+        Args:
+            signed_by: File of public keys, see `open`.
+
+        Raises:
+            ConfigError: It has tables from outside, its rows are no studies, or the keys cannot be read.
+            SignatureError: The version, or an attached table, is not signed by one of the keys.
+        """
+        if type(self) is not Dataset:
+            raise ConfigError(
+                "signed_by= of a loader takes a dataset as sf.open returns it, whose rows are studies; pass "
+                "signed_by to sf.open or open_blend instead."
+            )
+        trust = trust_only(self.store, signed_by)
+        trust.admit(self.store, self.manifest)
+        for place in self._tables.places.values() if self._tables is not None else ():
+            if place.store is not None:
+                raise _not_covered()
+            trust.check(f"{place.manifest.folder}/{place.manifest.file_name}", place.manifest.encode())
+        return self.reopened()
 
     def reopened(self) -> Self:
         """Return the same dataset with maps and locks of its own, for a process that was forked."""
@@ -629,6 +665,13 @@ class Dataset:
                 f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
             )
         return index
+
+
+def _not_covered() -> ConfigError:
+    return ConfigError(
+        "tables= has folders outside the dataset, which its signature does not cover; attach the tables to "
+        "the dataset and sign it again, or leave signed_by out."
+    )
 
 
 def _located(store: ByteStore, manifest: Manifest) -> ByteStore:

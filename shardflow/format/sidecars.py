@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.keys import DIGEST_PATTERN, Json, canonical_json, parse_json, sha256_hex
+from shardflow.format.signatures import trust_of
 from shardflow.storage import ByteStore
 
 
@@ -89,11 +90,16 @@ class SidecarManifest(ABC):
 
         Raises:
             NotFoundError: There is no such sidecar.
-            FormatError: The manifest is damaged, or belongs to a different folder.
+            FormatError: The manifest is damaged, or belongs to a different folder; or the store trusts signed
+                ones only, see `shardflow.format.signatures`, and it is none.
             StorageError: Reading failed.
         """
         path = f"{cls.root}/{name}/{owner}/{cls.file_name}"
-        manifest = cls.decode(store.read(path), name=path)
+        data = store.read(path)
+        trust = trust_of(store)
+        if trust is not None:
+            trust.check(path, data)
+        manifest = cls.decode(data, name=path)
         if not manifest.belongs_in(name, owner):
             raise FormatError(
                 f"{path} must name the version and tokenizer that its folder is named after, got another's; "

@@ -207,6 +207,7 @@ def open_blend(
     versions: Sequence[int] | None = None,
     lock: Mapping[str, Any] | None = None,
     cache: Cache | CacheConfig | None = None,
+    signed_by: str | os.PathLike[str] | None = None,
 ) -> Selection:
     """Open the datasets of a blend file.
 
@@ -216,6 +217,7 @@ def open_blend(
             components whose version the file does not set.
         lock: Lock of a run to resume, instead of ``versions``: versions of datasets and of their tables.
         cache: Cache shared by all components.
+        signed_by: File of public keys, one of which must have signed each dataset, see `Dataset.open`.
 
     Returns:
         The selection, which a `Loader` takes instead of a dataset.
@@ -241,7 +243,8 @@ def open_blend(
             of_series = part.where if part.unit in ("series", "image") else None
             place = (part.dataset, version, part.view, part.unit, of_series)
             if place not in opened:
-                dataset = with_tables(Dataset.open(part.dataset, version=version, cache=cache), saved)
+                dataset = Dataset.open(part.dataset, version=version, cache=cache, signed_by=signed_by)
+                dataset = with_tables(dataset, saved)
                 opened[place] = open_unit(open_view(dataset, part.view), part.unit, of_series)
             datasets.append(opened[place])
             where = part.where if of_series is None else None

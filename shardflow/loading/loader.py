@@ -34,6 +34,7 @@ from shardflow.loading.lock import (
     make_lock,
     open_locked,
     run_id,
+    signed,
 )
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
 from shardflow.loading.selection import Selection
@@ -209,6 +210,8 @@ class Loader:
         config: How to run; never changes what is in a micro-batch.
         lock: What `lock` returned in the run to resume: the version of the dataset that it lists is opened,
             even where a newer one exists, and everything else must be as it says.
+        signed_by: File of public keys, as of `sf.open`: refuse a dataset that none of them signed. A blend
+            is opened with it.
         spec: The former name of ``batch``, accepted for one release.
 
     Raises:
@@ -216,6 +219,7 @@ class Loader:
         ConfigError: The dataset has no such split, a term cannot be read, no sample is left, the world is
             none, or the loaders of the node could take more memory than they may.
         StateError: The data is not what ``lock`` lists; the message names the first entry that differs.
+        SignatureError: The dataset, or a table beside it, is not signed by one of ``signed_by``.
         PlanError: There are more ranks than micro-batches in a step, or no step can be formed; with a token
             budget the latter is raised by the first use of a plan.
 
@@ -247,6 +251,7 @@ class Loader:
         world: World | Literal["single"] | Any = None,
         config: LoaderConfig | None = None,
         lock: Mapping[str, Any] | None = None,
+        signed_by: str | os.PathLike[str] | None = None,
         spec: BatchSpec | None = None,
     ) -> None:
         batch = _given_batch(batch, spec)
@@ -254,6 +259,8 @@ class Loader:
             check_names(fields)
         if lock is not None:
             dataset = open_locked(dataset, lock)
+        if signed_by is not None:
+            dataset = signed(dataset, signed_by)
         seed = checked_int("seed", seed, low=0, high=MAX_COUNTER, where="Loader", error=ConfigError)
         self._resolved = resolve_world(world)
         if self._resolved.source:

@@ -8,6 +8,7 @@ and machines. A resume compares it with what it has opened, and names the first 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import load
+from shardflow.format.signatures import trust_of, trust_only
 from shardflow.format.tokens import open_manifest
 from shardflow.loading.selection import Selection
 from shardflow.sampling import LoaderState
@@ -135,6 +137,26 @@ def open_locked(source: Dataset | Selection, lock: Mapping[str, Any]) -> Dataset
     if wanted.get("dataset_id") != source.dataset_id and type(wanted.get("manifest_version")) is int:
         source = Dataset(source.store, load(source.store, wanted["manifest_version"]))
     return with_tables(source, wanted)
+
+
+def signed(source: Dataset | Selection, signed_by: str | os.PathLike[str]) -> Dataset | Selection:
+    """Return a dataset that a key must have signed, see `Dataset.signed`; a selection must be one already.
+
+    Raises:
+        ConfigError: A dataset of the selection was opened without keys.
+        SignatureError: The dataset is not signed by one of the keys.
+    """
+    if isinstance(source, Dataset):
+        return source.signed(signed_by)
+    for dataset in source.datasets:
+        trust = trust_of(dataset.store)
+        if trust is None:
+            raise ConfigError(
+                "signed_by= of a loader takes a dataset, got a blend or a selection whose datasets were opened "
+                "without keys; write open_blend(path, signed_by=...) or sf.open(path, signed_by=...)."
+            )
+        trust_only(dataset.store, signed_by).admit(dataset.store, dataset.manifest)
+    return source
 
 
 def with_tables(dataset: Dataset, listed: Mapping[str, Any] | None) -> Dataset:

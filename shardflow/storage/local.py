@@ -267,6 +267,7 @@ class LocalStore:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).absolute()
+        self.trust: object | None = None
         self._prefix = f"{self.root}/"
         # A number of its own: another store of the same folder may find other files there.
         self._owner = next(_OWNERS)
@@ -276,9 +277,9 @@ class LocalStore:
         """The folder as a path."""
         return str(self.root)
 
-    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path], dict[str, object]]:
         """Pickle the path, without descriptors."""
-        return type(self), (self.root,)
+        return type(self), (self.root,), {"trust": self.trust}
 
     def __del__(self) -> None:
         """Close the descriptors: they are plain numbers that nothing else closes."""

@@ -226,6 +226,7 @@ class RemoteStore:
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
         self._url = check_remote_url(url)
         self._options = options or RemoteOptions()
+        self.trust: object | None = None
         self._is_read_only = urlsplit(self._url).scheme in READ_ONLY_SCHEMES
         self._reset()
 
@@ -264,9 +265,9 @@ class RemoteStore:
         """Request counts of this process."""
         return self._reads.counts
 
-    def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, RemoteOptions]]:
+    def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, RemoteOptions], dict[str, object]]:
         """Pickle URL and options, without connections."""
-        return type(self), (self._url, self._options)
+        return type(self), (self._url, self._options), {"trust": self.trust}
 
     def __repr__(self) -> str:
         return f"RemoteStore({self._url!r})"

@@ -78,11 +78,14 @@ class DataConfig:
     transform: tuple[str, ...] = ()
     """Functions ``"package.module:function"`` that each sample passes, see docs/fields.md; none in
     evaluations."""
+    trusted_keys: Path | None = None
+    """File of public keys, OpenSSH's allowed signers or a ``.pub`` file: each dataset of the run must be
+    signed by one of them (``shardflow sign``), with the tables that are read; every rank checks it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.is_blend:
-            of_run = {"dataset", "eval_split", "transform"}
+            of_run = {"dataset", "eval_split", "transform", "trusted_keys"}
             given = [name for name in changed_settings(self) if name not in of_run]
             if given:
                 raise ConfigError(

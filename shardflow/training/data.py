@@ -94,6 +94,7 @@ def open_data(
 
     Raises:
         ConfigError: There is no dataset or blend, a split is missing, or no sample is left.
+        SignatureError: A dataset is not signed by one of ``data.trusted_keys``.
     """
     if settings.is_blend:
         return _open_blend(settings, saved, lock, cache)
@@ -104,7 +105,9 @@ def open_data(
         # A newer manifest is adopted on purpose only: it has other samples, so another plan. A blend's state
         # has 0 here; it is refused later, by its components.
         version = saved["manifest_version"] or None
-    dataset = Dataset.open(settings.dataset, version=version, cache=cache)
+    dataset = Dataset.open(
+        settings.dataset, version=version, cache=cache, signed_by=settings.trusted_keys
+    )
     if lock is not None and len(lock["datasets"]) == 1:
         dataset = with_tables(dataset, lock["datasets"][0])
     dataset = open_view(dataset, settings.view)
@@ -152,7 +155,9 @@ def _open_blend(
     pinned = None
     if saved is not None:
         pinned = [state.manifest_version for state in components_from_json(saved.get("components", []))]
-    blend = open_blend(settings.dataset, versions=pinned, lock=lock, cache=cache)
+    blend = open_blend(
+        settings.dataset, versions=pinned, lock=lock, cache=cache, signed_by=settings.trusted_keys
+    )
     return TrainingData(
         training=blend,
         evaluation=evaluation_blend(blend, settings.eval_split) if settings.eval_split else None,

@@ -13,7 +13,7 @@ manifest of the dataset names. Tokens may belong to a view, whose digest then ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from shardflow.errors import (
     ConfigError,
     NoListingError,
     NotFoundError,
+    SignatureError,
     StorageError,
 )
 from shardflow.format.entities import EntityManifest
@@ -35,6 +36,7 @@ from shardflow.format.foreign.places import located
 from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
 from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.signatures import SignedList, list_path, signature_numbers, stored_signature
 from shardflow.format.tables import TableManifest
 from shardflow.format.tar import HashedStream
 from shardflow.format.tokens import TokensManifest
@@ -167,8 +169,10 @@ class CopyReport:
     """Tables of facts of series and studies that are in the target now."""
     tables: tuple[CopiedSidecar, ...]
     """Attached tables that are in the target now."""
+    signatures: tuple[str, ...]
+    """Signed lists that are in the target now, with their signatures."""
     notes: tuple[str, ...]
-    """Sidecars of the source that were not copied, and why."""
+    """Sidecars and signatures of the source that were not copied, and why."""
 
 
 def copy_dataset(
@@ -233,6 +237,13 @@ def copy_dataset(
     for entry in sidecar_manifests:
         finish(entry, is_copied=copy_object(source, target, entry))
     files |= {entry.path: entry for entry in sidecar_manifests}
+    signatures: list[str] = []
+    if with_sidecars:
+        copied_manifests = {*map(manifest_path, manifests), *(entry.path for entry in sidecar_manifests)}
+        for number in manifests:
+            signed, left = _copy_signatures(source, target, number, copied_manifests)
+            signatures += signed
+            notes += left
     for number, manifest in sorted(manifests.items()):
         _put_manifest(target, number, manifest)
     new_sizes = [files[path].num_bytes for path, is_copied in is_new.items() if is_copied]
@@ -247,6 +258,7 @@ def copy_dataset(
         tokens=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TokensManifest),
         facts=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind in FACTS_KINDS),
         tables=tuple(sidecar.report() for sidecar in sidecars if sidecar.kind is TableManifest),
+        signatures=tuple(signatures),
         notes=tuple(notes),
     )
 
@@ -391,3 +403,43 @@ def _put_manifest(target: ByteStore, number: int, manifest: Manifest) -> None:
                 f"{manifest_path(number)} must be this dataset's, got another, written meanwhile; name "
                 "another place."
             ) from None
+
+
+def _copy_signatures(
+    source: ByteStore, target: ByteStore, version: int, copied: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Copy the signatures of a version.
+
+    Args:
+        source: Where the dataset is stored.
+        target: Where its files and sidecars were copied to.
+        version: The version.
+        copied: Paths of the manifests that the target has.
+
+    Returns:
+        The lists that are in the target now, and notes on the others.
+    """
+    done, notes = [], []
+    for number in signature_numbers(source, version):
+        path, stored = list_path(version, number), stored_signature(source, version, number)
+        if stored is None:
+            continue
+        try:
+            covers = SignedList.decode(stored[0]).files
+        except SignatureError:
+            covers = {}
+        if not covers or not set(covers) <= set(copied):
+            notes.append(f"{path} was left behind: it covers what was not copied; sign the copy")
+        elif _put_same(target, f"{path}.sig", stored[1]) and _put_same(target, path, stored[0]):
+            done.append(path)
+        else:
+            notes.append(f"{path} was left behind: DST has another one")
+    return done, notes
+
+
+def _put_same(target: ByteStore, path: str, data: bytes) -> bool:
+    try:
+        target.put_new(path, data)
+    except AlreadyExistsError:
+        return target.read(path) == data
+    return True

@@ -177,9 +177,15 @@ def local_folder(store: ByteStore) -> LocalStore | None:
 
     Foreign shards may lie anywhere: their tables lie beside the manifest. A cache has no part in writing.
     """
+    store = origin_of(store)
+    return store if isinstance(store, LocalStore) else None
+
+
+def origin_of(store: ByteStore) -> ByteStore:
+    """Return the store that the manifest is read from, behind a cache and the places of foreign shards."""
     while isinstance(store, CachedStore | RelocatedStore):
         store = store.origin if isinstance(store, CachedStore) else store.base
-    return store if isinstance(store, LocalStore) else None
+    return store
 
 
 def split_location(location: str) -> tuple[str, str]:

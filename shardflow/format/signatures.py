@@ -1,0 +1,377 @@
+"""Signatures of datasets: who vouches for a version and for the tables beside it.
+
+The signed file is a list in the form of ``sha256sum``: a line for the manifest, which has the digest of every
+shard, index and table of the version, and one for the manifest of each sidecar. Its signature is that of
+``ssh-keygen -Y sign`` (SSHSIG, OpenSSH's PROTOCOL.sshsig) with an Ed25519 key, so that ``ssh-keygen -Y
+verify`` and ``sha256sum -c`` check it without shardflow. SSHSIG was chosen over minisign because teams have
+these keys and files of allowed signers already, in agents and on hardware, and the program is on every host.
+
+``signatures/000003-001.sha256`` and ``.sha256.sig`` are the first signature of version 3; as all objects
+they are written once, so a table that is attached later is covered by the next number. A store whose `trust`
+is set opens only what the newest signature of a trusted key lists: a dataset asks when it is made, a sidecar
+when its manifest is read, in every process.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import itertools
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from shardflow.errors import ConfigError, NoListingError, NotFoundError, SignatureError, os_reason
+from shardflow.format.foreign.places import origin_of
+from shardflow.format.manifest import Manifest, manifest_path
+from shardflow.storage import ByteStore
+
+NAMESPACE: Final = "shardflow"
+"""Namespace of the signatures: those for git or files are no signatures of datasets."""
+FOLDER: Final = "signatures"
+_HEAD: Final = "# shardflow dataset 1"
+_MAGIC: Final = b"SSHSIG"
+_KEY_TYPE: Final = b"ssh-ed25519"
+_HASHES: Final = {b"sha256": hashlib.sha256, b"sha512": hashlib.sha512}
+_ARMOR: Final = re.compile(
+    rb"-----BEGIN SSH SIGNATURE-----\n([A-Za-z0-9+/=\n]+)-----END SSH SIGNATURE-----\s*", re.ASCII
+)
+_LINE: Final = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9._/-]*)", re.ASCII)
+_NAME: Final = re.compile(rf"{FOLDER}/\d{{6}}-(\d{{3,}})\.sha256", re.ASCII)
+_MAX_LIST_BYTES: Final = 16 << 20
+_MAX_SIGNATURE_BYTES: Final = 4096
+_MAX_TRIED: Final = 64
+
+
+# ---- keys ----------------------------------------------------------------------------------------------
+
+
+def fingerprint(key: bytes) -> str:
+    """Return what ``ssh-keygen -l`` calls an Ed25519 key of 32 bytes: ``SHA256:...``."""
+    digest = hashlib.sha256(_string(_KEY_TYPE) + _string(key)).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def read_keys(path: str | os.PathLike[str]) -> dict[bytes, str]:
+    """Read public keys: OpenSSH's file of allowed signers, or lines of ``.pub`` files.
+
+    Args:
+        path: The file; a line is ``NAME [namespaces="shardflow"] ssh-ed25519 KEY``, or a public key.
+
+    Returns:
+        The name of the signer of each key of 32 bytes; its fingerprint where the line has none. Lines of
+        other namespaces are left out.
+
+    Raises:
+        ConfigError: The file cannot be read, a line has another key or option, or no key is left.
+    """
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the file of trusted keys cannot be read ({os_reason(error)}); name a file of allowed signers "
+            "or a public key (.pub)."
+        ) from None
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        parts = line.split()
+        try:
+            at = parts.index(_KEY_TYPE.decode())
+            name, options = (parts[0], parts[1:at]) if at else ("", [])
+            if options and not (
+                len(options) == 1 and (given := re.fullmatch(r'namespaces="([^"]+)"', options[0]))
+            ):
+                raise ValueError
+            kind, key = _strings(base64.b64decode(parts[at + 1], validate=True), 2)
+            if kind != _KEY_TYPE or len(key) != 32:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise ConfigError(
+                f'line {number} of the file of trusted keys must be NAME [namespaces="{NAMESPACE}"] '
+                "ssh-ed25519 KEY, or the public key of an Ed25519 pair; got something else, such as another "
+                "type of key, a certificate or a time limit. Make a key with: ssh-keygen -t ed25519"
+            ) from None
+        if not options or NAMESPACE in given[1].split(","):
+            keys[key] = name or fingerprint(key)
+    if not keys:
+        raise ConfigError(
+            f"the file of trusted keys must have a key for the namespace {NAMESPACE!r}, got none; add a line "
+            "of the .pub file of who signs."
+        )
+    return keys
+
+
+# ---- signatures ----------------------------------------------------------------------------------------
+
+
+def _string(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def _strings(data: bytes, count: int) -> list[bytes]:
+    """Return the strings of an SSH structure that has nothing else; raises ValueError."""
+    found, place = [], 0
+    for _ in range(count):
+        if len(data) < place + 4:
+            raise ValueError
+        (size,) = struct.unpack_from(">I", data, place)
+        if len(data) < place + 4 + size:
+            raise ValueError
+        found.append(data[place + 4 : place + 4 + size])
+        place += 4 + size
+    if place != len(data):
+        raise ValueError
+    return found
+
+
+def signer_of(signature: bytes, message: bytes) -> bytes:
+    """Return the Ed25519 key that made a signature; whether it is trusted is for the caller to say.
+
+    Args:
+        signature: As ``ssh-keygen -Y sign -n shardflow`` writes it.
+        message: What was signed.
+
+    Returns:
+        The public key, 32 bytes.
+
+    Raises:
+        SignatureError: It is no signature of this message for this namespace by such a key.
+        ConfigError: The package cryptography is not installed.
+    """
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError:
+        raise ConfigError(
+            "signatures are checked with the package cryptography, which is not installed; run: "
+            "pip install 'shardflow[sign]'"
+        ) from None
+    try:
+        armored = _ARMOR.fullmatch(signature)
+        if armored is None:
+            raise ValueError
+        data = base64.b64decode(armored[1].replace(b"\n", b""), validate=True)
+        if data[:10] != _MAGIC + struct.pack(">I", 1):
+            raise ValueError
+        key_blob, namespace, reserved, hash_name, signature_blob = _strings(data[10:], 5)
+        kind, key = _strings(key_blob, 2)
+        signed_kind, value = _strings(signature_blob, 2)
+    except (ValueError, binascii.Error):
+        raise SignatureError("a signature must be one of ssh-keygen -Y sign, got other bytes.") from None
+    if {kind, signed_kind} != {_KEY_TYPE}:
+        raise SignatureError("a signature must be made with an Ed25519 key, got another type of key.")
+    if namespace != NAMESPACE.encode() or hash_name not in _HASHES:
+        raise SignatureError(
+            f"a signature must be made for the namespace {NAMESPACE!r} with sha256 or sha512, got another."
+        )
+    digest = _HASHES[hash_name](message).digest()
+    content = _MAGIC + b"".join(map(_string, (namespace, reserved, hash_name, digest)))
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(value, content)
+    except (InvalidSignature, ValueError):
+        raise SignatureError("a signature must be one of this list, got one of other bytes.") from None
+    return key
+
+
+# ---- lists ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignedList:
+    """What a signature covers: SHA-256 of the manifest of a version and of those of its sidecars by path."""
+
+    dataset_id: str
+    files: Mapping[str, str]
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file, which ``sha256sum -c`` reads."""
+        lines = [_HEAD, f"# dataset_id {self.dataset_id}"]
+        lines += [f"{digest}  {path}" for path, digest in sorted(self.files.items())]
+        return "\n".join(lines).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read a list.
+
+        Raises:
+            SignatureError: It is none.
+        """
+        with suppress(ValueError):
+            head, named, *lines, last = data.decode("ascii").split("\n")
+            matches = [_LINE.fullmatch(line) for line in lines]
+            files = {match[2]: match[1] for match in matches if match}
+            found = cls(dataset_id=named.removeprefix("# dataset_id "), files=files)
+            if (head, last) == (_HEAD, "") and found.encode() == data:
+                return found
+        raise SignatureError("a signed list must be one that shardflow sign writes, got other bytes.")
+
+
+def signature_numbers(store: ByteStore, version: int) -> list[int]:
+    """Return the numbers of the signatures of a version, ascending; a store that cannot list is asked."""
+    try:
+        matches = map(_NAME.fullmatch, store.list(f"{FOLDER}/{version:06d}-"))
+        return sorted(int(match[1]) for match in matches if match)
+    except NoListingError:
+        return list(_probed(store, version))
+
+
+def _probed(store: ByteStore, version: int) -> Iterator[int]:
+    for number in itertools.count(1):
+        try:
+            store.size(list_path(version, number))
+        except NotFoundError:
+            return
+        yield number
+
+
+def list_path(version: int, number: int) -> str:
+    """Name a signed list; its signature has ``.sig`` behind that."""
+    return f"{FOLDER}/{version:06d}-{number:03d}.sha256"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """A signature that was checked."""
+
+    path: str
+    """Of the signed list."""
+    signer: str
+    """Name of the signer in the file of trusted keys; the fingerprint where that has none."""
+    files: Mapping[str, str]
+
+
+class Trust:
+    """Keys that must have signed what a store holds. Crosses process boundaries as its keys.
+
+    Set as `trust` of a store, it is asked by each dataset and sidecar that is opened from it.
+
+    Args:
+        keys: Names of the signers by public key, see `read_keys`.
+    """
+
+    def __init__(self, keys: Mapping[bytes, str]) -> None:
+        self._keys = dict(keys)
+        self._files: dict[str, str] = {}
+        self.signatures: dict[str, Signature] = {}
+        """By ``dataset_id`` of the versions that were admitted."""
+
+    def __reduce__(self) -> tuple[type[Trust], tuple[dict[bytes, str]]]:
+        """Leave out what was found: another process checks for itself."""
+        return type(self), (self._keys,)
+
+    def admit(self, store: ByteStore, manifest: Manifest) -> Signature:
+        """Check that a trusted key signed a version, and note what it signed.
+
+        Raises:
+            SignatureError: It is not signed, by another key only, or something signed is gone; the message
+                says which, and what to do.
+        """
+        found = self.signatures.get(manifest.dataset_id)
+        if found is None:
+            found = self.signatures[manifest.dataset_id] = self._newest(store, manifest)
+            self._files |= found.files
+        return found
+
+    def check(self, path: str, data: bytes) -> None:
+        """Check the manifest of a sidecar.
+
+        Raises:
+            SignatureError: It is not on a signed list, or is another one.
+        """
+        expected = self._files.get(path)
+        if expected == hashlib.sha256(data).hexdigest():
+            return
+        problem = "was added after the dataset was signed" if expected is None else "is not the signed one"
+        raise SignatureError(
+            f"{path} {problem}; check where it comes from, then sign the dataset again: shardflow sign "
+            "DATASET --key FILE"
+        )
+
+    def _newest(self, store: ByteStore, manifest: Manifest) -> Signature:
+        version = manifest.manifest_version
+        numbers = signature_numbers(store, version)[-_MAX_TRIED:]
+        if not numbers:
+            raise SignatureError(
+                f"version {version} of the dataset is not signed, and only signed ones are trusted here; sign "
+                "it (shardflow sign DATASET --key FILE), open a signed version, or remove signed_by or "
+                "data.trusted_keys."
+            )
+        problems = []
+        for number in reversed(numbers):
+            path = list_path(version, number)
+            try:
+                message = _read(store, path, _MAX_LIST_BYTES)
+                key = signer_of(_read(store, f"{path}.sig", _MAX_SIGNATURE_BYTES), message)
+                if key not in self._keys:
+                    raise SignatureError(f"it is signed by {fingerprint(key)}, which is no trusted key.")
+                listed = SignedList.decode(message)
+                if listed.dataset_id != manifest.dataset_id or manifest_path(version) not in listed.files:
+                    raise SignatureError("it is the signature of another version or dataset.")
+            except SignatureError as error:
+                problems.append(f"{path}: {error.message}")
+                continue
+            _check_exist(store, path, listed.files)
+            return Signature(path=path, signer=self._keys[key], files=listed.files)
+        raise SignatureError(
+            f"version {version} of the dataset has no signature of a trusted key ({problems[0]}); add the "
+            "signer's public key to the trusted ones if you trust it, or have the dataset signed again."
+        )
+
+
+def _read(store: ByteStore, path: str, max_bytes: int) -> bytes:
+    try:
+        if store.size(path) <= max_bytes:
+            return store.read(path)
+    except NotFoundError:
+        raise SignatureError("it is incomplete, because signing was interrupted.") from None
+    raise SignatureError("it is too large for a list of manifests or a signature.")
+
+
+def _check_exist(store: ByteStore, path: str, files: Iterable[str]) -> None:
+    """Refuse a version without something that was signed: without its removal an old table would be back."""
+    for name in files:
+        try:
+            store.size(name)
+        except NotFoundError:
+            raise SignatureError(
+                f"{name} is missing, and {path} lists it; fetch it again, or if it was deleted on purpose, "
+                "sign the dataset again: shardflow sign DATASET --key FILE"
+            ) from None
+
+
+def stored_signature(store: ByteStore, version: int, number: int) -> tuple[bytes, bytes] | None:
+    """Return a signed list and its signature; None where one of them is missing."""
+    path = list_path(version, number)
+    try:
+        return store.read(path), store.read(f"{path}.sig")
+    except NotFoundError:
+        return None
+
+
+def trust_of(store: ByteStore) -> Trust | None:
+    """Return the keys that must have signed what is opened from a store; None where nobody asked."""
+    found: Trust | None = getattr(origin_of(store), "trust", None)
+    return found
+
+
+def trust_only(store: ByteStore, signed_by: str | os.PathLike[str]) -> Trust:
+    """Let a store open signed versions only, from now on.
+
+    Args:
+        store: The store.
+        signed_by: File of public keys, see `read_keys`.
+
+    Raises:
+        ConfigError: The keys cannot be read.
+    """
+    origin: Any = origin_of(store)
+    origin.trust = trust = Trust(read_keys(signed_by))
+    return trust
