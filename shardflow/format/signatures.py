@@ -15,7 +15,6 @@ when its manifest is read, in every process.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import itertools
 import os
@@ -37,11 +36,18 @@ NAMESPACE: Final = "shardflow"
 FOLDER: Final = "signatures"
 _HEAD: Final = "# shardflow dataset 1"
 _MAGIC: Final = b"SSHSIG"
+_HEADER: Final = _MAGIC + struct.pack(">I", 1)
 _KEY_TYPE: Final = b"ssh-ed25519"
 _HASHES: Final = {b"sha256": hashlib.sha256, b"sha512": hashlib.sha512}
 _ARMOR: Final = re.compile(
     rb"-----BEGIN SSH SIGNATURE-----\n([A-Za-z0-9+/=\n]+)-----END SSH SIGNATURE-----\s*", re.ASCII
 )
+_ALLOWED: Final = re.compile(
+    r"(?:(?P<name>\S+)\s+(?:namespaces=\"(?P<namespaces>[^\"]+)\"\s+)?)?"
+    r"ssh-ed25519\s+(?P<key>[A-Za-z0-9+/=]+)(?:\s.*)?",
+    re.ASCII,
+)
+_KEY_BYTES: Final = 32
 _LINE: Final = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9._/-]*)", re.ASCII)
 _NAME: Final = re.compile(rf"{FOLDER}/\d{{6}}-(\d{{3,}})\.sha256", re.ASCII)
 _MAX_LIST_BYTES: Final = 16 << 20
@@ -82,31 +88,31 @@ def read_keys(path: str | os.PathLike[str]) -> dict[bytes, str]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        parts = line.split()
-        try:
-            at = parts.index(_KEY_TYPE.decode())
-            name, options = (parts[0], parts[1:at]) if at else ("", [])
-            if options and not (
-                len(options) == 1 and (given := re.fullmatch(r'namespaces="([^"]+)"', options[0]))
-            ):
-                raise ValueError
-            kind, key = _strings(base64.b64decode(parts[at + 1], validate=True), 2)
-            if kind != _KEY_TYPE or len(key) != 32:
-                raise ValueError
-        except (ValueError, IndexError):
+        found = _ALLOWED.fullmatch(line.strip())
+        key = None if found is None else _key_of(found["key"])
+        if found is None or key is None:
             raise ConfigError(
                 f'line {number} of the file of trusted keys must be NAME [namespaces="{NAMESPACE}"] '
                 "ssh-ed25519 KEY, or the public key of an Ed25519 pair; got something else, such as another "
                 "type of key, a certificate or a time limit. Make a key with: ssh-keygen -t ed25519"
-            ) from None
-        if not options or NAMESPACE in given[1].split(","):
-            keys[key] = name or fingerprint(key)
+            )
+        if found["namespaces"] is None or NAMESPACE in found["namespaces"].split(","):
+            keys[key] = found["name"] or fingerprint(key)
     if not keys:
         raise ConfigError(
             f"the file of trusted keys must have a key for the namespace {NAMESPACE!r}, got none; add a line "
             "of the .pub file of who signs."
         )
     return keys
+
+
+def _key_of(text: str) -> bytes | None:
+    """Return the Ed25519 key of a line; None if there is none."""
+    with suppress(ValueError):
+        kind, key = _strings(base64.b64decode(text, validate=True), 2)
+        if kind == _KEY_TYPE and len(key) == _KEY_BYTES:
+            return key
+    return None
 
 
 # ---- signatures ----------------------------------------------------------------------------------------
@@ -154,18 +160,16 @@ def signer_of(signature: bytes, message: bytes) -> bytes:
             "signatures are checked with the package cryptography, which is not installed; run: "
             "pip install 'shardflow[sign]'"
         ) from None
+    armored = _ARMOR.fullmatch(signature)
     try:
-        armored = _ARMOR.fullmatch(signature)
-        if armored is None:
-            raise ValueError
-        data = base64.b64decode(armored[1].replace(b"\n", b""), validate=True)
-        if data[:10] != _MAGIC + struct.pack(">I", 1):
-            raise ValueError
-        key_blob, namespace, reserved, hash_name, signature_blob = _strings(data[10:], 5)
+        data = base64.b64decode(armored[1].replace(b"\n", b"") if armored else b"", validate=True)
+        key_blob, namespace, reserved, hash_name, signature_blob = _strings(data[len(_HEADER) :], 5)
         kind, key = _strings(key_blob, 2)
         signed_kind, value = _strings(signature_blob, 2)
-    except (ValueError, binascii.Error):
-        raise SignatureError("a signature must be one of ssh-keygen -Y sign, got other bytes.") from None
+    except ValueError:
+        data = b""
+    if not data.startswith(_HEADER):
+        raise SignatureError("a signature must be one of ssh-keygen -Y sign, got other bytes.")
     if {kind, signed_kind} != {_KEY_TYPE}:
         raise SignatureError("a signature must be made with an Ed25519 key, got another type of key.")
     if namespace != NAMESPACE.encode() or hash_name not in _HASHES:
@@ -300,30 +304,36 @@ class Trust:
         numbers = signature_numbers(store, version)[-_MAX_TRIED:]
         if not numbers:
             raise SignatureError(
-                f"version {version} of the dataset is not signed, and only signed ones are trusted here; sign "
-                "it (shardflow sign DATASET --key FILE), open a signed version, or remove signed_by or "
+                f"version {version} of the dataset is not signed, and only signed ones are trusted here; "
+                "sign it (shardflow sign DATASET --key FILE), open a signed version, or remove signed_by or "
                 "data.trusted_keys."
             )
         problems = []
         for number in reversed(numbers):
             path = list_path(version, number)
             try:
-                message = _read(store, path, _MAX_LIST_BYTES)
-                key = signer_of(_read(store, f"{path}.sig", _MAX_SIGNATURE_BYTES), message)
-                if key not in self._keys:
-                    raise SignatureError(f"it is signed by {fingerprint(key)}, which is no trusted key.")
-                listed = SignedList.decode(message)
-                if listed.dataset_id != manifest.dataset_id or manifest_path(version) not in listed.files:
-                    raise SignatureError("it is the signature of another version or dataset.")
+                found = self._checked(store, path, manifest)
             except SignatureError as error:
                 problems.append(f"{path}: {error.message}")
                 continue
-            _check_exist(store, path, listed.files)
-            return Signature(path=path, signer=self._keys[key], files=listed.files)
+            _check_exist(store, path, found.files)
+            return found
         raise SignatureError(
-            f"version {version} of the dataset has no signature of a trusted key ({problems[0]}); add the "
-            "signer's public key to the trusted ones if you trust it, or have the dataset signed again."
+            f"version {version} of the dataset has no signature of a trusted key ({problems[0]}) If you "
+            "trust who signed it, add that public key to the trusted ones; else have the dataset signed again."
         )
+
+    def _checked(self, store: ByteStore, path: str, manifest: Manifest) -> Signature:
+        """Return a signature of a version; raises SignatureError if it is none of a trusted key."""
+        message = _read(store, path, _MAX_LIST_BYTES)
+        key = signer_of(_read(store, f"{path}.sig", _MAX_SIGNATURE_BYTES), message)
+        if key not in self._keys:
+            raise SignatureError(f"it is signed by {fingerprint(key)}, which is no trusted key.")
+        listed = SignedList.decode(message)
+        name = manifest_path(manifest.manifest_version)
+        if listed.dataset_id != manifest.dataset_id or name not in listed.files:
+            raise SignatureError("it is the signature of another version or dataset.")
+        return Signature(path=path, signer=self._keys[key], files=listed.files)
 
 
 def _read(store: ByteStore, path: str, max_bytes: int) -> bytes:
@@ -336,7 +346,7 @@ def _read(store: ByteStore, path: str, max_bytes: int) -> bytes:
 
 
 def _check_exist(store: ByteStore, path: str, files: Iterable[str]) -> None:
-    """Refuse a version without something that was signed: without its removal an old table would be back."""
+    """Refuse a version that lacks something signed: without its removal an old table would be back."""
     for name in files:
         try:
             store.size(name)

@@ -19,6 +19,7 @@ component, see `shardflow.Sampling`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

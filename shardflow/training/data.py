@@ -105,9 +105,7 @@ def open_data(
         # A newer manifest is adopted on purpose only: it has other samples, so another plan. A blend's state
         # has 0 here; it is refused later, by its components.
         version = saved["manifest_version"] or None
-    dataset = Dataset.open(
-        settings.dataset, version=version, cache=cache, signed_by=settings.trusted_keys
-    )
+    dataset = Dataset.open(settings.dataset, version=version, cache=cache, signed_by=settings.trusted_keys)
     if lock is not None and len(lock["datasets"]) == 1:
         dataset = with_tables(dataset, lock["datasets"][0])
     dataset = open_view(dataset, settings.view)

@@ -94,13 +94,13 @@ def _signature(message: bytes, key: str | os.PathLike[str]) -> bytes:
             "install openssh-client)."
         )
     command = [program, "-Y", "sign", "-q", "-n", NAMESPACE, "-f", os.fspath(key)]
-    done = subprocess.run(command, input=message, capture_output=True, check=False)  # noqa: S603 - no shell
+    done = subprocess.run(command, input=message, capture_output=True, check=False)
     if done.returncode or not done.stdout:
         reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise ConfigError(
-            f"--key must be an Ed25519 key that ssh-keygen can sign with ({reason[-1] if reason else 'none'}); "
-            "correct the path, allow reading it to yourself alone (chmod 600), or load it into ssh-agent and "
-            "name its .pub file."
+            "--key must be an Ed25519 key that ssh-keygen can sign with "
+            f"({reason[-1] if reason else 'it said nothing'}); correct the path, allow reading it to yourself "
+            "alone (chmod 600), or load it into ssh-agent and name its .pub file."
         )
     return done.stdout
 

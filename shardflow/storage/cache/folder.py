@@ -67,11 +67,12 @@ _HEADER = struct.Struct("<8sQQQQQ")
 _HEADER_NUM_BYTES = 4096
 _MAGIC = b"SFCACHE1"
 _LOCK_TIMEOUT_S = 30.0
+_MAX_LINKS = 40
 _MAX_UNIT = (1 << 32) - 1
 
 
 class BlockDamagedError(Exception):
-    """A file in a block's place is not the block: another size, a link, a folder."""
+    """A file in a block's place is not the block: another size or owner, a link, a folder."""
 
 
 class CacheFolder:
@@ -81,20 +82,24 @@ class CacheFolder:
         path: The folder; created, with its parents, if it is missing.
 
     Raises:
-        ConfigError: The folder is not empty and has no marker of a cache.
+        ConfigError: The folder is not empty and has no marker of a cache; it belongs to another user or
+            others may write in it; or a link of another user leads to it.
         OSError: The folder cannot be created, read or written.
     """
 
     def __init__(self, path: Path) -> None:
+        _refuse_links_of_others(path)  # before a folder is made behind one
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._descriptors: dict[str, int] = {}
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            _refuse_folder_of_others(self._root, path)
             self._claim()
             for name in _SUBFOLDERS:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self._root)
                 self._descriptors[name] = os.open(name, _FOLDER_FLAGS, dir_fd=self._root)
+                _refuse_folder_of_others(self._descriptors[name], path / name)
         except BaseException:
             self.close()
             raise
@@ -166,7 +171,7 @@ class CacheFolder:
 
         Raises:
             FileNotFoundError: There is no such block.
-            BlockDamagedError: Its place holds no regular file of ``num_bytes``.
+            BlockDamagedError: Its place holds no regular file of ``num_bytes``, or one of another user.
         """
         folder = self._open_object(name)
         try:
@@ -178,7 +183,8 @@ class CacheFolder:
         finally:
             os.close(folder)
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or num_bytes not in (None, found.st_size):
+        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_own or num_bytes not in (None, found.st_size):
             os.close(descriptor)
             raise BlockDamagedError
         return descriptor
@@ -312,6 +318,63 @@ class CacheFolder:
                 f"the cache directory has a {MARKER} of another format than 1; name another folder, nothing "
                 "was touched."
             )
+
+
+def _refuse_links_of_others(path: Path) -> None:
+    """Refuse a path that leads through a link that another user made, such as one planted in /tmp.
+
+    Links of root and of this user are followed, wherever they are.
+
+    Raises:
+        ConfigError: It does.
+    """
+    pending = list(reversed(path.absolute().parts[1:]))
+    place, num_links = "/", 0
+    while pending:
+        following = os.path.normpath(f"{place}/{pending.pop()}")
+        try:
+            found = os.lstat(following)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISLNK(found.st_mode):
+            place = following
+            continue
+        num_links += 1
+        if found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                "the path of the cache directory leads through a link that another user made; remove the "
+                "link, or name a folder of your own.",
+                path=following,
+            )
+        if num_links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = str(Path(following).readlink())
+        place = "/" if target.startswith("/") else place
+        pending += reversed([part for part in target.split("/") if part])
+
+
+def _refuse_folder_of_others(descriptor: int, path: Path) -> None:
+    """Refuse a folder in which others could forge blocks: a checksum finds damage, not intent.
+
+    Folders above it may be of anybody, such as /tmp: they decide which folder is opened, and this looks at
+    the one that was.
+
+    Raises:
+        ConfigError: It belongs to another user, or others may write in it.
+    """
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            "the cache directory belongs to another user, who could change what is read from it; name a "
+            "folder of your own, such as a new one inside it.",
+            path=str(path),
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            "others may write in the cache directory, and could change what is read from it; run chmod go-w "
+            "on it and empty it, or name a new folder inside it.",
+            path=str(path),
+        )
 
 
 def _names(folder: int) -> list[str]:
