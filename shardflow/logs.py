@@ -184,7 +184,7 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write an event file: {type(error).__name__} ({os_reason(error)}); free disk space or "
+            f"cannot write an event file: {os_reason(error)} ({os_reason(error)}); free disk space or "
             "correct its folder, and run the job again."
         ) from None
 

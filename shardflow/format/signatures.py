@@ -319,8 +319,8 @@ class Trust:
             _check_exist(store, path, found.files)
             return found
         raise SignatureError(
-            f"version {version} of the dataset has no signature of a trusted key ({problems[0]}) If you "
-            "trust who signed it, add that public key to the trusted ones; else have the dataset signed again."
+            f"version {version} of the dataset has no signature of a trusted key ({problems[0]}) If "
+            "you trust who signed it, add that public key to the trusted ones; else have the dataset signed again."
         )
 
     def _checked(self, store: ByteStore, path: str, manifest: Manifest) -> Signature:

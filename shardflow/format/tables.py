@@ -25,6 +25,7 @@ from shardflow.errors import (
     FormatError,
     NoListingError,
     StorageError,
+    os_reason,
 )
 from shardflow.format.keys import DIGEST_PATTERN, Json, sha256_hex
 from shardflow.format.sidecars import SidecarManifest
@@ -577,7 +578,7 @@ def collect_tables(
                         folder.parent.rmdir()
                 except OSError as error:
                     raise StorageError(
-                        f"{one.folder} cannot be deleted ({type(error).__name__}); run the command again."
+                        f"{one.folder} cannot be deleted ({os_reason(error)}); run the command again."
                     ) from None
             deleted += gone
             kept += needed

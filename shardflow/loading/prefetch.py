@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, os_reason
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import BoundField, DrawKey, SlotRequest
 from shardflow.fields.quarantine import BadSample
@@ -543,7 +543,7 @@ class Prefetcher:
                         self._read(read, planned.place, num_bytes)
         except (ShardflowError, OSError) as error:
             # The loader's own read will hit the same fault, with its retries, its deadline and its place.
-            _LOGGER.debug("prefetching ended: %s", type(error).__name__)
+            _LOGGER.debug("prefetching ended: %s", os_reason(error))
         finally:
             with self._changed:
                 self._readers.discard(threading.current_thread())
@@ -612,7 +612,7 @@ class Prefetcher:
         try:
             publish()
         except (ShardflowError, OSError) as error:
-            _LOGGER.debug("a block was not published: %s", type(error).__name__)
+            _LOGGER.debug("a block was not published: %s", os_reason(error))
         finally:
             self._done(place, num_bytes)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ChecksumError, ConfigError
+from shardflow.errors import ChecksumError, ConfigError, os_reason
 from shardflow.fields.field import by_rows
 from shardflow.fields.units import DerivedDataset, open_unit, unit_of
 from shardflow.fields.where import Where
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the key list must be a text file that can be read, got {type(error).__name__} "
+            f"the key list must be a text file that can be read, got {os_reason(error)} "
             f"({path.name}); check it."
         ) from None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.telemetry import STAGES
 
 _FETCH: Final = tuple(
@@ -278,7 +278,7 @@ def read_tuned(path: Path) -> dict[str, int | str]:
             tree = tomllib.loads(file.read(_MOST_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"a file of tuned settings must be readable TOML; {path.name} is not ({type(error).__name__}). "
+            f"a file of tuned settings must be readable TOML; {path.name} is not ({os_reason(error)}). "
             "Correct it, or do without it."
         ) from None
     found: dict[str, int | str] = {}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, naming_os_errors
+from shardflow.errors import ConfigError, FormatError, naming_os_errors, os_reason
 from shardflow.packing.deid.identity import (
     PatientEvidence,
     PublishedPerson,
@@ -368,7 +368,7 @@ def read_map(path: Path, key: SecretKey, evidence: PatientEvidence) -> dict[tupl
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
     except (OSError, UnicodeError, csv.Error) as error:
         raise ConfigError(
-            f"deid.identity_map must be a readable CSV file in UTF-8, got {type(error).__name__}."
+            f"deid.identity_map must be a readable CSV file in UTF-8, got {os_reason(error)}."
         ) from None
     decided: dict[tuple[int, int], bool] = {}
     for line, row in enumerate(rows, start=2):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from shardflow.config import Bounds, ByteSize, check_fields
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.tables import check_table_name
 from shardflow.format.volumes.encoder import BRICK_SHAPE, suits_bricks
@@ -185,7 +185,7 @@ def digest_of(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(
-            f"reports.findings and reports.anatomy must name readable tables, got {type(error).__name__}; "
+            f"reports.findings and reports.anatomy must name readable tables, got {os_reason(error)}; "
             "check the paths."
         ) from None
 
@@ -257,7 +257,7 @@ class DeidConfig:
             return (self.rules_file.read_text(encoding="utf-8"),)
         except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"deid.rules_file must be a readable UTF-8 file, got {type(error).__name__}; check the path."
+                f"deid.rules_file must be a readable UTF-8 file, got {os_reason(error)}; check the path."
             ) from None
 
     def rules(self) -> PixelRules:

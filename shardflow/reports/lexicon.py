@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.reports.language import ENGLISH, Side, load_language, shared_rows, table_rows
 from shardflow.reports.tokens import fold_words
 
@@ -237,7 +237,7 @@ def _own_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
             rows = [{name: row.get(name) or "" for name in names} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"a lexicon must be a readable CSV in UTF-8, got {type(error).__name__}; check the path."
+            f"a lexicon must be a readable CSV in UTF-8, got {os_reason(error)}; check the path."
         ) from None
     if missing:
         raise ConfigError(

@@ -117,7 +117,7 @@ def read_corrections(path: Path, lexicon: Lexicon | None = None) -> Corrections:
             missing = {"finding", "right", "new_label", "new_assertion"} - set(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"the file of corrections must be a readable CSV in UTF-8, got {type(error).__name__}; write one "
+            f"the file of corrections must be a readable CSV in UTF-8, got {os_reason(error)}; write one "
             "with: shardflow reports review DATASET -o FILE"
         ) from None
     if missing:

@@ -61,7 +61,7 @@ class TokenClassifier:
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(
-                f"{setting} cannot be loaded as a token classifier ({type(error).__name__}); save it with "
+                f"{setting} cannot be loaded as a token classifier ({os_reason(error)}); save it with "
                 "save_pretrained, its tokenizer too."
             ) from None
         # transformers fills what is missing with random weights, and with a tokenizer that knows no words.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from shardflow.errors import ConfigError, StorageError
+from shardflow.errors import ConfigError, StorageError, os_reason
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -95,7 +95,7 @@ def _section(variable: str, usual: str, name: str) -> Mapping[str, str]:
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         # The parser's text quotes the line that failed.
         raise StorageError(
-            f"the file of {variable} is not a readable file of profiles: {type(error).__name__}."
+            f"the file of {variable} is not a readable file of profiles: {os_reason(error)}."
         ) from None
     return dict(parser[name]) if parser.has_section(name) else {}
 

@@ -144,7 +144,7 @@ def _naming(action: str, path: Path) -> Iterator[None]:
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
-        code = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        code = errno.errorcode.get(error.errno or 0, os_reason(error))
         raise StorageError(f"{action} {path.name} failed: {code} ({os_reason(error)}).") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote, urlsplit
 
-from shardflow.errors import StorageError
+from shardflow.errors import StorageError, os_reason
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.storage.client import REMOTE_SCHEMES
@@ -29,7 +29,7 @@ def erase(store: ByteStore, path: str) -> None:
         try:
             (store.root / path).unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"{path} cannot be deleted: {type(error).__name__}.") from None
+            raise StorageError(f"{path} cannot be deleted: {os_reason(error)}.") from None
     elif isinstance(store, RemoteStore):
         store.erase(path)
     else:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.errors import ConfigError, ShardflowError, StorageError, os_reason
 from shardflow.synthetic.draws import GENERATED
 from shardflow.synthetic.instances import SeriesWriter, store
 from shardflow.synthetic.options import Patient, SynthOptions, iter_visits
@@ -126,7 +126,7 @@ def generate(
         ) from None
     except OSError as error:
         raise StorageError(
-            f"OUT cannot be written ({error.strerror or type(error).__name__}) and is incomplete; make room, "
+            f"OUT cannot be written ({error.strerror or os_reason(error)}) and is incomplete; make room, "
             "empty it and run again."
         ) from None
 

@@ -32,6 +32,7 @@ from shardflow.errors import (
     StateError,
     StorageError,
     WaitTimeoutError,
+    os_reason,
 )
 from shardflow.logs import EventLog, describe_exception, read_events
 from shardflow.training.distributed import Ranks
@@ -192,6 +193,6 @@ def _resolve(address: str) -> str:
         _LOGGER.warning(
             "the rendezvous address does not resolve on its own machine (%s); faults of other ranks are not "
             "named",
-            type(error).__name__,
+            os_reason(error),
         )
         return ""

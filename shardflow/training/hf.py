@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from shardflow.errors import ConfigError, StateError
+from shardflow.errors import ConfigError, StateError, os_reason
 from shardflow.loading import Loader
 from shardflow.training.frameworks import (
     Convert,
@@ -151,7 +151,7 @@ class LoaderTrainer(Trainer):
                 state = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise StateError(
-                    f"{path} with the position of the loader cannot be read ({type(error).__name__}); resume "
+                    f"{path} with the position of the loader cannot be read ({os_reason(error)}); resume "
                     "from a checkpoint that LoaderTrainer saved completely."
                 ) from None
             self.train_dataset.load_state_dict(state)

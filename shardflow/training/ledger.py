@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from shardflow.errors import CheckpointError
+from shardflow.errors import CheckpointError, os_reason
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import fsync_directory
 from shardflow.storage.local import make_directories
@@ -295,7 +295,7 @@ def read_records(path: Path) -> list[LedgerStep]:
     except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path.name} is neither a run folder nor a file that `shardflow ledger show --json` wrote "
-            f"({type(error).__name__}); correct the path."
+            f"({os_reason(error)}); correct the path."
         ) from None
 
 

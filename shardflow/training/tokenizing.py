@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
+from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError, os_reason
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.foreign.places import local_folder
@@ -75,7 +75,7 @@ def read_tokenizer(path: Path) -> bytes:
         return (path / _FILE if path.is_dir() else path).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"The tokenizer {path.name!r} is not a {_FILE} or a folder with one ({type(error).__name__}); "
+            f"The tokenizer {path.name!r} is not a {_FILE} or a folder with one ({os_reason(error)}); "
             "correct text.tokenizer or --tokenizer, or make one with: shardflow train-tokenizer --help."
         ) from None
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.errors import ConfigError, ShardflowError, StorageError, os_reason
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader
 from shardflow.monitoring.tuner import Change, Tuner, TunerRules
@@ -191,7 +191,7 @@ class Tuning(LoopHook):
         try:
             self._tunables.set(change.setting, change.value)
         except (ShardflowError, OSError) as error:
-            found = error.message if isinstance(error, ShardflowError) else type(error).__name__
+            found = error.message if isinstance(error, ShardflowError) else os_reason(error)
             _LOGGER.warning("the tuner's choice is not for this rank: %s", found)
 
     def _agreed_start(self) -> dict[str, int | str]:

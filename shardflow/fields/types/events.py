@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.config import PLACE
-from shardflow.errors import ConfigError, FormatError
+from shardflow.errors import ConfigError, FormatError, os_reason
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
@@ -162,8 +162,7 @@ def _read(path: Path) -> Any:
             return tomllib.load(file)
     except (OSError, ValueError, csv.Error) as error:  # TOML and encodings raise ValueError
         raise ConfigError(
-            f"codes must be a readable TOML or CSV file, got {type(error).__name__} for {path.name}; "
-            "correct it."
+            f"codes must be a readable TOML or CSV file, got {os_reason(error)} for {path.name}; correct it."
         ) from None
 
 

@@ -99,8 +99,8 @@ def _signature(message: bytes, key: str | os.PathLike[str]) -> bytes:
         reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise ConfigError(
             "--key must be an Ed25519 key that ssh-keygen can sign with "
-            f"({reason[-1] if reason else 'it said nothing'}); correct the path, allow reading it to yourself "
-            "alone (chmod 600), or load it into ssh-agent and name its .pub file."
+            f"({reason[-1] if reason else 'no reason given'}); correct the path, allow reading it to "
+            "yourself alone (chmod 600), or load it into ssh-agent and name its .pub file."
         )
     return done.stdout
 

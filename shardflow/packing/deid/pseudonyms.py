@@ -23,7 +23,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from shardflow.errors import ConfigError, StorageError
+from shardflow.errors import ConfigError, StorageError, os_reason
 from shardflow.storage import write_atomic
 
 MIN_KEY_BYTES = 32
@@ -73,7 +73,7 @@ class SecretKey:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ConfigError(
-                f"the secret key file must be readable, got {type(error).__name__}; "
+                f"the secret key file must be readable, got {os_reason(error)}; "
                 f"give its path, or {_HOW_TO_MAKE}."
             ) from None
         try:

@@ -27,7 +27,7 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import RayError
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, os_reason
 from shardflow.logs import describe_exception
 from shardflow.packing.engines.base import Answer, Engine, Task, TaskDone, WorkerSetup, decode, encode
 from shardflow.packing.engines.local import LocalEngine
@@ -138,7 +138,7 @@ class RayEngine(Engine):
         except (RayError, OSError, RuntimeError, ValueError) as error:
             self.close()
             raise ShardflowError(
-                f"Ray could not be started or reached ({type(error).__name__}); check "
+                f"Ray could not be started or reached ({os_reason(error)}); check "
                 "execution.ray_address, or pack with --engine local."
             ) from None
         self._num_processes = self._full_num_processes

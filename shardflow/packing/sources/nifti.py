@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import PHASE_NAMES, Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
@@ -193,7 +193,7 @@ def _iter_frames(
     except EOFError:
         raise source_error(Reason.PIXEL_DATA_TRUNCATED, "the gzip stream ends early") from None
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def _exactly(file: BinaryIO, num_bytes: int) -> bytes:
@@ -263,7 +263,7 @@ def _read_volume(path: Path) -> _Volume:
     except OSError as error:
         is_damaged = isinstance(error, gzip.BadGzipFile)
         reason = Reason.HEADER_UNREADABLE if is_damaged else Reason.FILE_UNREADABLE
-        raise source_error(reason, type(error).__name__) from None
+        raise source_error(reason, os_reason(error)) from None
     except (EOFError, zlib.error) as error:
         raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
     sizes = {int.from_bytes(head[:4], "little"), int.from_bytes(head[:4], "big")} & set(_HEADER_BYTES)
@@ -343,7 +343,7 @@ def _num_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def _open(path: Path) -> BinaryIO:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
@@ -144,7 +145,7 @@ def _read(path: Path, limits: HeaderLimits) -> bytes:
             if num_bytes <= limits.max_inflated_bytes:
                 return file.read(num_bytes)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     raise source_error(Reason.LIMIT_EXCEEDED, f"a picture of more than {limits.max_inflated_bytes} bytes")
 
 

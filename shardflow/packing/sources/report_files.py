@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from shardflow.errors import ConfigError, SourceError
+from shardflow.errors import ConfigError, SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 
 MAX_REPORT_BYTES: Final = 1 << 24
@@ -152,7 +152,7 @@ class ReportDocument:
                 with self.path.open("rb") as file:
                     data = file.read(MAX_REPORT_BYTES + 1)
         except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
         except ValueError:
             raise source_error(Reason.REPORT_UNREADABLE, "no base 64") from None
         if len(data) > MAX_REPORT_BYTES:

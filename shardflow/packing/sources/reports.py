@@ -245,7 +245,7 @@ def read_report_file(path: Path, place: int, study: str) -> ReportRecord | Broke
         with path.open("rb") as file:
             data = file.read(MAX_REPORT_BYTES + 1)
     except OSError as error:
-        return _broken(place, Reason.FILE_UNREADABLE, type(error).__name__, study)
+        return _broken(place, Reason.FILE_UNREADABLE, os_reason(error), study)
     if len(data) > MAX_REPORT_BYTES:
         return _broken(place, Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes", study)
     return make_record(place, study, data.decode("utf-8-sig", errors="surrogateescape"))

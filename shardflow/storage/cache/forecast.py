@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import os_reason
 from shardflow.storage.cache.config import EvictionPolicy
 from shardflow.storage.cache.folder import CacheFolder
 
@@ -415,7 +416,7 @@ class AccessForecast:
             return NextUseTable(num_units, _held(self._folder, name))
         except (OSError, ValueError) as error:
             # The disk is full, or the file holds another table: this process uses a table of its own.
-            _LOGGER.warning("cannot share the plan of a run in the cache directory: %s", type(error).__name__)
+            _LOGGER.warning("cannot share the plan of a run in the cache directory: %s", os_reason(error))
             return NextUseTable(num_units)
 
     def _tables_of_others(self, space: str, own: list[Run]) -> list[NextUseTable]:

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 
-from shardflow.errors import CheckpointError, StorageError
+from shardflow.errors import CheckpointError, StorageError, os_reason
 from shardflow.loading.lock import LOCK_NAME
 from shardflow.storage import fsync_directory, write_atomic
 from shardflow.training.checkpoint.tensors import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
@@ -207,7 +207,7 @@ class CheckpointFolder:
             fsync_directory(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints newer than {name} could not be set aside: {_reason_of(error)}; make run.output "
+                f"checkpoints newer than {name} could not be set aside: {os_reason(error)}; make run.output "
                 "writable and start again."
             ) from None
         self._point_latest(name)
@@ -262,7 +262,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             facts = files[file_name]
             return TensorFile(folder / file_name, num_bytes=facts["num_bytes"], sha256=facts["sha256"])
         except OSError as error:
-            raise _damaged(name, f"a readable {file_name}", type(error).__name__) from None
+            raise _damaged(name, f"a readable {file_name}", os_reason(error)) from None
         except TensorFileError as error:
             raise _damaged(name, f"{file_name} with its recorded size and digest", str(error)) from None
 
@@ -286,7 +286,7 @@ def _read_lock(folder: Path, name: str, state: Mapping[str, Any]) -> dict[str, A
     try:
         data = (folder / LOCK_NAME).read_bytes()
     except OSError as error:
-        raise _damaged(name, f"a readable {LOCK_NAME}", type(error).__name__) from None
+        raise _damaged(name, f"a readable {LOCK_NAME}", os_reason(error)) from None
     if not digest or not hashlib.sha256(data).hexdigest().startswith(digest):
         raise _damaged(name, f"{LOCK_NAME} with the digest of the loader's state", "another one")
     lock: dict[str, Any] = json.loads(data)
@@ -300,7 +300,7 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
             raise _damaged(name, f"{STATE_FILE} of at most {_MAX_STATE_BYTES} bytes", "more")
         data = path.read_bytes()
     except OSError as error:
-        raise _damaged(name, f"a readable {STATE_FILE}", type(error).__name__) from None
+        raise _damaged(name, f"a readable {STATE_FILE}", os_reason(error)) from None
     try:
         content: Any = json.loads(data)
     except ValueError as error:
@@ -324,7 +324,7 @@ def _damaged(name: str, expected: str, found: str) -> CheckpointError:
 
 def _unwritten(global_step: int, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {_name_of(global_step)} could not be written: {_reason_of(error)}; earlier checkpoints "
+        f"checkpoint {_name_of(global_step)} could not be written: {os_reason(error)}; earlier checkpoints "
         "are untouched: free up space in run.output and start again."
     )
 
@@ -342,11 +342,6 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(content)).hexdigest()
-
-
-def _reason_of(error: Exception) -> str:
-    code = getattr(error, "errno", None)
-    return f"{type(error).__name__} ({os.strerror(code)})" if code else type(error).__name__
 
 
 def _name_of(global_step: int) -> str:

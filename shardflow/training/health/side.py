@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from shardflow.errors import os_reason
 from shardflow.processes import ignore_group_signals
 from shardflow.training.health.heartbeat import (
     FAULTS_FILE,
@@ -240,7 +241,7 @@ class Side:
                 listener = socket.create_server((self.settings.listen, 0), family=family, backlog=1024)
             except OSError as error:
                 self._warn(
-                    f"cannot listen on the rendezvous address ({type(error).__name__}); "
+                    f"cannot listen on the rendezvous address ({os_reason(error)}); "
                     "faults of other ranks are not named"
                 )
                 self._notify_rank({"port": None})
@@ -357,7 +358,7 @@ class Side:
             stream = socket.create_connection((address, port), timeout=_CONNECT_S)
         except OSError as error:
             self._warn(
-                f"the monitor process of rank 0 is unreachable ({type(error).__name__}, port {port}); open "
+                f"the monitor process of rank 0 is unreachable ({os_reason(error)}, port {port}); open "
                 "the ports between the machines of the job, or faults of other ranks are not named here"
             )
             return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.fields.transforming import load_function
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
@@ -179,7 +179,7 @@ def folder_digest(path: Path) -> str:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     except OSError as error:
         raise ConfigError(
-            f"model.path must be a folder with a config.json, got {type(error).__name__} ({path.name}); "
+            f"model.path must be a folder with a config.json, got {os_reason(error)} ({path.name}); "
             "correct it."
         ) from None
     return digest.hexdigest()
@@ -200,7 +200,7 @@ def weights_digest(path: Path) -> str:
                     digest.update(stream.read(_SAMPLE_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"model.path must be a folder whose weights can be read, got {type(error).__name__} "
+            f"model.path must be a folder whose weights can be read, got {os_reason(error)} "
             f"({path.name}); correct it."
         ) from None
     return digest.hexdigest()

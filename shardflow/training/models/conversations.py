@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.seeds import derive
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.models.building import add_lora, freeze, freeze_idle
@@ -134,7 +134,7 @@ def _read(settings: ModelConfig, seed: int) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             "model.path must be a folder with a language model of transformers, got "
-            f"{type(error).__name__} ({path.name}); correct it."
+            f"{os_reason(error)} ({path.name}); correct it."
         ) from None
     has_images = type(config) in AutoModelForImageTextToText._model_mapping
     return read_model(AutoModelForImageTextToText if has_images else AutoModelForCausalLM, config, settings)

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, VisionEncoderDecoderModel
 from transformers.utils import logging as transformers_logging
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, ModelConfig, TextConfig
 from shardflow.training.device.images import window_images
@@ -297,7 +297,7 @@ def _read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model.path must be a folder with a config.json of transformers, got {type(error).__name__} "
+            f"model.path must be a folder with a config.json of transformers, got {os_reason(error)} "
             f"({path.name}); correct it."
         ) from None
     if config.model_type != _ENCODER_DECODER and not hasattr(config, "image_token_id"):
@@ -375,7 +375,7 @@ def read_model(kind: Any, config: Any, settings: ModelConfig) -> nn.Module:
             ) from None
         raise ConfigError(
             f"model.path must hold a model that can be built, with safetensors where model.weights is "
-            f"'stored', got {type(error).__name__} ({path.name}); correct it, or set model.weights."
+            f"'stored', got {os_reason(error)} ({path.name}); correct it, or set model.weights."
         ) from None
     return model
 

@@ -230,6 +230,6 @@ def test_what_cannot_be_read_is_a_sentence(
         raise PermissionError(13, "Permission denied", "/secret/place")
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(StorageError, match=r"cannot be read \(PermissionError\); correct") as found:
+    with pytest.raises(StorageError, match=r"cannot be read \(Permission denied\); correct") as found:
         read(run)
     assert "secret" not in found.value.message

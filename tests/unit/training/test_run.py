@@ -696,7 +696,7 @@ def test_a_disk_that_is_full_ends_the_run_at_a_later_step_and_the_older_checkpoi
         return real(path, tensors)
 
     monkeypatch.setattr(checkpoint_module, "write_tensors", full_after_one)
-    with pytest.raises(CheckpointError, match=r"step-00000004 could not be written: OSError \(No space"):
+    with pytest.raises(CheckpointError, match=r"step-00000004 could not be written: No space"):
         run(tiny, tmp_path)
     monkeypatch.undo()
     assert [entry.name for entry in sorted((tmp_path / "checkpoints").iterdir())] == [

@@ -28,6 +28,7 @@ from xml.parsers import expat
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.format.regions import unite_outlines
 from shardflow.packing.attachments.annotations.region_writer import (
@@ -157,7 +158,7 @@ def _parsing(path: Path, limits: AnnotationLimits, *malformed: type[Exception]) 
         limits.check_file(path)
         yield
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except malformed as error:
         raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats
 from shardflow.packing.attachments.annotations.vocabulary import Code
@@ -44,7 +44,7 @@ def parsing() -> Iterator[None]:
         except (SourceError, MemoryError):
             raise
         except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
         except Exception as error:  # noqa: BLE001 - whatever the bytes break is the file's fault
             raise source_error(Reason.HEADER_UNREADABLE, type(error).__name__) from None
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.documents.bounded import (
     HEAD_BYTES,
@@ -104,7 +104,7 @@ def read_resources(path: Path) -> Resources:
         with path.open("rb") as file:
             form = recognise_document(file.read(HEAD_BYTES))
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     is_lines = form == "fhir-lines" or (form == "fhir" and path.suffix.lower() == ".ndjson")
     others = _linking_files(path) if is_lines else []
     index = _index(tuple(_stamp(one) for one in [path, *others]), is_lines)
@@ -125,7 +125,7 @@ def _stamp(path: Path) -> _Stamp:
     try:
         status = path.stat()
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     return str(path), status.st_size, status.st_mtime_ns
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.dictionary import (
     DEFLATED,
@@ -334,7 +335,7 @@ def read_elements(path: Path, wanted: Iterable[int], limits: HeaderLimits) -> Fi
                 except NeedMoreError:
                     size = _next_size(len(data), size, num_bytes, limits.max_header_bytes)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except MalformedError as error:
         raise source_error(Reason.HEADER_UNREADABLE, str(error)) from None
 
@@ -354,7 +355,7 @@ def read_inflated(path: Path, max_inflated_bytes: int) -> bytes:
             data = file.read()
         return _inflate_elements(data[_read_meta(data, len(data), FileElements()) :], max_inflated_bytes)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except (MalformedError, NeedMoreError):
         raise source_error(Reason.HEADER_UNREADABLE, "the file meta information is damaged") from None
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.description import ImageDescription
@@ -346,7 +347,7 @@ def _open(path: Path, limits: HeaderLimits) -> Iterator[int]:
         with open_file(path, limits.max_inflated_bytes) as descriptor:
             yield descriptor
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def _raw(

@@ -246,7 +246,7 @@ class Answer:
         try:
             data = self._response.read1(num_bytes)
         except (OSError, http.client.HTTPException) as error:
-            raise DeliveryError(f"a body that breaks off ({type(error).__name__})") from None
+            raise DeliveryError(f"a body that breaks off ({os_reason(error)})") from None
         self._num_bytes += len(data)
         now = time.monotonic()
         if now - self._since > self._client.timeout_s:
@@ -409,8 +409,7 @@ class ArchiveClient:
                 self._drop()
                 self.check_open()
                 if is_new or isinstance(error, TimeoutError):
-                    kind = os_reason(error) if isinstance(error, OSError) else type(error).__name__
-                    raise PassingFaultError(f"no answer ({kind})") from None
+                    raise PassingFaultError(f"no answer ({os_reason(error)})") from None
                 # The server has closed a connection that was idle.
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from xml.parsers import expat
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 
 _BOM: Final = b"\xef\xbb\xbf"
@@ -98,7 +98,7 @@ def read_bounded(path: Path, limits: DocumentLimits = _DEFAULT) -> bytes:
         with path.open("rb") as file:
             data = file.read(limits.max_bytes + 1)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     if len(data) > limits.max_bytes:
         raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_bytes} bytes")
     return data
@@ -196,7 +196,7 @@ def iter_json_lines(path: Path, limits: DocumentLimits = _DEFAULT) -> Iterator[t
                 except SourceError as error:
                     yield place, error
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def read_json_line(path: Path, place: int, limits: DocumentLimits = _DEFAULT) -> Any:
@@ -215,7 +215,7 @@ def read_json_line(path: Path, place: int, limits: DocumentLimits = _DEFAULT) ->
             file.seek(place)
             line = file.readline(limits.max_line_bytes + 1)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     if len(line) > limits.max_line_bytes:
         raise source_error(Reason.LIMIT_EXCEEDED, "a line too long")
     return parse_json(line, limits)

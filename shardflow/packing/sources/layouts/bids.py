@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
@@ -399,6 +399,4 @@ def _read_table(path: Path, key: str) -> dict[str, dict[str, str]]:
                 for row in rows
             }
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"{what} must be a readable table, got {type(error).__name__}; repair it."
-        ) from None
+        raise ConfigError(f"{what} must be a readable table, got {os_reason(error)}; repair it.") from None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
@@ -362,9 +362,7 @@ def _read_subjects(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
             for row in rows:
                 yield row["image_id"] or "", {key: row.get(key) or "" for key in ("age", "gender", "split")}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"meta.csv must be a readable table, got {type(error).__name__}; repair it."
-        ) from None
+        raise ConfigError(f"meta.csv must be a readable table, got {os_reason(error)}; repair it.") from None
 
 
 def class_of(name: str) -> str:
@@ -388,7 +386,7 @@ def _read_description(path: Path, *, has_channels: bool) -> _Described:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{_DATASET} must be a readable JSON file, got {type(error).__name__}; repair it."
+            f"{_DATASET} must be a readable JSON file, got {os_reason(error)}; repair it."
         ) from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{_DATASET} must be a JSON object, got {type(content).__name__}; repair it.")
