@@ -23,7 +23,7 @@ from typing import Final
 
 from shardflow._version import __version__
 from shardflow.cli.common import CommandParser, HelpFormatter
-from shardflow.errors import ConfigError, PlanError, ShardflowError
+from shardflow.errors import ConfigError, PlanError, ShardflowError, SignatureError
 from shardflow.logs import describe_exception
 
 EXIT_FAILED = 1
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = build_parser(name).parse_args(arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
-    except (ConfigError, PlanError) as error:
+    except (ConfigError, PlanError, SignatureError) as error:
         return _fail(error.message, EXIT_CONFIGURATION, as_json=as_json)
     except ShardflowError as error:
         return _fail(error.message, EXIT_FAILED, as_json=as_json)

@@ -331,7 +331,7 @@ class Dataset:
         if type(self) is not Dataset:
             raise ConfigError(
                 "signed_by= of a loader takes a dataset as sf.open returns it, whose rows are studies; pass "
-                "signed_by to sf.open or open_blend instead."
+                "signed_by to sf.open or sf.blend instead."
             )
         trust = trust_only(self.store, signed_by)
         trust.admit(self.store, self.manifest)

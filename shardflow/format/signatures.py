@@ -164,13 +164,16 @@ def signer_of(signature: bytes, message: bytes) -> bytes:
     try:
         data = base64.b64decode(armored[1].replace(b"\n", b"") if armored else b"", validate=True)
         key_blob, namespace, reserved, hash_name, signature_blob = _strings(data[len(_HEADER) :], 5)
-        kind, key = _strings(key_blob, 2)
-        signed_kind, value = _strings(signature_blob, 2)
+        if not key_blob.startswith(_string(_KEY_TYPE)):
+            kind, key, value = b"", b"", b""
+        else:
+            kind, key = _strings(key_blob, 2)
+            kind, value = _strings(signature_blob, 2)
     except ValueError:
         data = b""
     if not data.startswith(_HEADER):
         raise SignatureError("a signature must be one of ssh-keygen -Y sign, got other bytes.")
-    if {kind, signed_kind} != {_KEY_TYPE}:
+    if kind != _KEY_TYPE:
         raise SignatureError("a signature must be made with an Ed25519 key, got another type of key.")
     if namespace != NAMESPACE.encode() or hash_name not in _HASHES:
         raise SignatureError(
@@ -320,7 +323,8 @@ class Trust:
             return found
         raise SignatureError(
             f"version {version} of the dataset has no signature of a trusted key ({problems[0]}) If "
-            "you trust who signed it, add that public key to the trusted ones; else have the dataset signed again."
+            "you trust who signed it, add that public key to the trusted ones; else have the dataset signed "
+            "again."
         )
 
     def _checked(self, store: ByteStore, path: str, manifest: Manifest) -> Signature:

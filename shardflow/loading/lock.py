@@ -153,7 +153,7 @@ def signed(source: Dataset | Selection, signed_by: str | os.PathLike[str]) -> Da
         if trust is None:
             raise ConfigError(
                 "signed_by= of a loader takes a dataset, got a blend or a selection that was opened without "
-                "keys; write open_blend(path, signed_by=...) or sf.open(path, signed_by=...)."
+                "keys; write sf.blend(path, signed_by=...) or sf.open(path, signed_by=...)."
             )
         trust_only(dataset.store, signed_by).admit(dataset.store, dataset.manifest)
     return source

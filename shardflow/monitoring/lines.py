@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from shardflow.errors import ConfigError, StorageError
+from shardflow.errors import ConfigError, StorageError, os_reason
 from shardflow.telemetry import Interval, Move, Verdict
 
 METRICS_FILE: Final = "metrics.jsonl"
@@ -232,7 +232,7 @@ def _read(file: BinaryIO) -> bytes:
 
 def _unreadable(error: OSError) -> StorageError:
     return StorageError(
-        f"{METRICS_FILE} in RUN cannot be read ({type(error).__name__}); correct its permissions, or check "
+        f"{METRICS_FILE} in RUN cannot be read ({os_reason(error)}); correct its permissions, or check "
         "the disk or the network behind it."
     )
 

@@ -24,6 +24,7 @@ from shardflow.errors import (
     RankLostError,
     SampleError,
     ShardflowError,
+    SignatureError,
     StateError,
 )
 from shardflow.logs import LINE_EVERY_S, configure_logging, time_left
@@ -102,7 +103,7 @@ def answered(work: Callable[[int], int]) -> int:
     configure_logging(rank=rank)
     try:
         return work(rank)
-    except (ConfigError, NoProgressError, PlanError, StateError) as error:
+    except (ConfigError, NoProgressError, PlanError, SignatureError, StateError) as error:
         # Nearly always every rank finds the same mistake, and one line of it is enough: the launcher ends the
         # others once rank 0 has left. A mistake of one machine is told by the ranks that are still there.
         if rank != 0:

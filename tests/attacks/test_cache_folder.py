@@ -107,7 +107,7 @@ def test_parts_and_blocks_of_another_user(tmp_path: Path) -> None:
     dataset = _open(tmp_path, folder)
     assert _read(dataset) == exact
     assert dataset.cache is not None
-    assert dataset.cache.counters.snapshot()["cache_poisoned"].num_items == len(blocks)
+    assert dataset.cache.counters.snapshot()["cache_poisoned"]["num_items"] == len(blocks)
     assert {path.stat().st_uid for path in folder.glob("blocks/*/*")} == {0}
     os.chown(folder / "blocks", OTHER, OTHER)
     with pytest.raises(ConfigError, match="belongs to another user"):

@@ -211,11 +211,11 @@ def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, t
     with pytest.raises(ConfigError, match=r"component 2 of the blend .*is not signed"):
         open_data(settings, None)
     with pytest.raises(ConfigError, match="was opened without keys"):
-        sf.Loader(sf.open_blend(blend), batch=_SPEC, seed=1, signed_by=keys / "allowed")
+        sf.Loader(sf.blend(blend), batch=_SPEC, seed=1, signed_by=keys / "allowed")
     _sign(other, keys)
     assert open_data(settings, None).training
     with sf.Loader(
-        sf.open_blend(blend, signed_by=keys / "allowed"), batch=_SPEC, seed=1, signed_by=keys / "ours.pub"
+        sf.blend(blend, signed_by=keys / "allowed"), batch=_SPEC, seed=1, signed_by=keys / "ours.pub"
     ) as loader:
         assert len(list(loader)) == 6
 
