@@ -202,7 +202,7 @@ def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, t
     _sign(data, keys)
     assert open_data(settings, None).training
     other = tmp_path / "other"
-    make_dataset(other, num_samples=4, seed=1)
+    make_dataset(other, num_samples=4, seed=1, facts=True)
     blend = tmp_path / "blend.toml"
     blend.write_text(
         "".join(f'[[component]]\ndataset = "{name}"\nrepeat = 1.0\n' for name in ("data", "other"))
