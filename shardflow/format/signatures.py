@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from shardflow.errors import ConfigError, NoListingError, NotFoundError, SignatureError, os_reason
-from shardflow.format.foreign.places import origin_of
 from shardflow.format.manifest import Manifest, manifest_path
-from shardflow.storage import ByteStore
+from shardflow.storage import ByteStore, origin_of
 
 NAMESPACE: Final = "shardflow"
 """Namespace of the signatures: those for git or files are no signatures of datasets."""

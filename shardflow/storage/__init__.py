@@ -12,7 +12,7 @@ from shardflow.storage.local import LocalStore, fsync_directory, is_temporary_na
 from shardflow.storage.opening import open_store
 from shardflow.storage.remote import RemoteStore
 from shardflow.storage.requests import RemoteCounts, RemoteOptions, RequestCost, RetryPolicy
-from shardflow.storage.store import ByteRange, ByteStore, check_object_path
+from shardflow.storage.store import ByteRange, ByteStore, check_object_path, origin_of
 
 __all__ = [
     "ByteRange",
@@ -30,5 +30,6 @@ __all__ = [
     "fsync_directory",
     "is_temporary_name",
     "open_store",
+    "origin_of",
     "write_atomic",
 ]

@@ -99,6 +99,13 @@ class ByteStore(Protocol):
         """
 
 
+def origin_of(store: ByteStore) -> ByteStore:
+    """Return the store that manifests are read from, behind those that wrap it: their ``origin``."""
+    while (behind := getattr(store, "origin", None)) is not None:
+        store = behind
+    return store
+
+
 def check_object_path(path: str) -> str:
     """Return ``path`` if it is a valid name in a store, which cannot lead out of its folder.
 

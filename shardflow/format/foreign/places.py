@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 from shardflow.errors import ConfigError, ManifestError, NotFoundError, StorageError
 from shardflow.format.foreign.scan import expand_braces
 from shardflow.format.manifest import Manifest
-from shardflow.storage import ByteRange, ByteStore, CachedStore, LocalStore, open_store
+from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store, origin_of
 
 LOCATIONS_VERSION: Final = 1
 _WILD: Final = re.compile(r"[*?\[]")
@@ -181,13 +181,6 @@ def local_folder(store: ByteStore) -> LocalStore | None:
     return store if isinstance(store, LocalStore) else None
 
 
-def origin_of(store: ByteStore) -> ByteStore:
-    """Return the store that the manifest is read from, behind a cache and the places of foreign shards."""
-    while isinstance(store, CachedStore | RelocatedStore):
-        store = store.origin if isinstance(store, CachedStore) else store.base
-    return store
-
-
 def split_location(location: str) -> tuple[str, str]:
     """Cut a resolved location into the address of a store and an object's name in it."""
     folder, _, name = location.rpartition("/")
@@ -230,7 +223,7 @@ class RelocatedStore:
     """
 
     def __init__(self, base: ByteStore, places: Mapping[str, str]) -> None:
-        self.base = base
+        self.origin = base
         self._places = dict(places)
         self._stores: dict[str, ByteStore] = {}
         self._found: dict[str, tuple[ByteStore, str]] = {}
@@ -238,11 +231,11 @@ class RelocatedStore:
     @property
     def url(self) -> str:
         """The address of the base."""
-        return self.base.url
+        return self.origin.url
 
     def __reduce__(self) -> tuple[type[RelocatedStore], tuple[ByteStore, Mapping[str, str]]]:
         """Cross a process boundary without the locations found so far."""
-        return type(self), (self.base, self._places)
+        return type(self), (self.origin, self._places)
 
     def size(self, path: str) -> int:
         """Return an object's size in bytes; see `ByteStore.size`."""
@@ -266,20 +259,20 @@ class RelocatedStore:
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write an object into the base; see `ByteStore.put_new`."""
-        self.base.put_new(path, data)
+        self.origin.put_new(path, data)
 
     def put_stream(self, path: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """Write an object into the base; see `ByteStore.put_stream`."""
-        self.base.put_stream(path, chunks, num_bytes)
+        self.origin.put_stream(path, chunks, num_bytes)
 
     def list(self, prefix: str) -> list[str]:
         """Return the sorted names of the base; see `ByteStore.list`."""
-        return self.base.list(prefix)
+        return self.origin.list(prefix)
 
     def _find(self, path: str) -> tuple[ByteStore, str]:
         place = self._places.get(path)
         if place is None:
-            return self.base, path
+            return self.origin, path
         found = self._found.get(path)
         if found is None:
             # Two threads may look up the same object at once, with the same result.
@@ -288,7 +281,7 @@ class RelocatedStore:
 
     def _look(self, path: str, place: str) -> tuple[ByteStore, str]:
         try:
-            self.base.size(path)
+            self.origin.size(path)
         except NotFoundError:
             folder, name = split_location(place)
             store = self._stores.get(folder)
@@ -304,4 +297,4 @@ class RelocatedStore:
             except StorageError as error:
                 raise type(error)(error.message.replace(name, path)) from None
             return store, name
-        return self.base, path
+        return self.origin, path
