@@ -33,6 +33,8 @@ BRICKS_FORMAT_VERSION = 2
 """Of a version in which a series has bricks and no slices."""
 _PAGE = "page"
 _LINES = "line_outcomes"
+MAX_NUM_BYTES = 96 << 20
+"""Of the file of a manifest: some 270,000 shards. A larger one is refused at once, not parsed for a minute."""
 # A copy may hold the newest version alone, so the first numbers may be missing.
 _MAX_MISSING_VERSIONS = 8
 _PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)
@@ -371,8 +373,13 @@ def latest_version(store: ByteStore) -> int:
     return found[-1]
 
 
-def load(store: ByteStore, version: int | None = None) -> Manifest:
+def load(store: ByteStore, version: int | None = None, *, num_bytes: int | None = None) -> Manifest:
     """Load a version of the dataset in a store; the newest unless one is given.
+
+    Args:
+        store: Where the dataset is stored.
+        version: Number of the version.
+        num_bytes: Size of its manifest, where it is known already.
 
     Raises:
         ManifestError: There is no such manifest, or it cannot be trusted; see `Manifest.parse`.
@@ -380,6 +387,7 @@ def load(store: ByteStore, version: int | None = None) -> Manifest:
     number = latest_version(store) if version is None else version
     path = manifest_path(number)
     try:
+        check_size(store.size(path) if num_bytes is None else num_bytes)
         manifest = Manifest.parse(store.read(path))
     except NotFoundError:
         raise _no_version(number, versions(store)) from None
@@ -390,6 +398,19 @@ def load(store: ByteStore, version: int | None = None) -> Manifest:
             f"{path} must hold version {number}, got {manifest.manifest_version}; was it copied?"
         )
     return manifest
+
+
+def check_size(num_bytes: int) -> None:
+    """Refuse a manifest that is too large, before it is read.
+
+    Raises:
+        ManifestError: It is.
+    """
+    if num_bytes > MAX_NUM_BYTES:
+        raise ManifestError(
+            f"a manifest must have at most {MAX_NUM_BYTES >> 20} MiB, got {num_bytes >> 20} MiB; fetch it "
+            "again, and if the dataset has that many shards, pack it into larger ones."
+        )
 
 
 def _no_version(number: int, found: list[int]) -> ManifestError:

@@ -24,6 +24,7 @@ from shardflow.format.manifest import (
     FileEntry,
     Manifest,
     ShardEntry,
+    check_size,
     latest_version,
     load,
     manifest_path,
@@ -53,8 +54,9 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
     path = manifest_path(number)
     try:
         num_bytes = store.size(path)
+        check_size(num_bytes)
         if num_bytes < MIN_SHARED_BYTES:
-            return load(store, number)
+            return load(store, number, num_bytes=num_bytes)
         digest = hashlib.sha256()
         for piece in object_pieces(store, path, num_bytes):
             digest.update(piece)
