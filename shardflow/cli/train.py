@@ -127,6 +127,8 @@ def torchrun_options(arguments: argparse.Namespace) -> list[str]:
 
 def _job_options(arguments: argparse.Namespace) -> list[str]:
     options = [f"--config={arguments.config}", *(f"--set={override}" for override in arguments.overrides)]
+    adopts = arguments.adopt_new_versions
+    options += [f"--adopt-new-versions={adopts}"] if adopts else []
     return [*options, *([f"--tune={arguments.tune}"] if arguments.tune else [])]
 
 

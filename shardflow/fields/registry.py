@@ -262,6 +262,11 @@ class FieldSet:
         return sha256_hex(canonical_json({"fields": specs, "tables": list(self._digests), **transform}))
 
     @property
+    def entries(self) -> Sequence[Mapping[str, Any]]:
+        """What each entry of a batch is, JSON values: its type and name, and of columns their classes."""
+        return self._entries
+
+    @property
     def table_digests(self) -> Sequence[str]:
         """SHA-256 of the tables that the fields read, those of the series tables first."""
         return self._digests

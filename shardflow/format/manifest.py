@@ -34,7 +34,7 @@ BRICKS_FORMAT_VERSION = 2
 _PAGE = "page"
 _LINES = "line_outcomes"
 MAX_NUM_BYTES = 96 << 20
-"""Of the file of a manifest: some 270,000 shards. A larger one is refused at once, not parsed for a minute."""
+"""Of the file of a manifest: some 270,000 shards. A larger one is refused before it is read."""
 # A copy may hold the newest version alone, so the first numbers may be missing.
 _MAX_MISSING_VERSIONS = 8
 _PATH = re.compile(r"manifest-(\d{6})\.json", re.ASCII)

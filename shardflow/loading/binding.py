@@ -165,6 +165,27 @@ def _digest_of(delivered: Sequence[Mapping[str, NDArray[Any]]]) -> str:
     return digest.hexdigest()
 
 
+def field_meanings(selection: Selection, fields: FieldSet) -> dict[str, str]:
+    """Return a digest of what each entry of a batch means: its columns, classes and dtypes, by its name.
+
+    It is equal for versions of a dataset whose samples differ, but not where a category has another class or
+    pixels need another dtype.
+    """
+    dtypes: dict[str, str] = {
+        spec.name: spec.dtype.str for spec in fields.array_specs(_example_slots(selection, fields))
+    }
+    found = {}
+    for entry in fields.entries:
+        name = entry["name"]
+        own = {
+            one: dtype
+            for one, dtype in dtypes.items()
+            if one == name or one.startswith((f"{name}_", f"{name}."))
+        }
+        found[name] = sha256_hex(canonical_json({"entry": entry, "dtypes": own}))[:16]
+    return found
+
+
 def bind_transform(
     selection: Selection, fields: FieldSet, transform: Any, collate: Any, outputs: Any
 ) -> SampleTransform:

@@ -24,7 +24,13 @@ from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.assembly import BatchSource
 from shardflow.loading.batch import Batch, BatchStream
-from shardflow.loading.binding import batch_of_samples, bind_fields, bind_transform, charge_for_delivered
+from shardflow.loading.binding import (
+    batch_of_samples,
+    bind_fields,
+    bind_transform,
+    charge_for_delivered,
+    field_meanings,
+)
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
@@ -571,6 +577,26 @@ class Loader:
                 f"The state was saved by a run that read other tables (its lock differs); pass the "
                 f"{LOCK_NAME} beside the checkpoint as lock=, and the first that differs is named."
             )
+        self._retire()
+        self._position = loaded.position
+
+    def meanings(self) -> dict[str, str]:
+        """Return a digest of what each entry of a batch means, by its name: columns, classes and dtypes."""
+        return field_meanings(self.selection, self._fields)
+
+    def adopt_position(self, state: Mapping[str, object]) -> None:
+        """Move to a saved position at the start of an epoch, though another version of the dataset was read.
+
+        Args:
+            state: What `state_dict` returned then.
+
+        Raises:
+            StateError: The state is malformed, is within an epoch, or belongs to another seed, split or batch
+                spec; the message names the field, and the position does not change.
+        """
+        known = {name: value for name, value in state.items() if name not in ("content_id", "lock")}
+        loaded = LoaderState.from_json(known)
+        loaded.check_adopted_by(self._state)
         self._retire()
         self._position = loaded.position
 

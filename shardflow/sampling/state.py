@@ -223,6 +223,25 @@ class LoaderState:
                     f"{json.dumps(found)} (saved at epoch {self.epoch}, step {self.step}); {remedy}."
                 )
 
+    def check_adopted_by(self, expected: LoaderState) -> None:
+        """Check that a run of another version of the dataset may continue from this state.
+
+        Args:
+            expected: The state of the run that resumes, at any position.
+
+        Raises:
+            StateError: The position is within an epoch, or split, view, batch spec or seed differ.
+        """
+        if self.step:
+            raise StateError(
+                f"another version of a dataset is adopted at the start of an epoch, got a state of step "
+                f"{self.step} of epoch {self.epoch}; resume with the version that it was saved with."
+            )
+        of_version = ("dataset_id", "manifest_version", "subset", "sampling")
+        spec = replace(self.spec, lanes=expected.spec.lanes)  # which may be chosen by the samples
+        own = {name: getattr(expected, name) for name in of_version}
+        replace(self, spec=spec, plan_id="", **own).check_matches(expected)
+
     def check_within(self, num_steps: int) -> None:
         """Check that the epoch has the step; the end of an epoch is step 0 of the next.
 

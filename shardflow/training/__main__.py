@@ -83,7 +83,12 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
         arguments = parse()
         from shardflow.training.config import TrainConfig  # imports NumPy, which --help does without
 
-        overrides = [*arguments.overrides, *([f"tune.mode={arguments.tune}"] if arguments.tune else [])]
+        adopts = arguments.adopt_new_versions
+        overrides = [
+            *arguments.overrides,
+            *([f"tune.mode={arguments.tune}"] if arguments.tune else []),
+            *([f"data.adopt_new_versions={adopts}"] if adopts else []),
+        ]
         config = load_config(TrainConfig, arguments.config, overrides)
         if arguments.print_config:
             print(dump_config(config), end="")
@@ -153,6 +158,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tune",
         choices=("off", "observe", "on"),
         help="find settings of the loader and the cache during the run; the same as --set tune.mode=",
+    )
+    parser.add_argument(
+        "--adopt-new-versions",
+        choices=("never", "epoch"),
+        help="train each epoch on the newest version of the dataset; as --set data.adopt_new_versions=",
     )
     parser.add_argument("--print-config", action="store_true", help="show the settings in force, and exit")
     parser.add_argument(

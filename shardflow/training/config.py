@@ -78,12 +78,20 @@ class DataConfig:
     transform: tuple[str, ...] = ()
     """Functions ``"package.module:function"`` that each sample passes, see docs/fields.md; none in
     evaluations."""
+    adopt_new_versions: Literal["never", "epoch"] = "never"
+    """``epoch``: train each epoch on the newest version of the dataset when it begins, if it descends from
+    the one before. Rank 0 decides; the length of the run and its schedule follow."""
     trusted_keys: Path | None = None
     """File of public keys, OpenSSH's allowed signers or a ``.pub`` file: each dataset of the run must be
     signed by one of them (``shardflow sign``), with the tables that are read; every rank checks it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.is_blend and self.adopt_new_versions != "never":
+            raise ConfigError(
+                "data.adopt_new_versions takes newer versions of one dataset, and data.dataset is a blend "
+                "file; leave it out, and start a new run with the newer versions."
+            )
         if self.is_blend:
             of_run = {"dataset", "eval_split", "transform", "trusted_keys"}
             given = [name for name in changed_settings(self) if name not in of_run]
@@ -92,6 +100,11 @@ class DataConfig:
                     f"data.{given[0]} is set although data.dataset is a blend file; remove it, and set it "
                     "for each component in the file."
                 )
+        if self.adopt_new_versions != "never" and self.manifest_version is not None:
+            raise ConfigError(
+                "data.manifest_version pins a version although data.adopt_new_versions takes newer ones; "
+                "leave out one."
+            )
         if self.view != FULL_STUDY and self.unit != "study":
             raise ConfigError(f"data.unit is {self.unit!r} although data.view names findings; leave out one.")
 

@@ -83,6 +83,7 @@ def open_data(
     *,
     lock: Mapping[str, Any] | None = None,
     cache: CacheConfig | None = None,
+    version: int | None = None,
 ) -> TrainingData:
     """Open the training and evaluation data of a run.
 
@@ -91,6 +92,7 @@ def open_data(
         saved: The loader state of the checkpoint that the run resumes from.
         lock: The lock beside it, which has the versions of tables, and those of a blend of many components.
         cache: The table ``[cache]``.
+        version: What the run trains on, where it adopts versions; of a blend None.
 
     Raises:
         ConfigError: There is no dataset or blend, a split is missing, or no sample is left.
@@ -100,7 +102,7 @@ def open_data(
         return _open_blend(settings, saved, lock, cache)
     if "://" not in settings.dataset:
         _check_folder(settings)
-    version = settings.manifest_version
+    version = version or settings.manifest_version
     if version is None and saved is not None:
         # A newer manifest is adopted on purpose only: it has other samples, so another plan. A blend's state
         # has 0 here; it is refused later, by its components.

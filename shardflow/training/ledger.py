@@ -30,7 +30,8 @@ from shardflow.storage.local import make_directories
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})")
 _RANK = re.compile(r"rank-(\d{5,})\.jsonl")
-_FOLDER = "ledger"
+LEDGER_FOLDER = "ledger"
+"""Of a run folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +216,20 @@ def attempt_starts(run: Path) -> list[tuple[int, int]]:
     found = {}
     for name in ledger_files(run):
         attempt = int(name.partition("/")[0].removeprefix("attempt-"))
-        header = next(read_events(run / _FOLDER / name), {}) if attempt not in found else {}
+        header = next(read_events(run / LEDGER_FOLDER / name), {}) if attempt not in found else {}
         if header.get("event") == "attempt":
             found[attempt] = int(header["start"])
     return sorted(found.items())
 
 
 def _attempts(run: Path) -> list[int]:
-    folder = run / _FOLDER
+    folder = run / LEDGER_FOLDER
     matches = (_ATTEMPT.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _attempt_folder(run: Path, attempt: int) -> Path:
-    return run / _FOLDER / f"attempt-{attempt:04d}"
+    return run / LEDGER_FOLDER / f"attempt-{attempt:04d}"
 
 
 def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, LedgerStep]]:

@@ -31,6 +31,7 @@ from torch import nn
 from shardflow.errors import RanksDisagreeError
 from shardflow.loading import Batch, Loader
 from shardflow.loading.lock import lock_digest
+from shardflow.training.adoption import Adoption
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import RunConfig
 from shardflow.training.distributed import Ranks, StopRequest, settle
@@ -177,7 +178,8 @@ def evaluate(
 
 _LOGGER = logging.getLogger(__name__)
 
-Outcome = Literal["finished", "stopped"]
+Outcome = Literal["finished", "stopped", "renewed"]
+"""``renewed``: a newer version of the dataset is there, and the next epoch is prepared with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +216,8 @@ class RunParts:
     cache_use: CacheUse | None
     """None without a cache."""
     stop: StopRequest
+    adoption: Adoption | None
+    """Where newer versions of the dataset are adopted."""
     identity: Mapping[str, Any]
     """Written into every checkpoint: the settings that its tensors only fit together with, and the digest of
     the configuration."""
@@ -251,7 +255,10 @@ class TrainingLoop:
     ) -> None:
         self.parts = parts
         self.progress = progress
-        self.num_steps = parts.measures.total_steps = _run_length(parts.run, parts.loader.num_steps_in)
+        self.num_steps = parts.measures.total_steps = _run_length(
+            parts.run, parts.loader, None if parts.adoption is None else progress.global_step
+        )
+        self._is_renewed = False
         self.last_step: StepMetrics | None = None
         self._on_step = on_step
         self.evaluation = _Evaluation(parts, progress, self.num_steps)
@@ -277,19 +284,22 @@ class TrainingLoop:
             parts.measures.listeners.append(tuning)
             self._hooks = self._all_hooks(tuning)
         self._hooks.on_run_begin()
-        while progress.global_step < self.num_steps and not progress.is_stopping:
+        while progress.global_step < self.num_steps and not (progress.is_stopping or self._is_renewed):
             self._run_epoch()
         self._hooks.on_run_end()
         outcome: Outcome = "stopped" if progress.is_stopping else "finished"
         if parts.metrics is not None:
-            parts.metrics.write_end(outcome, global_step=progress.global_step)
-        return outcome
+            ended = "stopped" if self._is_renewed else outcome
+            parts.metrics.write_end(ended, global_step=progress.global_step)
+        return "renewed" if self._is_renewed and not progress.is_stopping else outcome
 
     def _run_epoch(self) -> None:
         """Run the rest of the loader's epoch."""
         parts, progress = self.parts, self.progress
         self._agree()
         first = parts.loader.position
+        if parts.adoption is not None and parts.ranks.rank == 0 and first.step == 0:
+            parts.adoption.record(progress.global_step, first.epoch)
         last = min(parts.loader.num_steps, first.step + self.num_steps - progress.global_step)
         # On a CPU nothing is copied, so a second micro-batch would only take memory.
         feed = DeviceFeed(
@@ -305,6 +315,11 @@ class TrainingLoop:
                 self._hooks.on_boundary(feed, is_last=step + 1 == last)
             if progress.is_stopping:
                 return
+        if parts.adoption is not None and progress.global_step < self.num_steps:
+            parts.ranks.health.enter("looking for a newer version", parts.ranks.timeouts.startup_s)
+            found = parts.adoption.finds_newer() if parts.ranks.rank == 0 else None
+            parts.ranks.barrier("looking for a newer version", parts.ranks.timeouts.startup_s)
+            self._is_renewed = bool(parts.ranks.broadcast({"found": found})["found"])
 
     def run_step(self, data: MicroFeed, epoch: int, step: int) -> None:
         """Run one step; whoever calls it counts it in ``progress``.
@@ -614,13 +629,20 @@ class _Evaluation(LoopHook):
         _LOGGER.info("evaluation%s after %d steps: loss %s", of, step, found.loss)
 
 
-def _run_length(run: RunConfig, steps_in: Callable[[int], int]) -> int:
-    """Global steps of the whole run; under a token budget epochs differ by a few steps."""
+def _run_length(run: RunConfig, loader: Loader, done: int | None) -> int:
+    """Global steps of the whole run; under a token budget epochs differ by a few steps.
+
+    Args:
+        run: The table ``[run]``.
+        loader: At the position of the run.
+        done: Steps done, where earlier epochs may have been of other versions of the dataset; else None.
+    """
     if run.num_epochs is None and run.max_steps is not None:
         return run.max_steps
-    num_steps = 0
-    for epoch in range(run.num_epochs or 1):
-        num_steps += steps_in(epoch)
+    first = 0 if done is None else loader.epoch
+    num_steps = 0 if done is None else done - loader.position.step
+    for epoch in range(first, run.num_epochs or 1):
+        num_steps += loader.num_steps_in(epoch)
         if run.max_steps is not None and num_steps >= run.max_steps:
             return run.max_steps
     return num_steps

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,16 @@ from typing import Any, Final
 import torch
 
 from shardflow.config import dump_config
-from shardflow.errors import CheckpointError, ConfigError, NoProgressError, StateError, StorageError
+from shardflow.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    ManifestError,
+    NoProgressError,
+    SignatureError,
+    StateError,
+    StorageError,
+)
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.types.masks import Mask
 from shardflow.loading import Loader, LoaderConfig, Selection, World
@@ -33,7 +42,14 @@ from shardflow.loading.lock import encode_lock
 from shardflow.monitoring import check_outlets, open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
-from shardflow.training.checkpoint.files import STATE_FILE, Checkpoint, CheckpointFolder, read_checkpoint
+from shardflow.training.adoption import Adoption, check_meanings, choose_version
+from shardflow.training.checkpoint.files import (
+    STATE_FILE,
+    Checkpoint,
+    CheckpointFolder,
+    read_checkpoint,
+    read_run_state,
+)
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
 from shardflow.training.config import AugmentConfig, RunConfig, TrainConfig
@@ -82,6 +98,8 @@ class StartDecision:
     """Absolute folder to resume from; None for a fresh start."""
     damaged: Sequence[str]
     """A sentence for each newer checkpoint that was skipped."""
+    version: int | None = None
+    """Of the dataset, where newer ones are adopted."""
 
 
 def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
@@ -283,7 +301,14 @@ def prepare_run(
     if checkpoint is not None:
         check_bindings(checkpoint, bindings, accepts_content=config.run.accept_content_change)
     saved, saved_lock = (checkpoint.state["loader"], checkpoint.lock) if checkpoint else (None, None)
-    data = open_data(config.data, saved, lock=saved_lock, cache=config.cache)
+    is_adopted = saved is not None and decision.version not in (None, saved["manifest_version"])
+    data = open_data(
+        config.data,
+        saved,
+        lock=None if is_adopted else saved_lock,  # it has tables of the version before
+        cache=config.cache,
+        version=decision.version,
+    )
     data.check_modalities("image.standardize", config.image.standardize)
     evaluation = None if data.evaluation is None else task.evaluation_samples(data.evaluation)
     loader = stack.enter_context(open_loader(config, task, ranks, data.training))
@@ -303,7 +328,10 @@ def prepare_run(
     optimizer = build_optimizer(model, config.optimizer)
     updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:
-        loader.load_state_dict(checkpoint.state["loader"], lock=checkpoint.lock)
+        if is_adopted:
+            _adopt(loader, checkpoint)
+        else:
+            loader.load_state_dict(checkpoint.state["loader"], lock=checkpoint.lock)
         loader.load_masks(checkpoint.state["masks"])
         load_model(model, checkpoint.model)
         load_optimizer(model, optimizer, checkpoint.optimizer)
@@ -380,11 +408,21 @@ def prepare_run(
         measures=measures,
         cache_use=CacheUse(loader.counters) if config.cache.is_on else None,
         stop=stop,
+        adoption=None if decision.version is None else Adoption(config, loader.dataset),
         identity={
             "bindings": bindings,
+            **({} if decision.version is None else {"meanings": loader.meanings()}),
             "config_digest": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         },
     )
+
+
+def _adopt(loader: Loader, checkpoint: Checkpoint) -> None:
+    """Continue with another version of the dataset; a `ConfigError` if its fields mean something else."""
+    dataset = loader.dataset
+    check_meanings(checkpoint.state["meanings"], loader.meanings(), dataset.manifest)
+    loader.adopt_position(checkpoint.state["loader"])
+    _LOGGER.info("epoch %d is trained on version %d", loader.epoch, dataset.manifest_version)
 
 
 def open_loader(
@@ -452,7 +490,15 @@ def _open_metrics(
     return metrics
 
 
-_REFUSALS: Final = (ConfigError, CheckpointError, NoProgressError, StorageError)
+_REFUSALS: Final = (
+    ConfigError,
+    CheckpointError,
+    NoProgressError,
+    SignatureError,
+    ManifestError,
+    FormatError,
+    StorageError,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -528,10 +574,30 @@ def train_on(
     """Run :func:`train` on ranks that have joined already; same arguments and errors."""
     started = time.perf_counter()
     stop = stop or StopRequest()
+    with ExitStack() as lock:
+        is_locked = False
+        while True:
+            summary = _train_once(ranks, config, on_step, stop, lock, started, is_locked=is_locked)
+            if summary is not None:
+                return summary
+            is_locked = True
+
+
+def _train_once(
+    ranks: Ranks,
+    config: TrainConfig,
+    on_step: Callable[[StepMetrics, int], None] | None,
+    stop: StopRequest,
+    lock: ExitStack,
+    started: float,
+    *,
+    is_locked: bool,
+) -> TrainSummary | None:
+    """Run a job until it ends, or until a newer version of the dataset is to be adopted: then return None."""
     with ExitStack() as stack:
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
         ranks.health.enter("choosing a checkpoint", ranks.timeouts.startup_s)
-        decision = _decide(config, ranks, checkpoints, stack)
+        decision = _decide(config, ranks, checkpoints, stack, None if is_locked else lock)
         ranks.health.enter("preparing", ranks.timeouts.startup_s)
         checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
         progress = _progress(checkpoint)
@@ -542,6 +608,8 @@ def train_on(
         resumed_from = checkpoint.name if checkpoint else None
         del checkpoint  # the model and the optimizer hold its tensors now
         outcome = loop.run()
+        if outcome == "renewed":
+            return None
         return TrainSummary(
             outcome=outcome,
             stop_signal=stop.signal_name,
@@ -561,23 +629,40 @@ def train_on(
 
 
 def _decide(
-    config: TrainConfig, ranks: Ranks, checkpoints: CheckpointFolder, stack: ExitStack
+    config: TrainConfig,
+    ranks: Ranks,
+    checkpoints: CheckpointFolder,
+    stack: ExitStack,
+    lock: ExitStack | None,
 ) -> StartDecision:
-    """Let rank 0 lock the run folder and choose the start, then broadcast it, a refusal included."""
+    """Let rank 0 lock the run folder and choose the start, then broadcast it, a refusal included.
+
+    Args:
+        config: All settings.
+        ranks: The ranks of the run.
+        checkpoints: The run's checkpoints.
+        stack: Holds the record of this start.
+        lock: Holds the lock of the run folder; None if that is held already.
+    """
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
-            stack.callback(RunLock(config.run.output).release)
+            if lock is not None:
+                lock.callback(RunLock(config.run.output).release)
             monitor = config.monitor
             check_outlets(monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
             checkpoints.remove_unfinished()
             run = config.run
             decision = decide_start(run, checkpoints)
+            if config.data.adopt_new_versions == "epoch":
+                state = read_run_state(Path(decision.checkpoint)) if decision.checkpoint else None
+                decision = replace(decision, version=choose_version(config.data, run.output, state))
             refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
             stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
             answer["decision"] = asdict(decision)
         except _REFUSALS as error:
-            answer[type(error).__name__] = error.message
+            kind = next(one for one in _REFUSALS if isinstance(error, one))
+            answer[kind.__name__] = error.message
     # Rank 0 may verify large checkpoints; the others wait here, not within the timeout of a collective.
     ranks.barrier("choosing a checkpoint", ranks.timeouts.startup_s)
     answer = ranks.broadcast(answer)

@@ -277,6 +277,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(name=name, state=content["run"], model=model, optimizer=optimizer, lock=lock)
 
 
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors, checked by its digest; those are not read.
+
+    Raises:
+        CheckpointError: it is missing, cut, changed, or of another format version.
+    """
+    state: dict[str, Any] = _read_state(folder, folder.name)["run"]
+    return state
+
+
 def _read_lock(folder: Path, name: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read the loader's lock; None if its state names none."""
     loader = state.get("loader")

@@ -1,0 +1,197 @@
+"""Adoption of newer versions of a dataset by a run, at the start of an epoch (``data.adopt_new_versions``).
+
+Rank 0 looks for the newest version and tells the others. A version is adopted if it descends from the one
+that the run trains on, so that samples were added or removed since and nothing else; the loop then saves a
+checkpoint and prepares the run again from it. ``ledger/versions.jsonl`` has a line for each epoch that
+begins: a start that repeats the epoch takes the version of its line, whatever is newest by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardflow.errors import ConfigError, ManifestError, ShardflowError, SignatureError, StorageError
+from shardflow.format import Dataset, Manifest
+from shardflow.format.manifest import latest_version, versions
+from shardflow.format.manifest_table import load_shared
+from shardflow.format.signatures import trust_of, trust_only
+from shardflow.logs import EventLog, read_events
+from shardflow.storage import ByteStore, fsync_directory, open_store
+from shardflow.storage.local import make_directories
+from shardflow.training.config import DataConfig, TrainConfig
+from shardflow.training.ledger import LEDGER_FOLDER
+
+_FILE: Final = "versions.jsonl"
+_LOGGER = logging.getLogger(__name__)
+
+
+def record_version(
+    run: Path, *, global_step: int, epoch: int, manifest_version: int, dataset_id: str
+) -> None:
+    """Write down, on rank 0 and before its first step, which version an epoch is trained on.
+
+    Raises:
+        StorageError: The line cannot be written.
+    """
+    make_directories(run / LEDGER_FOLDER)
+    log = EventLog(run / LEDGER_FOLDER / _FILE, clock=None)
+    try:
+        facts = {"manifest_version": manifest_version, "dataset_id": dataset_id}
+        log.write("version", global_step=global_step, epoch=epoch, **facts)
+        log.sync()
+    finally:
+        log.close()
+    fsync_directory(run / LEDGER_FOLDER)
+
+
+def recorded_versions(run: Path) -> list[Mapping[str, Any]]:
+    """Return the lines of the epochs that began, in the order in which they did."""
+    path = run / LEDGER_FOLDER / _FILE
+    return [line for line in read_events(path) if line["event"] == "version"] if path.exists() else []
+
+
+def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None) -> int:
+    """Return the version that a start of the run trains on; on rank 0.
+
+    Args:
+        data: The table ``[data]``.
+        run: The run folder.
+        state: What the checkpoint holds beside tensors; None for a fresh start.
+
+    Raises:
+        ConfigError: The newest version is none that the run can adopt; the message says why.
+        ManifestError: A version cannot be read or trusted.
+        StorageError: Reading failed.
+    """
+    position = {"epoch": 0, "step": 0} if state is None else state["loader"]
+    if position["step"] and state is not None:
+        return int(position["manifest_version"])
+    global_step = 0 if state is None else state["global_step"]
+    for line in reversed(recorded_versions(run)):
+        if (line["global_step"], line["epoch"]) == (global_step, position["epoch"]):
+            return int(line["manifest_version"])
+    if state is None:
+        return latest_version(open_store(data.dataset))
+    if "meanings" not in state:  # of a run that did not adopt versions yet: there is nothing to compare
+        return int(position["manifest_version"])
+    return newest_descendant(data, run, int(position["manifest_version"]), position["dataset_id"])
+
+
+def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str) -> int:
+    """Return the newest version of a dataset, which descends from the one that a run trains on.
+
+    Versions that no trusted key has signed yet are passed over.
+
+    Args:
+        data: The table ``[data]``.
+        run: The run folder.
+        current: The version that the run trains on, returned where none is newer.
+        dataset_id: Its digest.
+
+    Raises:
+        ConfigError: The newest version is no descendant, or brings back samples that were removed.
+    """
+    store = open_store(data.dataset)
+    if data.trusted_keys is not None:
+        trust_only(store, data.trusted_keys)
+    for number in reversed([one for one in versions(store) if one > current]):
+        manifest = load_shared(store, number)
+        trust = trust_of(store)
+        if trust is not None:
+            try:
+                trust.admit(store, manifest)
+            except SignatureError as error:
+                _LOGGER.info("version %d is not adopted: %s", number, error.message)
+                continue
+        _check_descent(store, manifest, current, dataset_id)
+        first = min([current, *(int(line["manifest_version"]) for line in recorded_versions(run))])
+        _check_removed(store, first, manifest)
+        return number
+    return current
+
+
+class Adoption:
+    """Adoption in a run that trains on one version; on rank 0.
+
+    Args:
+        config: All settings.
+        dataset: The version.
+    """
+
+    def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
+        self._data, self._run = config.data, config.run.output
+        self._version, self._dataset_id = dataset.manifest_version, dataset.manifest.dataset_id
+
+    def record(self, global_step: int, epoch: int) -> None:
+        """Write down that an epoch begins with this version; see `record_version`."""
+        record_version(
+            self._run,
+            global_step=global_step,
+            epoch=epoch,
+            manifest_version=self._version,
+            dataset_id=self._dataset_id,
+        )
+
+    def finds_newer(self) -> bool:
+        """Return whether a newer version is there; the start that adopts it tells of one that is refused."""
+        try:
+            return newest_descendant(self._data, self._run, self._version, self._dataset_id) > self._version
+        except StorageError as error:
+            _LOGGER.warning("no newer version of the dataset is looked for in this epoch: %s", error.message)
+            return False
+        except ShardflowError:
+            return True
+
+
+def _check_descent(store: ByteStore, manifest: Manifest, current: int, dataset_id: str) -> None:
+    newest = manifest
+    while manifest.parent != dataset_id:
+        number = manifest.manifest_version - 1
+        try:
+            parent = load_shared(store, number) if number > current else None
+        except ManifestError:
+            parent = None
+        if parent is None or parent.dataset_id != manifest.parent:
+            raise _refused(newest, f"it does not descend from version {current}, which the run trains on")
+        manifest = parent
+
+
+def _check_removed(store: ByteStore, first: int, manifest: Manifest) -> None:
+    """Refuse a version with samples that a version of the run had and a later one had not any more."""
+    numbers = [one for one in versions(store) if first <= one <= manifest.manifest_version]
+    before = gone = np.zeros(0, "S1")
+    for number in numbers:
+        keys = Dataset(store, load_shared(store, number)).samples.column("sample_key")
+        gone = np.union1d(gone, np.setdiff1d(before, keys))
+        before = keys
+    num_back = int(np.isin(gone, before).sum())
+    if num_back:
+        raise _refused(manifest, f"it brings back {num_back} samples that were removed")
+
+
+def check_meanings(saved: Mapping[str, str], ours: Mapping[str, str], manifest: Manifest) -> None:
+    """Refuse a version in which a field of the batch means something else.
+
+    Args:
+        saved: Digests of what the fields meant, see `shardflow.loading.binding.field_meanings`.
+        ours: Those of the version to adopt.
+        manifest: The version to adopt.
+
+    Raises:
+        ConfigError: A field has another dtype, other classes or other columns.
+    """
+    changed = sorted(name for name in {*saved, *ours} if saved.get(name) != ours.get(name))
+    if changed:
+        raise _refused(manifest, f"it changes the dtype, classes or columns of {', '.join(changed)}")
+
+
+def _refused(manifest: Manifest, why: str) -> ConfigError:
+    return ConfigError(
+        f"version {manifest.manifest_version} of the dataset cannot be adopted: {why}; start a new run "
+        "with it, or continue with the version before by data.adopt_new_versions = 'never'."
+    )

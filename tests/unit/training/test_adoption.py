@@ -1,0 +1,219 @@
+"""Newer versions of a dataset under a run: adopted at an epoch's start, recorded, and the same after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardflow.errors import ConfigError, StorageError
+from shardflow.format import Dataset, Manifest
+from shardflow.format.facts.making import attach_facts
+from shardflow.format.keys import sha256_hex
+from shardflow.format.manifest import FileEntry, commit, load, manifest_path
+from shardflow.format.samples import SamplesTable
+from shardflow.packing.tables.joining import TableSettings, attach_table
+from shardflow.packing.versions.base import sample_entries
+from shardflow.storage import LocalStore
+from shardflow.training import adoption
+from shardflow.training.adoption import recorded_versions
+from shardflow.training.ledger import read_ledger
+from shardflow.training.run import TrainSummary, train
+from tests.tiny_runs import NUM_VAL, TinyInput, make_tiny_input, tiny_config
+
+ADOPT = "data.adopt_new_versions=epoch"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> TinyInput:
+    """A dataset of which a first version holds all shards of samples."""
+    return make_tiny_input(tmp_path_factory.mktemp("adoption"))
+
+
+@pytest.fixture
+def tiny(made: TinyInput, tmp_path: Path) -> TinyInput:
+    shutil.copytree(made.folder, tmp_path / "input")
+    return TinyInput(tmp_path / "input")
+
+
+def keys_of(tiny: TinyInput) -> list[str]:
+    samples = Dataset.open(tiny.dataset, version=1).samples
+    return [samples.sample_key(row) for row in samples.splits["train"]]
+
+
+def write_version(
+    tiny: TinyInput, number: int, without: Iterable[str], *, parent: str | None = None
+) -> Manifest:
+    """Write a version that holds the samples of the first one without some."""
+    store = LocalStore(tiny.dataset)
+    whole = Dataset.open(tiny.dataset, version=1)
+    gone = set(without)
+    entries = [one for one in sample_entries(whole.samples) if one.sample_key not in gone]
+    removed = [0] * len(whole.manifest.shards)
+    for one in sample_entries(whole.samples):
+        removed[one.shard] += one.sample_key in gone
+    data = SamplesTable.encode(entries, shard_splits=[shard.split for shard in whole.manifest.shards])
+    path = f"samples/samples-{number:06d}.tbl"
+    store.put_new(path, data)
+    manifest = replace(
+        whole.manifest,
+        manifest_version=number,
+        parent=parent or load(store, number - 1).dataset_id,
+        samples=FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data)),
+        shards=tuple(
+            replace(shard, num_removed=count)
+            for shard, count in zip(whole.manifest.shards, removed, strict=True)
+        ),
+    )
+    commit(store, manifest)
+    attach_facts(Dataset(store, manifest))
+    return manifest
+
+
+def run(tiny: TinyInput, output: Path, *overrides: str, at: dict[int, object] | None = None) -> TrainSummary:
+    """Run; before the step after a number is taken, call what ``at`` holds for it."""
+
+    def act(metrics: object, num_steps: int) -> None:
+        done = metrics.global_step + 1  # type: ignore[attr-defined]
+        if at is not None and done in at:
+            at.pop(done)()  # type: ignore[operator]
+
+    return train(tiny_config(tiny, output, *overrides), on_step=act)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+def drawn(output: Path) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for step in read_ledger(output):
+        found.setdefault(step.epoch, set()).update(step.keys)
+    return found
+
+
+def of_epochs(output: Path) -> list[tuple[int, int]]:
+    return [(line["epoch"], line["manifest_version"]) for line in recorded_versions(output)]
+
+
+def test_the_next_epoch_takes_the_newest_version(tiny: TinyInput, tmp_path: Path) -> None:
+    keys = keys_of(tiny)
+    output = tmp_path / "run"
+    summary = run(
+        tiny,
+        output,
+        ADOPT,
+        "run.num_epochs=3",
+        "run.checkpoint_every_steps=4",
+        at={3: lambda: write_version(tiny, 2, keys[:9])},
+    )
+    assert of_epochs(output) == [(0, 1), (1, 2), (2, 2)]
+    epochs = drawn(output)
+    assert not (epochs[1] | epochs[2]) & set(keys[:9])
+    assert epochs[0] & set(keys[:9])
+    assert summary.outcome == "finished"
+    assert (summary.global_step, summary.num_steps) == (6 + 4 + 4, 14)
+    state = json.loads((output / "checkpoints" / "step-00000014" / "state.json").read_text())["run"]
+    assert state["loader"]["manifest_version"] == 2
+    lock = json.loads((output / "checkpoints" / "step-00000014" / "loader.lock.json").read_text())
+    assert lock["datasets"][0]["manifest_version"] == 2
+    # Without it a run stays with the version that it began with.
+    assert run(tiny, tmp_path / "same", "run.num_epochs=1").num_steps == 4
+
+
+@pytest.mark.parametrize("killed_after", [5, 6, 7, 9, 11])
+def test_a_killed_run_repeats_an_epoch_with_its_own_version(
+    tiny: TinyInput, tmp_path: Path, killed_after: int
+) -> None:
+    keys = keys_of(tiny)
+    settings = (ADOPT, "run.num_epochs=3", "run.checkpoint_every_steps=4")
+    first = {3: lambda: write_version(tiny, 2, keys[:9])}
+    last = {8: lambda: write_version(tiny, 3, keys[:12])}
+    undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
+    other = TinyInput(tmp_path / "other")
+    shutil.copytree(tiny.folder, other.folder)
+    run(tiny, undisturbed, *settings, at={**first, **last})
+    first = {3: lambda: write_version(other, 2, keys[:9])}
+    third = lambda: write_version(other, 3, keys[:12])  # noqa: E731
+    early = killed_after < 8
+    with pytest.raises(Killed):
+        run(other, output, *settings, at={**first, **({} if early else {8: third}), killed_after: kill})
+    if early and killed_after > 6:
+        third()  # newest by now, while the epoch began with version 2
+        run(other, output, *settings)
+    else:
+        run(other, output, *settings, at={8: third} if early else None)
+    assert drawn(output) == drawn(undisturbed)
+    assert read_ledger(output)[-1].digest == read_ledger(undisturbed)[-1].digest
+
+
+def test_what_cannot_be_adopted_is_refused_in_a_sentence(tiny: TinyInput, tmp_path: Path) -> None:
+    keys = keys_of(tiny)
+    settings = (ADOPT, "run.num_epochs=3")
+
+    def refused(name: str, at: dict[int, object], message: str) -> None:
+        for path in tiny.dataset.glob("manifest-*.json"):
+            if path.name != manifest_path(1):
+                path.unlink()
+        shutil.rmtree(tiny.dataset / "samples-kept", ignore_errors=True)
+        for path in tiny.dataset.glob("samples/*"):
+            if path.name != "samples-000001.tbl":
+                path.unlink()
+        with pytest.raises(ConfigError, match=message) as found:
+            run(tiny, tmp_path / name, *settings, at=at)
+        assert "data.adopt_new_versions = 'never'" in found.value.message
+
+    refused("strange", {3: lambda: write_version(tiny, 2, keys[:2], parent="0" * 64)}, "does not descend")
+    refused(
+        "back",
+        {3: lambda: write_version(tiny, 2, keys[:2]), 8: lambda: write_version(tiny, 3, keys[:1])},
+        "brings back 1 samples",
+    )
+
+
+def test_a_class_that_was_not_there_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
+    def attach(kinds: str, version: int) -> None:
+        dataset = Dataset.open(tiny.dataset, version=version)
+        rows = [f"{dataset.samples.sample_key(row)},{kinds[row % len(kinds)]}" for row in range(len(dataset))]
+        (tmp_path / "kinds.csv").write_text("\n".join(("sample_key,kind", *rows)) + "\n")
+        attach_table(
+            dataset, tmp_path / "kinds.csv", TableSettings(name="kinds", on="sample_key"), private=None
+        )
+
+    def next_version() -> None:
+        write_version(tiny, 2, keys_of(tiny)[:1])
+        attach("abc", 2)
+
+    attach("ab", 1)
+    with (tiny.folder / "train.toml").open("a") as file:
+        file.write('[fields.kind]\ntype = "column"\nname = "kinds.kind"\n')
+    with pytest.raises(ConfigError, match="changes the dtype, classes or columns of kind"):
+        run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2", at={3: next_version})
+
+
+def test_a_store_that_cannot_be_asked_costs_nothing(
+    tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(adoption, "newest_descendant", fails)
+    assert run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2").global_step == 12
+    assert NUM_VAL
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("data.manifest_version=1", "pins a version"), ("data.dataset=blend.toml", "is a blend file")],
+)
+def test_settings_that_contradict(tiny: TinyInput, tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(tiny, tmp_path, ADOPT, setting)
