@@ -18,6 +18,7 @@ from shardflow.fields.transforming import SampleTransform
 from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.fields.types.pixels import BoundPixels
 from shardflow.fields.units import UnitDataset
+from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.loading.selection import Selection, text_lengths
 from shardflow.loading.windows import check_window_fields
 from shardflow.sampling import BatchSpec, CostRule

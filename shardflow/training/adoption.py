@@ -68,8 +68,8 @@ def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None)
         ManifestError: A version cannot be read or trusted.
         StorageError: Reading failed.
     """
-    position = {"epoch": 0, "step": 0} if state is None else state["loader"]
-    if position["step"] and state is not None:
+    position: Mapping[str, Any] = {"epoch": 0, "step": 0} if state is None else state["loader"]
+    if position["step"]:
         return int(position["manifest_version"])
     global_step = 0 if state is None else state["global_step"]
     for line in reversed(recorded_versions(run)):

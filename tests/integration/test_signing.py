@@ -200,7 +200,7 @@ def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, t
     with pytest.raises(SignatureError, match="is not signed"):
         open_data(settings, None)
     _sign(data, keys)
-    assert open_data(settings, None).training
+    assert open_data(settings, None).training.datasets
     other = tmp_path / "other"
     make_dataset(other, num_samples=4, seed=1, facts=True)
     blend = tmp_path / "blend.toml"
@@ -213,7 +213,7 @@ def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, t
     with pytest.raises(ConfigError, match="was opened without keys"):
         sf.Loader(sf.blend(blend), batch=_SPEC, seed=1, signed_by=keys / "allowed")
     _sign(other, keys)
-    assert open_data(settings, None).training
+    assert open_data(settings, None).training.datasets
     with sf.Loader(
         sf.blend(blend, signed_by=keys / "allowed"), batch=_SPEC, seed=1, signed_by=keys / "ours.pub"
     ) as loader:

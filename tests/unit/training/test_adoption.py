@@ -1,4 +1,4 @@
-"""Newer versions of a dataset under a run: adopted at an epoch's start, recorded, and the same after a kill."""
+"""Newer versions of a dataset under a run: adopted at an epoch's start, recorded, the same after a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardflow.training import adoption
 from shardflow.training.adoption import recorded_versions
 from shardflow.training.ledger import read_ledger
 from shardflow.training.run import TrainSummary, train
-from tests.tiny_runs import NUM_VAL, TinyInput, make_tiny_input, tiny_config
+from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
 ADOPT = "data.adopt_new_versions=epoch"
 
@@ -113,12 +113,12 @@ def test_the_next_epoch_takes_the_newest_version(tiny: TinyInput, tmp_path: Path
         ADOPT,
         "run.num_epochs=3",
         "run.checkpoint_every_steps=4",
-        at={3: lambda: write_version(tiny, 2, keys[:9])},
+        at={3: lambda: write_version(tiny, 2, keys[::3])},
     )
     assert of_epochs(output) == [(0, 1), (1, 2), (2, 2)]
     epochs = drawn(output)
-    assert not (epochs[1] | epochs[2]) & set(keys[:9])
-    assert epochs[0] & set(keys[:9])
+    assert not (epochs[1] | epochs[2]) & set(keys[::3])
+    assert epochs[0] & set(keys[::3])
     assert summary.outcome == "finished"
     assert (summary.global_step, summary.num_steps) == (6 + 4 + 4, 14)
     state = json.loads((output / "checkpoints" / "step-00000014" / "state.json").read_text())["run"]
@@ -129,20 +129,23 @@ def test_the_next_epoch_takes_the_newest_version(tiny: TinyInput, tmp_path: Path
     assert run(tiny, tmp_path / "same", "run.num_epochs=1").num_steps == 4
 
 
-@pytest.mark.parametrize("killed_after", [5, 6, 7, 9, 11])
+@pytest.mark.parametrize("killed_after", [5, 7, 9])
 def test_a_killed_run_repeats_an_epoch_with_its_own_version(
     tiny: TinyInput, tmp_path: Path, killed_after: int
 ) -> None:
     keys = keys_of(tiny)
     settings = (ADOPT, "run.num_epochs=3", "run.checkpoint_every_steps=4")
-    first = {3: lambda: write_version(tiny, 2, keys[:9])}
-    last = {8: lambda: write_version(tiny, 3, keys[:12])}
+    first = {3: lambda: write_version(tiny, 2, keys[::3])}
+    last = {8: lambda: write_version(tiny, 3, [*keys[::3], *keys[1:9:3]])}
     undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
     other = TinyInput(tmp_path / "other")
     shutil.copytree(tiny.folder, other.folder)
     run(tiny, undisturbed, *settings, at={**first, **last})
-    first = {3: lambda: write_version(other, 2, keys[:9])}
-    third = lambda: write_version(other, 3, keys[:12])  # noqa: E731
+    first = {3: lambda: write_version(other, 2, keys[::3])}
+
+    def third() -> Manifest:
+        return write_version(other, 3, [*keys[::3], *keys[1:9:3]])
+
     early = killed_after < 8
     with pytest.raises(Killed):
         run(other, output, *settings, at={**first, **({} if early else {8: third}), killed_after: kill})
@@ -163,7 +166,6 @@ def test_what_cannot_be_adopted_is_refused_in_a_sentence(tiny: TinyInput, tmp_pa
         for path in tiny.dataset.glob("manifest-*.json"):
             if path.name != manifest_path(1):
                 path.unlink()
-        shutil.rmtree(tiny.dataset / "samples-kept", ignore_errors=True)
         for path in tiny.dataset.glob("samples/*"):
             if path.name != "samples-000001.tbl":
                 path.unlink()
@@ -194,7 +196,7 @@ def test_a_class_that_was_not_there_is_refused(tiny: TinyInput, tmp_path: Path) 
 
     attach("ab", 1)
     with (tiny.folder / "train.toml").open("a") as file:
-        file.write('[fields.kind]\ntype = "column"\nname = "kinds.kind"\n')
+        file.write('[fields.kind]\ntype = "column"\ncolumn = "kinds.kind"\n')
     with pytest.raises(ConfigError, match="changes the dtype, classes or columns of kind"):
         run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2", at={3: next_version})
 
@@ -207,7 +209,6 @@ def test_a_store_that_cannot_be_asked_costs_nothing(
 
     monkeypatch.setattr(adoption, "newest_descendant", fails)
     assert run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2").global_step == 12
-    assert NUM_VAL
 
 
 @pytest.mark.parametrize(
