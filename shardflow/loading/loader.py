@@ -11,8 +11,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from shardflow.fields.outputs import OutputContract
 from shardflow.fields.quarantine import Quarantine, QuarantineRow
 from shardflow.format import Dataset
 from shardflow.loading.assembly import BatchSource
-from shardflow.loading.batch import Batch, BatchStream
+from shardflow.loading.batch import Batch, BatchStream, EpochIterator
 from shardflow.loading.binding import (
     batch_of_samples,
     bind_fields,
@@ -56,103 +55,6 @@ _LOGGER = logging.getLogger(__name__)
 _NUM_PLANS = 2
 # Digits of a digest in a state, which stays below 1 KB.
 _DIGITS = 32
-
-
-class EpochIterator(Iterator[Batch]):
-    """Iteration of a loader, which references it weakly: when its user drops it, its threads end.
-
-    Args:
-        stream: The micro-batches.
-        numbers: Their numbers among the rank's micro-batches of the epoch.
-        check_alive: Raises if the iteration is no longer the loader's newest.
-        count: Counts a micro-batch as consumed; gets its epoch, its masked slots and its number.
-    """
-
-    def __init__(
-        self,
-        stream: BatchStream,
-        numbers: range,
-        check_alive: Callable[[EpochIterator], None],
-        count: Callable[[int, list[QuarantineRow], int], None],
-    ) -> None:
-        self._stream = stream
-        self._numbers = numbers
-        self._check_alive = check_alive
-        self._count = count
-        self._num_fetched = 0
-        self._has_failed = False
-        # What counting needs of the micro-batches that were fetched and not counted; not their memory.
-        self._uncounted: deque[tuple[int, list[QuarantineRow], int]] = deque()
-
-    def __next__(self) -> Batch:
-        """Return the next micro-batch and count it; raises what `fetch` and `count_fetched` raise."""
-        batch = self.fetch()
-        if batch is None:
-            raise StopIteration
-        self.count_fetched()
-        return batch
-
-    def fetch(self) -> Batch | None:
-        """Return the next micro-batch without counting it as consumed, or None after the last one.
-
-        For consumers that work ahead of their own steps, such as a copy to a device: the loader's position
-        follows the steps, so call `count_fetched` for each micro-batch when its step takes it.
-        """
-        if self._num_fetched == len(self._numbers):
-            if not self._uncounted:
-                self.close()
-            return None
-        self._check_alive(self)
-        try:
-            batch = next(self._stream)
-        except BaseException:
-            self._has_failed = True
-            raise
-        self._uncounted.append((batch.epoch, batch.quarantined, self._numbers[self._num_fetched]))
-        self._num_fetched += 1
-        return batch
-
-    def count_fetched(self) -> None:
-        """Count the oldest micro-batch that was fetched and not counted as consumed.
-
-        Raises:
-            SampleError: There are more bad samples than ``max_bad_samples`` or ``max_bad_share`` allow.
-            StateError: The iteration was retired.
-        """
-        self._check_alive(self)
-        try:
-            self._count(*self._uncounted.popleft())
-        except BaseException:
-            self.close()
-            raise
-
-    def hand_over(self, open_stream: Callable[[range], BatchStream]) -> bool:
-        """Continue with another stream from the next micro-batch to fetch; call it between two of them.
-
-        What the current stream has made ahead is dropped. If the other one cannot start, it continues.
-
-        Args:
-            open_stream: Opens a stream of the numbers that are left.
-
-        Returns:
-            Whether the stream changed; False if nothing is left.
-        """
-        left = self._numbers[self._num_fetched :]
-        if not left or self._has_failed:
-            return False
-        following = open_stream(left)
-        following.start()
-        current, self._stream = self._stream, following
-        current.close()
-        return True
-
-    def describe_activity(self) -> str:
-        """Describe what its micro-batches wait for; may be called from any thread."""
-        return self._stream.describe_activity()
-
-    def close(self) -> None:
-        """End the iteration."""
-        self._stream.close()
 
 
 def _given_batch(batch: BatchSpec | None, spec: BatchSpec | None) -> BatchSpec:

@@ -87,11 +87,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.is_blend and self.adopt_new_versions != "never":
-            raise ConfigError(
-                "data.adopt_new_versions takes newer versions of one dataset, and data.dataset is a blend "
-                "file; leave it out, and start a new run with the newer versions."
-            )
+        if self.adopt_new_versions != "never" and (self.is_blend or self.manifest_version is not None):
+            why = "data.dataset is a blend file" if self.is_blend else "data.manifest_version pins one"
+            raise ConfigError(f"data.adopt_new_versions takes newer versions, but {why}; leave out one.")
         if self.is_blend:
             of_run = {"dataset", "eval_split", "transform", "trusted_keys"}
             given = [name for name in changed_settings(self) if name not in of_run]
@@ -100,11 +98,6 @@ class DataConfig:
                     f"data.{given[0]} is set although data.dataset is a blend file; remove it, and set it "
                     "for each component in the file."
                 )
-        if self.adopt_new_versions != "never" and self.manifest_version is not None:
-            raise ConfigError(
-                "data.manifest_version pins a version although data.adopt_new_versions takes newer ones; "
-                "leave out one."
-            )
         if self.view != FULL_STUDY and self.unit != "study":
             raise ConfigError(f"data.unit is {self.unit!r} although data.view names findings; leave out one.")
 

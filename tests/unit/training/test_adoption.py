@@ -213,7 +213,7 @@ def test_a_store_that_cannot_be_asked_costs_nothing(
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("data.manifest_version=1", "pins a version"), ("data.dataset=blend.toml", "is a blend file")],
+    [("data.manifest_version=1", "pins one"), ("data.dataset=blend.toml", "is a blend file")],
 )
 def test_settings_that_contradict(tiny: TinyInput, tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
