@@ -11,6 +11,7 @@ from shardflow.cli.common import (
     add_json,
     counted,
     human_bytes,
+    named_fields,
     natural_number,
     open_dataset,
     positive_number,
@@ -29,8 +30,10 @@ from shardflow.viewing import (
     read_study,
     render_conversation,
     render_findings,
+    render_pieces,
     render_study,
 )
+from shardflow.viewing.study import place_of
 
 DESCRIPTION = """\
 Draws slices of a study, evenly spread over its primary series, with the sides of the patient, a scale bar and
@@ -38,7 +41,8 @@ slice numbers, beside the report. With --findings the report is drawn with its f
 of them, and beside it the slices that show each, with the confidence and its evidence.
 
 A sample that is a conversation is drawn turn by turn, with its images in their places; what is learned by
-default is tinted.
+default is tinted. With --fields a conversation, stored or made of a study by a template, is drawn as the
+processor of its field renders it: special tokens and all, with the tokens tinted that are learned.
 
 KEY is a sample key, or a split and a row of it: train:0. The picture shows pixels and text of a
 patient, unless it says GENERATED: keep it where the dataset may be kept. Needs Pillow:
@@ -48,6 +52,7 @@ EXAMPLES = """\
 examples:
   shardflow preview my-dataset train:0 -o study.png
   shardflow preview my-dataset train:0 --findings -o findings.png
+  shardflow preview my-dataset train:0 --fields fields.toml -o conversation.png
   shardflow preview my-dataset val:2 --slices 6 --window=-600,1500 -o study.png
 """
 _MOST_SLICES = 64
@@ -75,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--findings", action="store_true", help="mark the report's findings and show the slices of each"
     )
     parser.add_argument(
+        "--fields", metavar="FILE", help="draw the conversation of the fields of this TOML file, as rendered"
+    )
+    parser.add_argument(
         "--window",
         metavar="C,W",
         help=f"center and width in the slices' unit (--window=-600,1500), or one of {', '.join(WINDOWS)}; by "
@@ -99,13 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
     window = Window.parse(arguments.window) if arguments.window else None
     dataset = open_dataset(arguments.dataset, with_studies=True)
     row = find_row(dataset, arguments.key)
-    if has_conversation(dataset, row):
+    if arguments.fields is not None or has_conversation(dataset, row):
         if arguments.findings or arguments.series or arguments.slices != _USUAL_SLICES or window:
             raise ConfigError(
                 "--findings, --series, --slices and --window must be left out for a conversation, got one of "
                 "them; its images are drawn as they are stored."
             )
-        picture, facts, amount = _draw_conversation(arguments, dataset, row)
+        draw = _draw_conversation if arguments.fields is None else _draw_rendered
+        picture, facts, amount = draw(arguments, dataset, row)
     elif arguments.findings:
         if arguments.series or arguments.slices != _USUAL_SLICES:
             raise ConfigError(
@@ -151,6 +160,55 @@ def _draw_conversation(
     }
     picture = render_conversation(view, font=arguments.font)
     return picture, facts, f"{counted(turns, 'turn')}, {counted(len(view.images), 'image')}"
+
+
+def _draw_rendered(
+    arguments: argparse.Namespace, dataset: Dataset, row: int
+) -> tuple[bytes, dict[str, Any], str]:
+    from shardflow.fields.conversations.field import Conversation
+    from shardflow.fields.conversations.rendering import Renderer, RenderError
+    from shardflow.loading.sample import conversation_of
+
+    fields = named_fields(arguments.fields) or {}
+    named = {name: one for name, one in fields.items() if isinstance(one, Conversation)}
+    if len(named) != 1:
+        raise ConfigError(
+            f"--fields must hold one field of type 'conversation', got {len(named)}; correct it."
+        )
+    ((name, spec),) = named.items()
+    document, pictures = conversation_of(dataset, row, fields, name)
+    renderer, messages = Renderer.load(spec.processor), document["messages"]
+    ends = ["chosen", "rejected"] if spec.pairs else [""]
+    sections, rendered = [], []
+    for end in ends:
+        whole = [*messages, *(document[end] if end else ())]
+        used = [part["image"] for one in whole for part in one["content"] if part["type"] == "image"]
+        try:
+            if document["kind"] == "document":
+                found = renderer.render_document(whole, pictures)
+            else:
+                first = len(messages) if end else 0
+                found = renderer.render(whole, pictures, train_on=spec.train_on, first=first)
+        except RenderError as error:
+            raise ConfigError(f"The conversation cannot be rendered: {error}.") from None
+        pieces = renderer.pieces(found, len(used))
+        sections.append((end, [used[one] if isinstance(one, int) else one for one in pieces]))
+        rendered.append(found)
+    tokens = sum(len(one.ids) for one in rendered)
+    learned = sum(int((one.weights > 0).sum()) for one in rendered)
+    key, place = dataset.samples.sample_key(row), place_of(dataset, row)
+    told = (
+        f"{counted(tokens, 'token')}, {learned:,} of them learned (tinted); {counted(len(pictures), 'image')}"
+    )
+    picture = render_pieces(f"{name} - {place}", told, sections, pictures, font=arguments.font)
+    facts = {
+        "sample_key": key,
+        "row": place,
+        "tokens": tokens,
+        "learned_tokens": learned,
+        "images": len(pictures),
+    }
+    return picture, facts, told
 
 
 def _draw_findings(

@@ -6,13 +6,17 @@ split delivers. What depends on the population, such as a dtype that holds every
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Final
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.field import BoundField, Field, check_names
+from shardflow.fields.conversations.field import BoundTemplate, Conversation
+from shardflow.fields.conversations.rendering import decode_picture
+from shardflow.fields.conversations.templates import IncompleteError
+from shardflow.fields.field import BoundField, DrawKey, Field, check_names
 from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import Quarantine
 from shardflow.fields.registry import FieldSet
@@ -30,6 +34,44 @@ from shardflow.telemetry import StageCounters
 
 _ALONE: Final = BatchSpec(micro_batch_size=1, micro_batches_per_step=1, tail="mask")
 _MAX_BINDINGS: Final = 4
+
+
+def conversation_of(
+    dataset: Dataset, row: int, fields: Mapping[str, Field], name: str
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the conversation of a sample in its stored form, and its pictures as RGB images of Pillow.
+
+    Args:
+        dataset: The dataset.
+        row: Row of its own table.
+        fields: Fields of a loader.
+        name: Of the field of conversations, stored or of a template, of which epoch 0 of seed 0 is drawn.
+
+    Raises:
+        ConfigError: The sample has no conversation, or lacks what the template names.
+    """
+    spec = fields[name]
+    assert isinstance(spec, Conversation)  # noqa: S101 - of the caller
+    if spec.template is None:
+        if all(one.name != spec.member for one in dataset.sample_fields(row)[1]):
+            raise ConfigError(f"This sample has no {spec.member}; write template= to make one of its study.")
+        document = json.loads(dataset.read_fields(row, [spec.member])[spec.member])
+        names = [one["member"] for one in document["images"]]
+        payloads = dataset.read_fields(row, names) if names else {}
+        return document, [decode_picture(payloads[one]) for one in names]
+    wanted = {one: fields[one] for one in spec.depends_on if one in fields}
+    entries = OneSampleReader(dataset).read(row, wanted, 0) if wanted else {}
+    split = next(each for each, rows in dataset.splits.items() if row in rows)
+    _, bound = bind_fields(
+        select(dataset, split), {**_padded(select(dataset, split), wanted), name: spec}, StageCounters()
+    )
+    made = next(one for one in bound.bound if one.name == name)
+    assert isinstance(made, BoundTemplate)  # noqa: S101 - its spec has a template
+    try:
+        return made.compose(0, row, DrawKey(0, 0, row, table_row=row), entries)
+    except (IncompleteError, ValueError) as error:
+        raise ConfigError(f"The template makes no conversation of this sample: {error}.") from None
+
 
 open_dataset = Dataset.open
 """`Dataset.open`; importing it from here lets ``dataset[key]`` read samples."""

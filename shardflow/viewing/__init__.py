@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         has_conversation,
         read_conversation,
         render_conversation,
+        render_pieces,
     )
     from shardflow.viewing.dataset_facts import Bounds, DatasetFacts, gather
     from shardflow.viewing.findings_sheet import FindingsView, read_findings, render_findings
@@ -42,6 +43,7 @@ __all__ = [
     "render_conversation",
     "render_findings",
     "render_page",
+    "render_pieces",
     "render_study",
 ]
 _MODULES: Final = {
@@ -50,6 +52,7 @@ _MODULES: Final = {
         "has_conversation",
         "read_conversation",
         "render_conversation",
+        "render_pieces",
     ),
     "dataset_facts": ("Bounds", "DatasetFacts", "gather"),
     "findings_sheet": ("FindingsView", "read_findings", "render_findings"),

@@ -95,8 +95,6 @@ def render_conversation(view: ConversationView, *, font: Path | None = None) -> 
         FormatError: An image cannot be decoded.
     """
     body, small, title = Typeface(19, font), Typeface(15, font), Typeface(27, font)
-    from PIL import Image, ImageDraw
-
     images = [_decoded(payload) for payload in view.images]
     blocks: list[_Block] = [(title, _title(view), INK, PAPER), (small, _facts(view), FAINT, PAPER)]
     for what, heading in _SECTIONS:
@@ -107,6 +105,57 @@ def render_conversation(view: ConversationView, *, font: Path | None = None) -> 
     if "answer" in view.about:
         blocks.append((small, "ANSWER TO VERIFY", FAINT, PAPER))
         blocks += [(body, line, INK, PAPER) for line in body.wrap(view.about["answer"], _WIDTH)]
+    return _drawn(blocks, view.generated, body, small)
+
+
+def render_pieces(
+    title: str,
+    facts: str,
+    sections: Sequence[tuple[str, Sequence[tuple[str, float] | int]]],
+    pictures: Sequence[Image],
+    *,
+    font: Path | None = None,
+) -> bytes:
+    """Draw conversations as a processor renders them, special tokens included; what is learned is tinted.
+
+    Args:
+        title: First line.
+        facts: Second line.
+        sections: Headings, empty for none, and under each the texts with their weight in the loss, and the
+            numbers of pictures where the model has them.
+        pictures: RGB images.
+        font: A font file for the text, preferred to those of the system.
+
+    Returns:
+        A PNG file.
+
+    Raises:
+        ConfigError: Pillow is missing, or the font file cannot be read.
+    """
+    body, small, head = Typeface(19, font), Typeface(15, font), Typeface(27, font)
+    shown = [one.copy() for one in pictures]
+    for one in shown:
+        one.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
+    blocks: list[_Block] = [(head, title, INK, PAPER), (small, facts, FAINT, PAPER)]
+    generated = ""
+    for heading, pieces in sections:
+        blocks += [(small, heading.upper(), FAINT, PAPER)] if heading else []
+        for piece in pieces:
+            if isinstance(piece, int):
+                blocks.append([shown[piece]])
+                continue
+            text, weight = piece
+            generated = generated or generated_mark(text)
+            note = "" if weight in (0.0, 1.0) else f" (weight {weight:g})"
+            lines = body.wrap(text.strip("\n") + note, _WIDTH) if text.strip("\n") else []
+            blocks += [(body, line, INK, _LEARNED if weight else PAPER) for line in lines]
+    return _drawn(blocks, generated, body, small)
+
+
+def _drawn(blocks: Sequence[_Block], generated: str, body: Typeface, small: Typeface) -> bytes:
+    """Draw blocks below each other; returns a PNG file."""
+    from PIL import Image, ImageDraw
+
     heights = [_height(block) for block in blocks]
     height = min(sum(heights) + 2 * _MARGIN, _MAX_HEIGHT)
     sheet = Image.new("RGB", (_WIDTH + 2 * _MARGIN, height), PAPER)
@@ -127,8 +176,8 @@ def render_conversation(view: ConversationView, *, font: Path | None = None) -> 
             draw.rectangle((_MARGIN - 6, y, _MARGIN + _WIDTH + 6, y + block_height - 1), fill=tint)
             face.draw(draw, (_MARGIN, y), text, fill=color)
         y += block_height
-    if view.generated:
-        body.draw_badge(draw, view.generated, right=_WIDTH + _MARGIN, top=_MARGIN)
+    if generated:
+        body.draw_badge(draw, generated, right=_WIDTH + _MARGIN, top=_MARGIN)
     stream = io.BytesIO()
     sheet.save(stream, "PNG", optimize=False)
     return stream.getvalue()

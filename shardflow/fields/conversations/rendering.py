@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -323,6 +324,31 @@ class Renderer:
             else:
                 pictures[name] = array
         return Rendered(ids, weights, tokens, pictures)
+
+    def pieces(self, rendered: Rendered, num_pictures: int) -> list[tuple[str, float] | int]:
+        """Return a rendered conversation for people: texts with their weight, and numbers of pictures.
+
+        Args:
+            rendered: What the processor returned.
+            num_pictures: Pictures that it shows; each stands where the model has its tokens.
+        """
+        token = getattr(self.processor, "image_token_id", None)
+        is_picture = rendered.ids == (-1 if token is None else int(token))
+        is_new = np.diff(is_picture, prepend=False) | (np.diff(rendered.weights, prepend=0) != 0)
+        edges = [0, *np.flatnonzero(is_new).tolist(), len(rendered.ids)]
+        found: list[tuple[str, float] | int] = []
+        for start, stop in pairwise(edges):
+            if start == stop:
+                continue
+            if is_picture[start]:
+                found.append(sum(isinstance(one, int) for one in found))
+                continue
+            found.append(
+                (str(self.tokenizer.decode(rendered.ids[start:stop])), float(rendered.weights[start]))
+            )
+        if sum(isinstance(one, int) for one in found) != num_pictures:  # a family with tokens between rows
+            return [*range(num_pictures), *(one for one in found if not isinstance(one, int))]
+        return found
 
     def example(self, pictures: Sequence[Any]) -> Rendered:
         """Return a small conversation about some pictures.
