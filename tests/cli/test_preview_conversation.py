@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardflow.viewing import has_conversation, read_conversation, render_conver
 from shardflow.viewing.catalog import Catalog
 from shardflow.viewing.studies import Studies
 from tests.cli.conftest import Call
+from tests.conversation_case import make_folder
 
 TINT = (0xDA, 0xFB, 0xE1)
 RED, BLUE = (200, 30, 30), (30, 30, 200)
@@ -109,6 +111,32 @@ def test_preview_draws_a_conversation(call: Call, folder: Path, tmp_path: Path) 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     refused = call("preview", folder, "talk", "-o", tmp_path / "b.png", "--slices", 3)
     assert (refused.code, "must be left out for a conversation" in refused.err) == (2, True)
+
+
+def test_preview_draws_what_the_processor_of_a_field_renders(
+    call: Call, folder: Path, tmp_path: Path
+) -> None:
+    make_folder("llava", tmp_path / "model", with_model=False)
+    fields = tmp_path / "fields.toml"
+    settings = {"type": "conversation", "processor": "model", "max_tokens": 200}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    fields.write_text("\n".join(["[fields.talk]", *lines]), encoding="utf-8")
+    called = call("preview", folder, "talk", "--fields", fields, "-o", tmp_path / "a.png", "--json")
+    pixels = np.asarray(Image.open(tmp_path / "a.png"))
+    first, second, learned = (rows_of(pixels, color) for color in (BLUE, RED, TINT))
+    assert (len(first), len(second)) == (20, 20)
+    assert first.max() < second.min() < learned.min()
+    assert (called.last_line["images"], called.last_line["learned_tokens"] > 1) == (2, True)
+    fields.write_text("\n".join(["[fields.talk]", *lines, "pairs = true"]), encoding="utf-8")
+    assert call("preview", folder, "preference", "--fields", fields, "-o", tmp_path / "b.png").code == 0
+    pixels = np.asarray(Image.open(tmp_path / "b.png"))
+    assert len(rows_of(pixels, TINT)) == 2 * len(learned)
+    for key, extra, said in (
+        ("other", (), "no conversation.json"),
+        ("talk", ("--slices", 3), "must be left out"),
+    ):
+        refused = call("preview", folder, key, "--fields", fields, "-o", tmp_path / "c.png", *extra)
+        assert (refused.code, said in refused.err) == (2, True)
 
 
 def test_other_commands_show_a_conversation(call: Call, folder: Path) -> None:

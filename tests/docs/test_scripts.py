@@ -75,7 +75,18 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_reader_folder(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL], ids=str)
+LONG = frozenset({Path("docs/howto/templates.md")})  # trains and resumes: a minute of two quiet cores
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
+        for page in PAGES
+        if page != TUTORIAL
+    ],
+    ids=str,
+)
 def test_a_how_to_page_runs(page: Path, reader: Path, tmp_path: Path) -> None:
     code, out, err = _run(page, shutil.copytree(reader, tmp_path / "reader"))
     assert code == 0, f"{out[-1000:]}\n{err[-3000:]}"

@@ -16,17 +16,20 @@ from PIL import Image
 import shardflow as sf
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
+from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.registry import FieldsFile
 from shardflow.fields.types.text import SECTIONS
 from shardflow.format import Dataset
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.loading import Loader
+from shardflow.loading.sample import conversation_of
 from shardflow.reports import ReportReader, SectionKind
 from shardflow.sampling import BatchSpec
+from shardflow.viewing import render_pieces
 from tests.conversation_case import make_folder
 from tests.factories import MadeSample, make_dataset
 from tests.field_cases import make_case
-from tests.integration.loader_support import Batches, batches_of, open_loader, slots_of
+from tests.integration.loader_support import Batches, batches_of, number_of, open_loader, slots_of
 
 NUM_SAMPLES: Final = 16
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
@@ -417,6 +420,34 @@ def test_a_template_is_read_from_toml_and_written_back(
     (tmp_path / "report.toml").write_text("[[turns]]\nrole = 'user'\ntxt = 'x'", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"'txt'.*'text'"):
         load_config(FieldsFile, tmp_path / "fields.toml")
+
+
+def test_preview_draws_what_a_loader_delivers(dataset: Dataset, processors: Any, tmp_path: Path) -> None:
+    """Pictures stand where their tokens do, each once; weights and words are those of the batch."""
+    spec: Any = talk(processors)
+    opened = sf.open(dataset.store.url)
+    renderer, seen = Renderer.load(spec.processor), 0
+    for row in range(NUM_SAMPLES):
+        fields = {**FIELDS, "talk": spec}
+        sample = opened.sample(row, fields)
+        length = int(sample["talk_mask"].sum())
+        if not length:
+            with pytest.raises(ConfigError, match="makes no conversation"):
+                conversation_of(opened, row, fields, "talk")
+            continue
+        document, pictures = conversation_of(opened, row, fields, "talk")
+        rendered = renderer.render(document["messages"], pictures, train_on=("assistant",))
+        assert rendered.ids.tolist() == sample["talk"][:length].tolist()
+        assert rendered.weights.tolist() == sample["talk_weights"][:length].tolist()
+        pieces = renderer.pieces(rendered, len(pictures))
+        assert [one for one in pieces if isinstance(one, int)] == [*range(len(pictures))]
+        learned = [one for one in pieces if not isinstance(one, int) and one[1] > 0]
+        assert learned == [(impression_of(number_of(opened.samples.sample_key(row))) + "<|im_end|>", 0.5)]
+        words = "".join(one[0] for one in pieces if not isinstance(one, int))
+        assert words == renderer.tokenizer.decode(rendered.ids).replace("<|image_pad|>", "")
+        seen += 1
+    assert seen
+    assert render_pieces("talk", "", [("", pieces)], pictures).startswith(b"\x89PNG")
 
 
 def test_a_changed_template_is_other_content(dataset: Dataset, processors: Any) -> None:
