@@ -34,6 +34,14 @@ def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(tmp_path: Path) 
     alone = tmp_path / "alone"
     train_alone(config, f"run.output={alone}")
     assert committed_samples(run) == committed_samples(alone)
+    texts = [tmp_path / f"answers{num}.jsonl" for num in (1, 2)]
+    for num, path in enumerate(texts, start=1):
+        options = [f"--out={path}", "--max-new-tokens=4", str(run)]
+        with job(tmp_path, "shardflow.cli.generate", options, num_ranks=num) as running:
+            written = running.wait(RUN_TIMEOUT_S)
+        assert written.exit_code == 0, written.text
+        assert json.loads(written.stdout.splitlines()[-1])["num_texts"] > 0
+    assert texts[0].read_bytes() == texts[1].read_bytes(), "the same on any number of ranks"
     mine, other = newest_weights(run), newest_weights(alone)
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardflow.training.run import train
 from shardflow.training.tasks.text_scores import LABELS, has_word_scores, label_scores, word_scores
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES
 from tests.sweeps import sampled
+from tests.tiny_runs import NUM_VAL, make_tiny_input, tiny_config
 from tests.unit.training.test_conversations import make_run
 
 NEW_TOKENS = 6
@@ -153,6 +155,31 @@ def test_adapters_and_pairs_write_answers_too(tmp_path: Path) -> None:
         found = dataset.read_fields(dataset.samples.find(key), ["conversation.json"])["conversation.json"]
         document = json.loads(found)
         assert document["chosen"][0]["content"][0]["text"].strip() == reference
+
+
+def test_reports_are_written_alike_in_any_batch(tmp_path: Path) -> None:
+    tiny = make_tiny_input(tmp_path)
+    config = tiny_config(tiny, tmp_path / "run", "run.max_steps=4", "data.eval_split=val")
+    train(config)
+    rows, summary = written(tmp_path / "run")
+    assert summary["num_texts"] == len(rows) == NUM_VAL
+    dataset = Dataset.open(str(tiny.dataset))
+    for row in rows:
+        found = dataset.read_fields(dataset.samples.find(row["sample_key"]), ["report.txt"])["report.txt"]
+        assert row["reference"] == found.decode().strip()
+    assert any(row["text"] for row in rows)
+    path = tmp_path / "run" / "resolved_config.toml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("micro_batch_size = 1", "micro_batch_size = 3"), encoding="utf-8")
+    others, _ = written(tmp_path / "run")
+    assert sorted(others, key=itemgetter("sample_key")) == sorted(rows, key=itemgetter("sample_key"))
+    longer = generate(GenerateSettings(run=tmp_path / "run", output=tmp_path / "b.jsonl", max_new_tokens=12))
+    said = {
+        one["sample_key"]: one["text"]
+        for one in map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+    }
+    assert longer["num_texts"] == NUM_VAL
+    assert all(said[row["sample_key"]].startswith(row["text"].rstrip("\ufffd")) for row in rows)
 
 
 def test_label_scores_follow_their_definition() -> None:
