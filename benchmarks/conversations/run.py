@@ -1,0 +1,375 @@
+"""Conversations into a loop: `sf.Conversation` against TRL with the model's processor and its packing.
+
+    python -m benchmarks.conversations.run --output benchmarks/results/conversations.json
+
+Both get the same conversations and give the same token ids, labels and pixels, which is checked first. Cases:
+
+- ``text``: conversations of mixed length, padded to the longest of a micro-batch of eight.
+- ``packed``: the same, several in a sequence of 2,048 tokens; TRL packs "bfd".
+- ``images``: a question about a picture of 448 x 448, of Qwen2.5-VL's processor.
+
+Each cell is a fresh process of one loader on one thread; the loaders take turns, three rounds. TRL renders
+and tokenizes texts once, before the first batch, into files; ours renders them whenever a batch needs them.
+So both parts are told apart: processor time a sample of preparing (once), and of each epoch. ``first_s`` is
+from the start of the process to the first batch, without files of an earlier run, and ``resume_s`` that to a
+batch in the middle of an epoch, with them: TRL's Trainer skips there through `accelerate.skip_first_batches`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.about import about_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CASES, LOADERS = ("text", "packed", "images"), ("shardflow", "trl")
+NUMBERS = {"text": 3000, "packed": 3000, "images": 300}
+SIZES = {"text": 8, "packed": 1, "images": 4}
+"""Conversations of a micro-batch, or sequences of 2,048 tokens."""
+MAX_TOKENS = 2048
+SHORTEST_S = 10.0
+WORDS = ("the", "heart", "is", "normal", "lungs", "are", "clear", "no", "effusion", "or", "stable", "seen")
+
+
+def words(draws: random.Random, count: int) -> str:
+    return " ".join(draws.choices(WORDS, k=count))
+
+
+def prepare(folder: Path) -> None:
+    """Write both loaders' input: a dataset of ours, a dataset of TRL, a model's folder."""
+    import datasets
+    from PIL import Image
+
+    from shardflow.format.writer import ShardWriter
+    from tests.conversation_case import make_folder
+
+    for case, family in (("text", "llama"), ("images", "qwen2_5_vl")):
+        make_folder(family, folder / case / "model")
+        draws, rows = random.Random(7), []
+        with ShardWriter(folder / case / "shardflow", splits={"train": 1}) as writer:
+            for number in range(NUMBERS[case]):
+                question = words(draws, draws.randint(4, 20))
+                answer = words(draws, min(280, round(draws.lognormvariate(3.5, 1.0)) + 3))
+                content: list[Any] = [{"type": "text", "text": question}]
+                sample: dict[str, Any] = {"__key__": f"talk{number:06d}"}
+                images: list[Any] = []
+                if case == "images":
+                    pixels = np.random.default_rng(number).integers(0, 256, (28, 28, 3), np.uint8)
+                    picture, data = Image.fromarray(pixels).resize((448, 448)), io.BytesIO()
+                    picture.save(data, "PNG")
+                    content.insert(0, {"type": "image", "image": 0})
+                    sample["image.000.png"], images = data.getvalue(), [{"member": "image.000.png"}]
+                turns = [
+                    {"role": "user", "content": content},
+                    {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+                ]
+                document = {"format_version": 1, "kind": "conversation", "form": "messages"}
+                writer.write(
+                    {**sample, "conversation.json": {**document, "messages": turns, "images": images}}
+                )
+                if case == "text":
+                    shown = zip(("user", "assistant"), (question, answer), strict=True)
+                    rows.append({"messages": [{"role": role, "content": text} for role, text in shown]})
+                else:
+                    rows.append(
+                        {
+                            "prompt": [{"role": "user", "content": question}],
+                            "completion": [{"role": "assistant", "content": answer}],
+                            "images": [{"bytes": sample["image.000.png"], "path": None}],
+                        }
+                    )
+        made = datasets.Dataset.from_list(rows)
+        if case == "images":
+            made = made.cast_column("images", datasets.List(datasets.Image()))
+        made.save_to_disk(str(folder / case / "trl"))
+
+
+class Ours:
+    """Batches of our loader."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        import shardflow as sf
+
+        place = folder / ("images" if case == "images" else "text")
+        settings: dict[str, Any] = {"long": "error"}
+        if case == "images":
+            settings["max_images"] = 1
+        talk = sf.Conversation(processor=str(place / "model"), max_tokens=MAX_TOKENS, **settings)
+        size = SIZES[case]
+        self.loader = sf.Loader(
+            sf.open(place / "shardflow"),
+            split="train",
+            seed=1,
+            batch=batch_spec(case, size),
+            fields={"talk": talk},
+            config=sf.LoaderConfig(num_threads=1, execution="threads"),
+        )
+
+    def batches(self) -> Iterator[tuple[int, int, int, Any]]:
+        """Iterate over an epoch: conversations, their tokens, the places for them, and the batch."""
+        for batch in self.loader:
+            tensors = batch.torch()
+            yield (
+                conversations_in(tensors),
+                int(tensors["talk_mask"].sum()),
+                tensors["talk_mask"].numel(),
+                tensors,
+            )
+
+    def skip_to_middle(self) -> None:
+        """Go to the middle of the epoch."""
+        position = self.loader.num_steps // 2
+        self.loader.load_state_dict({**self.loader.state_dict(), "step": position})
+
+
+def batch_spec(case: str, size: int) -> Any:
+    """How our steps are formed; ``packed`` fills sequences of `MAX_TOKENS`."""
+    import shardflow as sf
+
+    if case == "packed":
+        raise NotImplementedError
+    return sf.BatchSpec(micro_batch_size=size, micro_batches_per_step=1)
+
+
+def conversations_in(tensors: Mapping[str, Any]) -> int:
+    return len(tensors["talk"])
+
+
+class Trl:
+    """Batches of TRL's trainer."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        import datasets
+        import transformers
+        import trl
+
+        transformers.utils.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
+        place = folder / ("images" if case == "images" else "text")
+        kind = transformers.AutoTokenizer if case != "images" else None
+        if kind is None:
+            from shardflow.fields.conversations.rendering import Renderer
+
+            processor: Any = Renderer.load(str(place / "model")).processor
+        else:
+            processor = kind.from_pretrained(str(place / "model"))
+        settings = trl.SFTConfig(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=SIZES[case],
+            max_length=MAX_TOKENS if case != "images" else None,
+            packing=case == "packed",
+            packing_strategy="bfd",
+            assistant_only_loss=case != "images",
+            dataloader_num_workers=0,
+            dataloader_pin_memory=False,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        self.trainer = trl.SFTTrainer(
+            str(place / "model"),
+            settings,
+            train_dataset=datasets.load_from_disk(str(place / "trl")),
+            processing_class=processor,
+        )
+        self.loader = self.trainer.get_train_dataloader()
+
+    def batches(self) -> Iterator[tuple[int, int, int, Any]]:
+        """Iterate over an epoch, as `Ours.batches`."""
+        for batch in self.loader:
+            ids = batch["input_ids"]
+            mask = batch.get("attention_mask")
+            if mask is None:  # padding-free: one row of whole conversations
+                starts = int((batch["position_ids"] == 0).sum())
+                yield starts, ids.numel(), max(ids.numel(), MAX_TOKENS * SIZES["packed"]), batch
+            else:
+                yield len(ids), int(mask.sum()), mask.numel(), batch
+
+    def skip_to_middle(self) -> None:
+        """Go to the middle of the epoch."""
+        from accelerate import skip_first_batches
+
+        self.loader = skip_first_batches(self.loader, len(self.loader) // 2)
+
+
+def measure(folder: Path, loader: str, case: str, *, resumes: bool) -> dict[str, Any]:
+    """Measure one cell in this process, which the parent has just started."""
+    import torch
+
+    torch.set_num_threads(1)
+    started = float(os.environ["BENCHMARK_STARTED"])
+    imported_cpu_s = time.process_time()
+    source: Any = (Ours if loader == "shardflow" else Trl)(folder, case)
+    if resumes:
+        source.skip_to_middle()
+        next(iter(source.batches()))
+        return {"resume_s": time.time() - started}
+    batches = source.batches()
+    prepared_cpu_s = time.process_time() - imported_cpu_s
+    next(batches)
+    first_s = time.time() - started
+    samples = tokens = places = 0
+    began, began_cpu_s = time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < SHORTEST_S:
+        for num, used, room, _ in batches:
+            samples, tokens, places = samples + num, tokens + used, places + room
+            if time.perf_counter() - began >= SHORTEST_S:
+                break
+        else:
+            batches = source.batches()
+    cpu_s = time.process_time() - began_cpu_s
+    wall_s = time.perf_counter() - began
+    return {
+        "samples": samples,
+        "wall_s": wall_s,
+        "samples_per_s": samples / wall_s,
+        "samples_per_cpu_s": samples / cpu_s,
+        "cpu_ms_per_sample": 1e3 * cpu_s / samples,
+        "prepare_cpu_ms_per_sample": 1e3 * prepared_cpu_s / NUMBERS[case],
+        "fill": tokens / places,
+        "first_s": first_s,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def check_equal(folder: Path, case: str) -> dict[str, Any]:
+    """Compare what both give, conversation by conversation; return what was compared.
+
+    Raises:
+        AssertionError: Ids, or pixels, differ.
+    """
+    found: list[dict[bytes, Any]] = []
+    for kind in (Ours, Trl):
+        seen: dict[bytes, Any] = {}
+        for *_, batch in kind(folder, case).batches():
+            seen.update(_by_ids(batch, case))
+            if len(seen) >= 64 and kind is Ours:
+                break
+        found.append(seen)
+    ours, theirs = found
+    labels = 0
+    for ids, (learned, pixels) in ours.items():
+        assert ids in theirs, "a conversation of ours is none of TRL's"
+        labels += int((learned != theirs[ids][0]).sum())
+        assert np.array_equal(pixels, theirs[ids][1])
+    return {"conversations": len(ours), "ids_and_pixels": "equal", "differing_labels": labels}
+
+
+def _by_ids(batch: Any, case: str) -> Iterator[tuple[bytes, tuple[Any, Any]]]:
+    is_ours = "talk" in batch
+    ids = np.asarray(batch["talk" if is_ours else "input_ids"])
+    mask = np.asarray(batch["talk_mask" if is_ours else "attention_mask"]) > 0
+    learned = np.asarray(batch["talk_weights"]) > 0 if is_ours else np.asarray(batch["labels"]) != -100
+    pixels = None
+    if case == "images":
+        pixels = np.asarray(batch["talk_pixel_values" if is_ours else "pixel_values"])
+        pixels = pixels.reshape(len(ids), -1, pixels.shape[-1])
+    for row in range(len(ids)):
+        used = mask[row]
+        key = ids[row][used].astype(np.int64).tobytes()
+        yield key, (learned[row][used], None if pixels is None else pixels[row])
+
+
+def start(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run a part of this program in a fresh process, and return what it printed."""
+    environment = {
+        **os.environ,
+        "BENCHMARK_STARTED": str(time.time()),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, "-m", "benchmarks.conversations.run", "--folder", str(folder), *arguments]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=900
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Remove what TRL has prepared, but for its input."""
+    shutil.rmtree(folder / "cache", ignore_errors=True)
+    for file in folder.glob("*/trl/cache-*"):
+        file.unlink()
+
+
+def run_all(folder: Path, cases: list[str], rounds: int) -> dict[str, Any]:
+    """Measure all cells, the loaders in turns."""
+    raw: dict[str, list[dict[str, Any]]] = {f"{case} {one}": [] for case in cases for one in LOADERS}
+    equal = {case: start(folder, "--check", case) for case in cases if case != "packed"}
+    for number in range(rounds):
+        for case in cases:
+            for loader in LOADERS if number % 2 == 0 else LOADERS[::-1]:
+                forget(folder)
+                cell = start(folder, "--cell", loader, case)
+                cell |= start(folder, "--cell", loader, case, "--resumes")
+                raw[f"{case} {loader}"].append(cell)
+                print(case, loader, json.dumps(cell), file=sys.stderr)
+    medians = {
+        name: {key: statistics.median(cell[key] for cell in cells) for key in cells[0]}
+        for name, cells in raw.items()
+    }
+    return {"equal": equal, "medians": medians, "rounds": raw}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cell", nargs=2, metavar=("LOADER", "CASE"))
+    parser.add_argument("--resumes", action="store_true")
+    parser.add_argument("--check", choices=CASES)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        loader, case = arguments.cell
+        print(json.dumps(measure(arguments.folder, loader, case, resumes=arguments.resumes)))
+        return
+    if arguments.check:
+        print(json.dumps(check_equal(arguments.folder, arguments.check)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        prepare(folder)
+        load = os.getloadavg()[0]
+        found = run_all(folder, arguments.cases, arguments.rounds)
+    packages = ["numpy", "torch", "transformers", "tokenizers", "trl", "datasets", "accelerate"]
+    record = {
+        "command": "python -m benchmarks.conversations.run",
+        **about_run(packages),
+        "load_average_at_start": load,
+        "settings": {"num_conversations": NUMBERS, "micro_batch_size": SIZES, "max_tokens": MAX_TOKENS},
+        **found,
+    }
+    text = json.dumps(record, indent=1) + "\n"
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
