@@ -105,11 +105,12 @@ class Ours:
 
     def __init__(self, folder: Path, case: str) -> None:
         import shardflow as sf
-
         place = folder / ("images" if case == "images" else "text")
-        settings: dict[str, Any] = {"long": "error"}
-        if case == "images":
-            settings["max_images"] = 1
+        settings: dict[str, Any] = {"images": {"max_images": 1}, "packed": {"packed": True}}.get(case, {})
+        if case == "packed":
+            from shardflow.training.tokenizing import count_dataset
+
+            count_dataset(sf.open(place / "shardflow"), place / "model")
         talk = sf.Conversation(processor=str(place / "model"), max_tokens=MAX_TOKENS, **settings)
         size = SIZES[case]
         self.loader = sf.Loader(
@@ -125,12 +126,9 @@ class Ours:
         """Iterate over an epoch: conversations, their tokens, the places for them, and the batch."""
         for batch in self.loader:
             tensors = batch.torch()
-            yield (
-                conversations_in(tensors),
-                int(tensors["talk_mask"].sum()),
-                tensors["talk_mask"].numel(),
-                tensors,
-            )
+            mask = tensors["talk_mask"]
+            room = MAX_TOKENS if "talk_cu_seqlens" in tensors else mask.numel()
+            yield int((tensors["weight"] > 0).sum()), int(mask.sum()), room, tensors
 
     def skip_to_middle(self) -> None:
         """Go to the middle of the epoch."""
@@ -143,12 +141,9 @@ def batch_spec(case: str, size: int) -> Any:
     import shardflow as sf
 
     if case == "packed":
-        raise NotImplementedError
+        budget = sf.TokenBudget(max_tokens=MAX_TOKENS, max_samples=256, padded=False)
+        return sf.BatchSpec(budget=budget, micro_batches_per_step=1, lanes=1)
     return sf.BatchSpec(micro_batch_size=size, micro_batches_per_step=1)
-
-
-def conversations_in(tensors: Mapping[str, Any]) -> int:
-    return len(tensors["talk"])
 
 
 class Trl:
@@ -309,10 +304,13 @@ def start(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def forget(folder: Path) -> None:
-    """Remove what TRL has prepared, but for its input."""
+    """Remove what has been prepared, but for the input."""
+    from shardflow.format.counts import CountsManifest
+
     shutil.rmtree(folder / "cache", ignore_errors=True)
     for file in folder.glob("*/trl/cache-*"):
         file.unlink()
+    shutil.rmtree(folder / "text" / "shardflow" / CountsManifest.root, ignore_errors=True)
 
 
 def run_all(folder: Path, cases: list[str], rounds: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from shardflow.loading import Batch, Loader
 from shardflow.training.hf import LoaderTrainer
 
 _IGNORED: Final = -100
+_BESIDE: Final = frozenset({"mask", "weights", "labels", "segment_ids", "cu_seqlens"})
+"""Entries that tell what others tell, or what the model is not given."""
 
 
 class _TrlTrainer(LoaderTrainer):
@@ -62,7 +64,8 @@ class LoaderSFTTrainer(_TrlTrainer, SFTTrainer):
         args: An ``SFTConfig`` with ``gradient_accumulation_steps=loader.num_micro_batches_per_rank`` and
             ``dataset_kwargs={"skip_prepare_dataset": True}``.
         train_dataset: The training loader.
-        field: Name of its field `shardflow.Conversation`, whose tokens are learned where they have weight 1.
+        field: Name of its field `shardflow.Conversation`, whose tokens are learned where they have weight 1;
+            a packed one for a model that takes ``position_ids`` for the ends of conversations.
         eval_dataset: The evaluation loader, or loaders by name, each with ``tail="mask"`` and this field.
         **arguments: The rest, such as ``processing_class``.
 
@@ -75,7 +78,9 @@ class LoaderSFTTrainer(_TrlTrainer, SFTTrainer):
 
     def _to_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         found = _rendered(batch, self._field)
-        learned = found.pop("weights") * batch.torch()["weight"][:, None]
+        learned = found.pop("weights")
+        if "position_ids" not in found:  # a slot is a row, and a masked one may hold words
+            learned = learned * batch.torch()["weight"][:, None]
         if bool(((learned != 0) & (learned != 1)).any()):
             raise ConfigError(
                 "TRL learns a token or does not, and a message has another weight than 0 and 1; train it by "
@@ -93,6 +98,8 @@ class _PairTrainer(_TrlTrainer):
                 "= 'dpo' or 'reward', or with a dataset of TRL in another trainer."
             )
         loader = arguments.get("train_dataset")
+        if isinstance(loader, Loader) and any(getattr(one, "packed", False) for one in loader.fields.values()):
+            raise ConfigError("TRL takes pairs and prompts as rows; leave out packed of the loader's field.")
         if isinstance(loader, Loader) and loader.plan.spec.tail == "mask":
             raise ConfigError("TRL counts a padding slot as a sample; write tail='drop' or tail='repeat'.")
         super().__init__(model, args, **arguments)
@@ -238,15 +245,13 @@ def _rendered(batch: Batch, name: str) -> dict[str, torch.Tensor]:
     """Return what the processor returned, and the weight of each token; sequences of pairs have an axis."""
     tensors = batch.torch()
     ids, mask = tensors[name].long(), tensors[f"{name}_mask"].long()
-    found = {
-        "input_ids": ids,
+    found = {"input_ids": ids, "weights": tensors[f"{name}_weights"]}
+    if f"{name}_cu_seqlens" not in tensors:
         # A softmax over nothing would be NaN.
-        "attention_mask": torch.where(mask.any(dim=-1, keepdim=True), mask, 1),
-        "weights": tensors[f"{name}_weights"],
-    }
+        found["attention_mask"] = torch.where(mask.any(dim=-1, keepdim=True), mask, 1)
     for key, one in tensors.items():
         short = key.removeprefix(f"{name}_")
-        if short == key or short in {"mask", "weights"} or short.endswith("_offsets"):
+        if short == key or short in _BESIDE or short.endswith("_offsets"):
             continue
         if one.shape[: ids.ndim] == ids.shape:
             found[short] = one.long()
