@@ -11,8 +11,9 @@ Both get the same conversations and give the same token ids, labels and pixels, 
 Each cell is a fresh process of one loader on one thread; the loaders take turns, three rounds. TRL renders
 and tokenizes texts once, before the first batch, into files; ours renders them whenever a batch needs them.
 So both parts are told apart: processor time a sample of preparing (once), and of each epoch. ``first_s`` is
-from the start of the process to the first batch, without files of an earlier run, and ``resume_s`` that to a
-batch in the middle of an epoch, with them: TRL's Trainer skips there through `accelerate.skip_first_batches`.
+from the start of the process to the first batch, without files of an earlier run, and ``resume_s``, in the
+first round, that to a batch in the middle of an epoch, with them: TRL's Trainer skips there through
+`accelerate.skip_first_batches`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class Ours:
 
     def __init__(self, folder: Path, case: str) -> None:
         import shardflow as sf
+
         place = folder / ("images" if case == "images" else "text")
         settings: dict[str, Any] = {"images": {"max_images": 1}, "packed": {"packed": True}}.get(case, {})
         if case == "packed":
@@ -322,11 +324,12 @@ def run_all(folder: Path, cases: list[str], rounds: int) -> dict[str, Any]:
             for loader in LOADERS if number % 2 == 0 else LOADERS[::-1]:
                 forget(folder)
                 cell = start(folder, "--cell", loader, case)
-                cell |= start(folder, "--cell", loader, case, "--resumes")
+                if number == 0:
+                    cell |= start(folder, "--cell", loader, case, "--resumes")
                 raw[f"{case} {loader}"].append(cell)
                 print(case, loader, json.dumps(cell), file=sys.stderr)
     medians = {
-        name: {key: statistics.median(cell[key] for cell in cells) for key in cells[0]}
+        name: {key: statistics.median(one[key] for one in cells if key in one) for key in cells[0]}
         for name, cells in raw.items()
     }
     return {"equal": equal, "medians": medians, "rounds": raw}
