@@ -125,7 +125,7 @@ def test_no_tensor_file_is_parsed_before_its_digest_is_right(
     for path in (folder.path / name).glob("*.safetensors"):  # all: they are read side by side
         path.write_bytes(b"\xff" * path.stat().st_size)
     parsed: list[object] = []
-    monkeypatch.setattr(tensor_files, "_parse", parsed.append)
+    monkeypatch.setattr(tensor_files, "parse_entries", parsed.append)
     with pytest.raises(CheckpointError, match="digest"):
         read_checkpoint(folder.path / name)
     assert parsed == []
