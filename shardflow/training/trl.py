@@ -98,7 +98,9 @@ class _PairTrainer(_TrlTrainer):
                 "= 'dpo' or 'reward', or with a dataset of TRL in another trainer."
             )
         loader = arguments.get("train_dataset")
-        if isinstance(loader, Loader) and any(getattr(one, "packed", False) for one in loader.fields.values()):
+        if isinstance(loader, Loader) and any(
+            getattr(one, "packed", False) for one in loader.fields.values()
+        ):
             raise ConfigError("TRL takes pairs and prompts as rows; leave out packed of the loader's field.")
         if isinstance(loader, Loader) and loader.plan.spec.tail == "mask":
             raise ConfigError("TRL counts a padding slot as a sample; write tail='drop' or tail='repeat'.")
