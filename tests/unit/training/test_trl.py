@@ -50,7 +50,7 @@ def loader_of(folder: Path, talk: sf.Field, size: int, **settings: Any) -> Loade
     return sf.Loader(sf.open(folder), split="train", seed=1, batch=spec, fields={"talk": talk})
 
 
-def bare(kind: type[Any], loader: Loader | None = None) -> Any:
+def bare(kind: Any, loader: Loader | None = None) -> Any:
     """A trainer that was not made: what it makes of a batch depends on its field alone."""
     trainer = kind.__new__(kind)
     trainer._field, trainer.train_dataset = "talk", loader
