@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardflow._version import __version__
 from shardflow.config import check_fields, dump_config, load_config
 from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.fields.outputs import Output, OutputContract
@@ -45,6 +46,7 @@ PIECE_BYTES: Final = 4 << 20
 _WIRE_VERSION: Final = 1
 _MAX_COUNTER: Final = 1 << 62
 _SETTINGS_NAME: Final = "run.toml"
+_SHOWN: Final = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,13 @@ def describe_run(
         on_bad_sample=config.on_bad_sample,
         fields=dict(fields.specs),
     )
-    message = {"version": _WIRE_VERSION, "lock": lock, "settings": dump_config(settings), "keys": listed}
+    message = {
+        "version": _WIRE_VERSION,
+        "shardflow": __version__,
+        "lock": lock,
+        "settings": dump_config(settings),
+        "keys": listed,
+    }
     body = json.dumps(message, separators=(",", ":"), sort_keys=True).encode()
     if len(body) > MAX_RUN_BYTES:
         raise ConfigError(
@@ -246,13 +254,13 @@ def _find(part: ComponentSettings, served: Sequence[Dataset]) -> Dataset:
 def _message(body: bytes) -> dict[str, Any]:
     """Return the parts of a description, of the right types."""
     found = parse_object(body, MAX_RUN_BYTES, "the description of a run")
-    kinds = {"version": int, "lock": dict, "settings": str, "keys": dict}
+    kinds = {"version": int, "shardflow": str, "lock": dict, "settings": str, "keys": dict}
     if found.keys() != kinds.keys() or any(type(found[name]) is not kind for name, kind in kinds.items()):
         raise ConfigError("the description of a run is malformed; run the same shardflow on all machines.")
-    if found["version"] != _WIRE_VERSION:
+    if (found["version"], found["shardflow"]) != (_WIRE_VERSION, __version__):
         raise ConfigError(
-            f"the description of a run is of version {found['version']}, and this server reads "
-            f"{_WIRE_VERSION}; run the same shardflow on all machines."
+            f"The run is of shardflow {found['shardflow'][:_SHOWN]!a}, and it has {__version__}; install the "
+            "same version on all machines."
         )
     keys = found["keys"]
     if not all(one.isascii() and one.isdigit() and type(keys[one]) is str for one in keys):

@@ -7,9 +7,12 @@ it forks a server and writes its process id and port; it ends with its input.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +71,38 @@ class Servers:
         """Kill a server."""
         del self.running[pid]
         os.kill(pid, signal.SIGKILL)
+
+
+class Chaos(threading.Thread):
+    """Kills and adds servers at random times until a number of kills is reached."""
+
+    def __init__(self, processes: Servers, file: Path, num_kills: int, seed: int) -> None:
+        super().__init__()
+        self.processes, self.file, self.num_left = processes, file, num_kills
+        self.random = random.Random(seed)
+        self.add()
+
+    def add(self) -> None:
+        self.processes.start()
+        self.write()
+
+    def write(self) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text("".join(f"{one}\n" for one in self.processes.running.values()), encoding="ascii")
+        new.rename(self.file)
+
+    def run(self) -> None:
+        while self.num_left:
+            time.sleep(self.random.uniform(0.05, 0.6))
+            if len(self.processes.running) < 2 or (
+                len(self.processes.running) < 4 and self.random.random() < 0.5
+            ):
+                self.add()
+                continue
+            self.processes.kill(self.random.choice(list(self.processes.running)))
+            self.num_left -= 1
+            if self.random.random() < 0.5:  # else its address stays in the list for a while
+                self.write()
 
 
 @contextmanager

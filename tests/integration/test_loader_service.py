@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -28,7 +26,7 @@ from shardflow.loading.engine import BufferPool
 from shardflow.loading.service_main import DataServer, ServerOptions
 from shardflow.loading.service_wire import OPEN_RUN, encode_ticket
 from shardflow.sampling import BatchSpec, TokenBudget
-from tests.distributed.data_servers import server_processes
+from tests.distributed.data_servers import Chaos, server_processes
 from tests.factories import make_dataset
 from tests.integration.loader_support import (
     address_of,
@@ -244,38 +242,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.05)
 
 
-class _Chaos(threading.Thread):
-    """Kills and adds servers at random times until a number of kills is reached."""
-
-    def __init__(self, processes: Any, file: Path, num_kills: int, seed: int) -> None:
-        super().__init__()
-        self.processes, self.file, self.num_left = processes, file, num_kills
-        self.random = random.Random(seed)
-        self.add()
-
-    def add(self) -> None:
-        self.processes.start()
-        self.write()
-
-    def write(self) -> None:
-        new = self.file.with_suffix(".new")
-        new.write_text("".join(f"{one}\n" for one in self.processes.running.values()), encoding="ascii")
-        new.rename(self.file)
-
-    def run(self) -> None:
-        while self.num_left:
-            time.sleep(self.random.uniform(0.05, 0.6))
-            if len(self.processes.running) < 2 or (
-                len(self.processes.running) < 4 and self.random.random() < 0.5
-            ):
-                self.add()
-                continue
-            self.processes.kill(self.random.choice(list(self.processes.running)))
-            self.num_left -= 1
-            if self.random.random() < 0.5:  # else its address stays in the list for a while
-                self.write()
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_kills", sampled([3, 100], always=[3]))
 def test_kills_and_additions_lose_and_double_nothing(
@@ -283,7 +249,7 @@ def test_kills_and_additions_lose_and_double_nothing(
 ) -> None:
     file = tmp_path / "servers"
     with server_processes(url) as processes:
-        chaos = _Chaos(processes, file, num_kills, seed=num_kills)
+        chaos = Chaos(processes, file, num_kills, seed=num_kills)
         with _loader(url, f"@{file}") as served, _local(url) as local:
             received = _digests(served)  # opens the run
             assert received == _digests(local)
@@ -368,6 +334,25 @@ def test_runs_on_one_server_never_mix_and_idle_ones_are_forgotten(
 
 
 # ---- bounds --------------------------------------------------------------------------------------
+
+
+def test_a_client_that_is_gone_takes_no_room(url: str) -> None:
+    with serving([Dataset.open(url)]) as server, _loader(url, address_of(server)) as served:
+        next(iter(served))
+        run = served._runtime.servers
+        assert run is not None
+        ticket = flight.Ticket(encode_ticket(run._run.name, {"epoch": 0, "step": 1, "micro": 0, "masks": []}))
+        served.close()
+        assert not loader_threads()
+        client = flight.FlightClient(f"grpc://{address_of(server)}")
+        for _ in range(20):
+            reader = client.do_get(ticket)
+            reader.cancel()
+            del reader
+        deadline = time.monotonic() + 60
+        while server._room._num_bytes or server._num_calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_bytes_under_way_are_bounded_on_both_sides(url: str) -> None:
@@ -484,7 +469,7 @@ def test_tls_is_spoken_and_a_server_of_another_authority_is_not_believed(
 
 
 def test_hostile_requests_get_a_sentence_and_harm_nobody(
-    url: str, server: DataServer, tmp_path: Path
+    url: str, server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _loader(url, address_of(server)) as served:
         expected = _digests(served)
@@ -494,6 +479,7 @@ def test_hostile_requests_get_a_sentence_and_harm_nobody(
     client = flight.FlightClient(f"grpc://{address_of(server)}")
     message = json.loads(body)
     marker = tmp_path / "imported"
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "evil_module.py").write_text(f"open({str(marker)!r}, 'w')\n", encoding="utf-8")
 
     def changed(old: str, new: str) -> bytes:
@@ -506,6 +492,7 @@ def test_hostile_requests_get_a_sentence_and_harm_nobody(
         b"\x80\x04\x95",
         b"[" * 100_000,
         json.dumps({**message, "version": 2}).encode(),
+        json.dumps({**message, "shardflow": "0.0.1"}).encode(),
         json.dumps({**message, "keys": {"../../x": "a"}}).encode(),
         json.dumps({**message, "settings": "fields = "}).encode(),
         json.dumps({**message, "lock": {}}).encode(),

@@ -46,6 +46,16 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Numbered:
+    by_epoch: dict[int, float]
+
+
+def test_tables_by_number_are_written_with_their_numbers_as_keys(tmp_path: Path) -> None:
+    path = _write(tmp_path, dump_config(Numbered(by_epoch={0: 1.0, 10: 2.5})))
+    assert load_config(Numbered, path).by_epoch == {"0": 1.0, "10": 2.5}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Required:
     inner: Outer
 
