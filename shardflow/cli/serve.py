@@ -84,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", metavar="DIR", default="", help="keep what was read in this folder")
     parser.add_argument("--cache-bytes", metavar="SIZE", default="0", help="its size, such as 500GB")
     parser.add_argument(
-        "--ray", metavar="ADDRESS", help="start servers on this Ray cluster (auto, or HOST:PORT)"
+        "--ray",
+        metavar="ADDRESS",
+        help="start servers on this Ray cluster (auto, or HOST:PORT), on any free ports",
     )
     parser.add_argument(
         "--servers", metavar="N", type=positive_number, default=1, help="with --ray: how many (1)"

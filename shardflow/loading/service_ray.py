@@ -28,14 +28,14 @@ class ServingActor:
     """Data server inside a Ray worker.
 
     Args:
-        options: Of the server; the host is the worker's own.
+        options: Of the server; the host is the worker's own, and the port any free one.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._problem = ""
         try:
-            self._server = replace(options, host=host).open()
+            self._server = replace(options, host=host, port=0).open()  # several may share a machine
         except ShardflowError as error:  # Ray would restart it without end, and log its text
             self._problem = error.message
         self._host = f"[{host}]" if ":" in host else host
