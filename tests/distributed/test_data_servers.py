@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardflow.monitoring.history import read_history
+from shardflow.training.metrics import read_metrics
 from tests.distributed.data_servers import Chaos, server_processes
 from tests.distributed.launcher import job
 from tests.distributed.runs import committed_samples, differing_weights
@@ -29,16 +31,20 @@ def test_two_ranks_train_the_same_weights_while_servers_die(tmp_path: Path) -> N
     runs: dict[str, dict[str, Any]] = {"threads": {}, "service": served}
     with server_processes(str(tiny.dataset)) as processes:
         chaos = Chaos(processes, file, num_kills=20, seed=1)
-        chaos.start()
         for name, settings in runs.items():
             config = write_config(
                 tiny, tmp_path / f"{name}.toml", tmp_path / name, {"run.num_epochs": NUM_EPOCHS, **settings}
             )
             with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2) as running:
+                while settings and not chaos.is_alive() and running.process.poll() is None:
+                    if read_metrics(tmp_path / name):  # not before there is anything to disturb
+                        chaos.start()
+                    time.sleep(0.05)
                 finished = running.wait(RUN_TIMEOUT_S)
             assert finished.exit_code == 0, finished.text
         chaos.join()
     assert committed_samples(tmp_path / "service") == committed_samples(tmp_path / "threads")
     assert differing_weights(tmp_path / "service", tmp_path / "threads") == []
-    asked = [one.stages.get("service") for one in read_history(tmp_path / "service").intervals]
+    assert chaos.num_left < 20
+    asked = [one.stages.get("service") for _, one in read_history(tmp_path / "service").intervals]
     assert sum(one.num_items for one in asked if one is not None) > 0
