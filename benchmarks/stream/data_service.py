@@ -10,7 +10,7 @@ Cells, each of ``--seconds`` of whole epochs after one that is not measured, in 
 - ``two servers``: both share the last processor, so each has half of it.
 
 Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices
-of 512 x 512 as they are stored. ``trainer_ms`` is the processor time of the trainer's process a sample. The
+of 512 x 512 as they are stored, in micro-batches of 32 and of 1. ``trainer_ms`` is the processor time of the trainer's process a sample. The
 order turns from round to round; every number of every round is kept.
 """
 
@@ -49,7 +49,7 @@ def measure(content: str, folder: Path, servers: list[str], seconds: float) -> d
         field, size = sf.Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE)), 1
     else:
         side = int(content.split()[1])
-        field, size = sf.Image(member="image.jpg", size=(side, side)), 8
+        field, size = sf.Image(member="image.jpg", size=(side, side), channels=1), 32
     config = (
         sf.LoaderConfig(execution="service", servers=tuple(servers), num_threads=3)
         if servers
@@ -133,7 +133,7 @@ def main() -> int:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardflow-bench-") as where:
         folders = {"radiographs": Path(where) / "radiographs", "ct": Path(where) / "ct"}
-        make_radiographs(folders["radiographs"], 64)
+        make_radiographs(folders["radiographs"], 256)
         make_content(folders["ct"], 16, with_png=False)
         pairs = [(content, cell) for content in options.contents for cell in CELLS]
         for number in range(options.rounds):

@@ -140,14 +140,10 @@ def _serve_on_ray(arguments: argparse.Namespace, options: ServerOptions) -> None
     if arguments.addresses is None:
         raise ConfigError("--ray needs --addresses FILE, on a file system that trainers see.")
     try:
-        from shardflow.loading.service_ray import serve_on_ray
+        from shardflow.loading.service_ray import connect, serve_on_ray
     except ImportError:
         raise ConfigError("--ray needs Ray; install shardflow[ray].") from None
-    show_lines([f"Addresses of servers are in {arguments.addresses}; Ctrl-C ends them."])
-    serve_on_ray(
-        options,
-        arguments.ray,
-        num_servers=arguments.servers,
-        file=arguments.addresses,
-        stop=threading.Event(),
-    )
+    connect(arguments.ray)
+    with interruptible():
+        show_lines([f"Addresses of servers are in {arguments.addresses}; Ctrl-C ends them."])
+        serve_on_ray(options, num_servers=arguments.servers, file=arguments.addresses)

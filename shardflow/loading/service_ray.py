@@ -8,7 +8,7 @@ only if Ray is asked for (extra ``ray``).
 
 from __future__ import annotations
 
-import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -45,20 +45,14 @@ class ServingActor:
         return ("", self._problem) if self._problem else (f"{self._host}:{self._server.port}", "")
 
 
-def serve_on_ray(
-    options: ServerOptions, address: str, *, num_servers: int, file: Path, stop: threading.Event
-) -> None:
-    """Keep data servers running on a Ray cluster until an event is set; they end with the call.
+def connect(address: str) -> None:
+    """Join a Ray cluster, which takes SIGTERM for itself: set handlers afterwards.
 
     Args:
-        options: Of each server.
-        address: Of the cluster, ``HOST:PORT`` or ``auto``.
-        num_servers: How many, spread over the machines.
-        file: Gets the addresses of the servers that answer, one a line.
-        stop: Ends it.
+        address: ``HOST:PORT`` or ``auto``.
 
     Raises:
-        ConfigError: The cluster cannot be reached, or a server cannot start with these options.
+        ConfigError: The cluster cannot be reached.
     """
     try:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
@@ -68,6 +62,20 @@ def serve_on_ray(
             f"The Ray cluster of --ray cannot be reached ({type(error).__name__}); is it `auto`, or "
             "HOST:PORT?"
         ) from None
+
+
+def serve_on_ray(options: ServerOptions, *, num_servers: int, file: Path) -> None:
+    """Keep data servers running on the cluster that this process joined; they end with the call.
+
+    Args:
+        options: Of each server.
+        num_servers: How many, spread over the machines.
+        file: Gets the addresses of the servers that answer, one a line.
+
+    Raises:
+        ConfigError: A server cannot start with these options.
+        KeyboardInterrupt: A signal ended it.
+    """
     actors: list[Any] = []
     try:
         kind: Any = ray.remote(ServingActor)
@@ -84,8 +92,7 @@ def serve_on_ray(
             if found != written:
                 write_atomic(file, ["".join(f"{one}\n" for one in found).encode()], replace=True)
                 written = found
-            if stop.wait(_LOOK_S):
-                return
+            time.sleep(_LOOK_S)
     finally:
         for actor in actors:
             ray.kill(actor)
