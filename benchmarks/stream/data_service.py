@@ -10,8 +10,8 @@ Cells, each of ``--seconds`` of whole epochs after one that is not measured, in 
 - ``two servers``: both share the last processor, so each has half of it.
 
 Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices
-of 512 x 512 as they are stored, in micro-batches of 32 and of 1. ``trainer_ms`` is the processor time of the trainer's process a sample. The
-order turns from round to round; every number of every round is kept.
+of 512 x 512 as they are stored, in micro-batches of 32 and of 1. ``trainer_ms`` is the processor time of the
+trainer's process a sample. The order turns from round to round; every number of every round is kept.
 """
 
 from __future__ import annotations

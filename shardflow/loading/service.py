@@ -152,11 +152,13 @@ class DataServers:
             ShardflowError: The stream was closed.
         """
         tried: list[_Server] = []
-        while (server := self._choose(tried)) is not None:
+        # Half of the deadline of the consumer is left for this process.
+        until = time.monotonic() + self._config.wait_timeout_s / 2
+        while time.monotonic() < until and (server := self._choose(tried)) is not None:
             tried.append(server)
             thread.enter("service", f"data server {server.name}")
-            patience_s = self._patience_s(len(tried))
             start = time.monotonic()
+            patience_s = min(self._patience_s(len(tried)), until - start)
             try:
                 batch = self._ask(server, task, requests, patience_s)
             except SampleError:
@@ -312,9 +314,10 @@ class DataServers:
         _LOGGER.warning("data server %s does not serve this run: %s", server.name, sentence)
 
     def _note_alone(self, *, is_alone: bool) -> None:
-        if is_alone == self._is_alone:
-            return
-        self._is_alone = is_alone
+        with self._lock:
+            if is_alone == self._is_alone:
+                return
+            self._is_alone = is_alone
         if is_alone:
             _LOGGER.warning("no data server answers; micro-batches are made here until one does")
         else:

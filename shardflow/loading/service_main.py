@@ -211,7 +211,6 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
         self._opening: dict[str, threading.Lock] = {}
         self._num_calls = 0
         self._closing = threading.Event()
-        self.num_batches = 0
         scheme = "grpc" if certificate is None else "grpc+tls"
         shown = f"[{host}]" if ":" in host else host
         try:
@@ -284,7 +283,6 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
                     array = pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])
                     yield pa.RecordBatch.from_arrays([array], schema=_SCHEMA), metadata
                     metadata = None
-        self.num_batches += 1
 
     def _made(self, task: MicroBatchTask, call: Any, asked_at: float) -> tuple[Batch, float]:
         """Return a micro-batch, and how long it waited for room and a thread."""
@@ -312,7 +310,8 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             return future.result(), began_at - asked_at
         except BaseException:
             is_unwanted = True
-            future.cancel()
+            if not future.cancel():
+                wait([future])  # the part that is being done holds its memory
             raise
 
     @contextmanager
