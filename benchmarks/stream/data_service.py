@@ -2,16 +2,17 @@
 
     python -m benchmarks.stream.data_service --output benchmarks/results/data_service.json
 
-Cells, each of ``--seconds`` of whole epochs after one that is not measured, in processes of their own:
+Cells, each of ``--seconds`` in slices of 2.5 s that take turns (the first half second of a slice does not
+count), so that all of them meet the same other work of the machine:
 
 - ``threads``: the trainer makes its batches, on the first processor alone.
 - ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the
-  rest.
+  rest, in place of the other server, which is stopped.
 - ``two servers``: both share the last processor, so each has half of it.
 
 Contents: radiographs (JPEG, 1024 x 1024) delivered as 224 x 224 and as 512 x 512, and CT studies of 40 slices
 of 512 x 512 as they are stored, in micro-batches of 32 and of 1. ``trainer_ms`` is the processor time of the
-trainer's process a sample. The order turns from round to round; every number of every round is kept.
+trainer's process a sample. Every number of every round is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CELLS = ("threads", "one server", "two servers")
 CONTENTS = ("radiographs 224", "radiographs 512", "ct 512")
 _BURN = "while True: pass"
+_WARM_S, _SLICE_S = 0.5, 2.0
+Results = dict[str, dict[str, float]]
 
 
-def measure(content: str, folder: Path, servers: list[str], seconds: float) -> dict[str, float]:
-    """Run whole epochs for so long; return samples a second and processor time of this process a sample."""
+def measure(content: str, folder: Path, servers: list[str], pids: list[int], seconds: float) -> Results:
+    """Let the cells take turns; return for each samples a second and processor time of this process a sample.
+
+    Args:
+        content: One of `CONTENTS`.
+        folder: Of the dataset.
+        servers: Addresses of the two servers.
+        pids: Process ids of the second server, and of the loop in its place.
+        seconds: Of each cell.
+    """
     import shardflow as sf
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -50,42 +61,64 @@ def measure(content: str, folder: Path, servers: list[str], seconds: float) -> d
     else:
         side = int(content.split()[1])
         field, size = sf.Image(member="image.jpg", size=(side, side), channels=1), 32
-    config = (
-        sf.LoaderConfig(execution="service", servers=tuple(servers), num_threads=3)
-        if servers
-        else sf.LoaderConfig(num_threads=1)
-    )
     spec = sf.BatchSpec(micro_batch_size=size, micro_batches_per_step=1)
-    with sf.Loader(
-        sf.open(str(folder)), split="train", batch=spec, seed=1, fields={"image": field}, config=config
-    ) as loader:
-        for _ in loader:
-            pass
-        number, start, cpu = 0, time.monotonic(), time.process_time()
-        while time.monotonic() < start + seconds:
-            for batch in loader:
-                number += batch.num_slots
-        spent, cpu = time.monotonic() - start, time.process_time() - cpu
-        local = loader.counters.totals("service_local").num_items
-        resent = loader.counters.totals("service_resent").num_items
+    loaders: dict[str, sf.Loader] = {}
+    for cell, used in zip(CELLS, ([], servers[:1], servers), strict=True):
+        config = sf.LoaderConfig(num_threads=1, prefetch_bytes=64 << 20)
+        if used:
+            config = replace(config, execution="service", servers=tuple(used), num_threads=3)
+        loaders[cell] = sf.Loader(
+            sf.open(str(folder)), split="train", batch=spec, seed=1, fields={"image": field}, config=config
+        )
+    batches = {cell: _endless(loader) for cell, loader in loaders.items()}
+    found = {cell: {"samples": 0.0, "seconds": 0.0, "cpu_s": 0.0} for cell in CELLS}
+    turns = [*CELLS, *reversed(CELLS)]
+    while min(one["seconds"] for one in found.values()) < seconds:
+        for cell in turns:
+            server, burner = (
+                (signal.SIGCONT, signal.SIGSTOP) if cell == CELLS[2] else (signal.SIGSTOP, signal.SIGCONT)
+            )
+            os.kill(pids[0], server)
+            os.kill(pids[1], signal.SIGSTOP if cell == CELLS[0] else burner)
+            _spend(batches[cell], _WARM_S)
+            number, spent, cpu = _spend(batches[cell], _SLICE_S)
+            found[cell]["samples"] += number
+            found[cell]["seconds"] += spent
+            found[cell]["cpu_s"] += cpu
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     return {
-        "samples_per_s": round(number / spent, 2),
-        "trainer_ms": round(cpu / number * 1e3, 3),
-        "seconds": round(spent, 1),
-        "made_here": local,
-        "resent": resent,
+        cell: {
+            "samples_per_s": round(one["samples"] / one["seconds"], 2),
+            "trainer_ms": round(one["cpu_s"] / one["samples"] * 1e3, 3),
+            "seconds": round(one["seconds"], 1),
+            "made_here": loaders[cell].counters.totals("service_local").num_items,
+            "resent": loaders[cell].counters.totals("service_resent").num_items,
+        }
+        for cell, one in found.items()
     }
 
 
-@contextmanager
-def _servers(folder: Path, cell: str) -> Iterator[list[str]]:
-    """Start the servers of a cell on the last processor, and what takes their place there."""
-    last = max(os.sched_getaffinity(0))
-    pin = ["taskset", "-c", str(last)]
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _spend(batches: Iterator[Any], seconds: float) -> tuple[int, float, float]:
+    """Take batches for a while; return the samples, the seconds and the processor time of this process."""
+    number, start, cpu = 0, time.monotonic(), time.process_time()
+    while time.monotonic() < start + seconds:
+        number += next(batches).num_slots
+    return number, time.monotonic() - start, time.process_time() - cpu
+
+
+def _run(content: str, folder: Path, seconds: float) -> Results:
+    """Start two servers and a loop on the last processor, and a trainer on the first."""
+    pin = ["taskset", "-c", str(max(os.sched_getaffinity(0)))]
     running: list[subprocess.Popen[str]] = []
     addresses: list[str] = []
     try:
-        for _ in range(CELLS.index(cell)):
+        for _ in range(2):
             command = [*pin, sys.executable, "-m", "shardflow.cli.main", "serve", str(folder)]
             command += ["--listen", "127.0.0.1:0", "--threads", "1"]
             server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -93,23 +126,18 @@ def _servers(folder: Path, cell: str) -> Iterator[list[str]]:
             assert server.stdout is not None
             words = server.stdout.readline().split()
             addresses.append(words[words.index("at") + 1].rstrip(";"))
-        if cell == "one server":
-            running.append(subprocess.Popen([*pin, sys.executable, "-c", _BURN], text=True))
-        yield addresses
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-
-def _run(content: str, folder: Path, cell: str, seconds: float) -> dict[str, float]:
-    with _servers(folder, cell) as addresses:
+        running.append(subprocess.Popen([*pin, sys.executable, "-c", _BURN], text=True))
         command = [sys.executable, "-m", "benchmarks.stream.data_service", "--run", content]
         command += ["--content", str(folder), "--seconds", str(seconds), "--servers", *addresses]
+        command += ["--pids", *(str(one.pid) for one in running[1:])]
         done = subprocess.run(
             command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=600
         )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    found: Results = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -125,9 +153,11 @@ def main() -> int:
     parser.add_argument("--run", choices=CONTENTS, help=argparse.SUPPRESS)
     parser.add_argument("--content", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--servers", nargs="*", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--pids", nargs="*", type=int, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(measure(options.run, options.content, options.servers, options.seconds)))
+        found = measure(options.run, options.content, options.servers, options.pids, options.seconds)
+        print(json.dumps(found))
         return 0
     loads: list[float] = []
     rounds: list[dict[str, Any]] = []
@@ -135,17 +165,14 @@ def main() -> int:
         folders = {"radiographs": Path(where) / "radiographs", "ct": Path(where) / "ct"}
         make_radiographs(folders["radiographs"], 256)
         make_content(folders["ct"], 16, with_png=False)
-        pairs = [(content, cell) for content in options.contents for cell in CELLS]
         for number in range(options.rounds):
-            for content, cell in pairs[number % len(CELLS) :] + pairs[: number % len(CELLS)]:
+            for content in options.contents:
                 loads.append(os.getloadavg()[0])
-                folder = folders[content.split()[0]]
-                folder = next(iter(sorted(folder.glob("**/manifest-*.json")))).parent
-                found = {"round": number, "content": content, "cell": cell} | _run(
-                    content, folder, cell, options.seconds
-                )
-                rounds.append(found)
-                print(found, file=sys.stderr, flush=True)
+                cells = _run(content, folders[content.split()[0]] / "ours", options.seconds)
+                rounds += [
+                    {"round": number, "content": content, "cell": cell} | one for cell, one in cells.items()
+                ]
+                print(*rounds[-len(CELLS) :], sep="\n", file=sys.stderr, flush=True)
 
     def median(content: str, cell: str, name: str) -> float:
         found: float = statistics.median(
