@@ -2,8 +2,7 @@
 
     python -m benchmarks.stream.data_service --output benchmarks/results/data_service.json
 
-Cells, each of ``--seconds`` in slices of 2.5 s that take turns (the first half second of a slice does not
-count), so that all of them meet the same other work of the machine:
+Cells, each of ``--seconds`` in slices of 3.5 s that take turns (the first second of a slice does not count), so that all of them meet the same other work of the machine:
 
 - ``threads``: the trainer makes its batches, on the first processor alone.
 - ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the
@@ -38,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CELLS = ("threads", "one server", "two servers")
 CONTENTS = ("radiographs 224", "radiographs 512", "ct 512")
 _BURN = "while True: pass"
-_WARM_S, _SLICE_S = 0.5, 2.0
+_WARM_S, _SLICE_S = 1.0, 2.5
 Results = dict[str, dict[str, float]]
 
 
@@ -60,13 +59,15 @@ def measure(content: str, folder: Path, servers: list[str], pids: list[int], sec
     field: Any
     if content.startswith("ct"):
         field, size = sf.Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE)), 1
+        num_bytes = 2 * NUM_SLICES * SIZE**2
     else:
         side = int(content.split()[1])
         field, size = sf.Image(member="image.jpg", size=(side, side), channels=1), 32
+        num_bytes = size * side**2
     spec = sf.BatchSpec(micro_batch_size=size, micro_batches_per_step=1)
     loaders: dict[str, sf.Loader] = {}
     for cell, used in zip(CELLS, ([], servers[:1], servers), strict=True):
-        config = sf.LoaderConfig(num_threads=1, prefetch_bytes=64 << 20)
+        config = sf.LoaderConfig(num_threads=1, prefetch_bytes=3 * num_bytes)
         if used:
             config = replace(
                 config, execution="service", servers=tuple(used), num_threads=3, server_timeout_s=60.0

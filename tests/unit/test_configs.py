@@ -47,7 +47,7 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbered:
-    by_epoch: dict[int, float]
+    by_epoch: dict[Any, float]
 
 
 def test_tables_by_number_are_written_with_their_numbers_as_keys(tmp_path: Path) -> None:
