@@ -2,7 +2,8 @@
 
     python -m benchmarks.stream.data_service --output benchmarks/results/data_service.json
 
-Cells, each of ``--seconds`` in slices of 3.5 s that take turns (the first second of a slice does not count), so that all of them meet the same other work of the machine:
+Cells, each of ``--seconds`` in slices of 3.5 s that take turns (the first second of a slice does not count),
+so that all of them meet the same other work of the machine:
 
 - ``threads``: the trainer makes its batches, on the first processor alone.
 - ``one server``: the trainer asks one server, which has half of the last processor: a loop of Python has the
@@ -54,7 +55,7 @@ def measure(content: str, folder: Path, servers: list[str], pids: list[int], sec
     import shardflow as sf
     from shardflow.loading import service
 
-    service._LEAST_PATIENCE_S = 60.0  # a server that is stopped here is not slow
+    service._LEAST_PATIENCE_S = 60.0  # type: ignore[misc] # a server that is stopped here is not slow
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     field: Any
     if content.startswith("ct"):
