@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ahocorasick
 
@@ -27,8 +27,7 @@ from shardflow.reports.tokens import Tokens, fold_words
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Match(Generic[T]):
+class Match(NamedTuple, Generic[T]):
     """A phrase at tokens ``first`` to ``last``, closed-open."""
 
     first: int
@@ -92,8 +91,7 @@ class Cue:
     """Effect where what it concludes from is denied."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judgment:
+class Judgment(NamedTuple):
     """Assertion of a finding and what it rests on."""
 
     assertion: Assertion

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 
 from shardflow.reports.assertion import Cue, Match
 from shardflow.reports.language import Change, Language, Side, load_language
 from shardflow.reports.lexicon import Concept
 from shardflow.reports.tokens import Tokens
 
+_DIGIT = re.compile(r"\d")
 _NUMBER = r"(\d{1,3}(?:@decimal@\d{1,2})?)"
 _NEXT = rf"(?:\s?@by@\s?{_NUMBER}(?:\s?(@unit@))?)?"
 _SIZE = (
@@ -56,7 +57,7 @@ def _level(language: str) -> re.Pattern[str]:
     return load_language(language).compile("@level@")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Clause:
     """One sentence's tokens, findings, places and cues."""
 
@@ -71,28 +72,33 @@ class Clause:
     joined: Sequence[bool]
     of: Language
     changes: Sequence[Match[Change]] = ()
+    has_sides: bool = field(init=False)
+    """Whether any word or place of the sentence names a side."""
+    has_severity: bool = field(init=False)
+    """Whether any word of the sentence names a severity."""
+    _windows: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
+    _phrases: dict[int, int] = field(init=False, default_factory=dict)
 
-    @cached_property
-    def has_sides(self) -> bool:
-        """Whether any word or place of the sentence names a side."""
+    def __post_init__(self) -> None:
         words = self.tokens.words[slice(*self.sentence)]
-        return not self.of.sides.keys().isdisjoint(words) or any(one.value.side for one in self.places)
-
-    @cached_property
-    def _windows(self) -> list[tuple[int, int, int]]:
-        return [self._window(number) for number in range(len(self.entities))]
-
-    @cached_property
-    def _phrases(self) -> list[int]:
-        return [self._phrase(number) for number in range(len(self.entities))]
+        self.has_sides = not self.of.sides.keys().isdisjoint(words) or any(
+            one.value.side for one in self.places
+        )
+        self.has_severity = not self.of.severity.isdisjoint(words)
 
     def window(self, number: int) -> tuple[int, int, int]:
         """Return where a finding's own words may stand: tokens (begin, end of its list's last, end)."""
-        return self._windows[number]
+        window = self._windows.get(number)
+        if window is None:
+            window = self._windows[number] = self._window(number)
+        return window
 
     def phrase(self, number: int) -> int:
         """Return the token that a finding's noun phrase begins at, adjectives and determiner included."""
-        return self._phrases[number]
+        phrase = self._phrases.get(number)
+        if phrase is None:
+            phrase = self._phrases[number] = self._phrase(number)
+        return phrase
 
     def _window(self, number: int) -> tuple[int, int, int]:
         words, of = self.tokens.words, self.of
@@ -182,6 +188,8 @@ def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
     ("rib fracture"), then what its sentence began with ("the spleen is enlarged").
     """
     entity, words = clause.entities[number], clause.tokens.words
+    if not clause.places and not clause.inner:
+        return []
     begin, behind, end = clause.window(number)
     after = [place for place in clause.places if behind <= place.first and place.last <= end]
     with_preposition = [
@@ -236,6 +244,8 @@ def _sides(clause: Clause, first: int, last: int) -> Iterator[Side]:
 
 def severity_of(clause: Clause, number: int) -> str:
     """Return the word for a finding's severity, or nothing."""
+    if not clause.has_severity:
+        return ""
     entity, words = clause.entities[number], clause.tokens.words
     _, behind, end = clause.window(number)
     for place in range(entity.first - 1, clause.phrase(number) - 1, -1):
@@ -257,6 +267,8 @@ _CHANGE_REACH = 6
 
 def change_of(clause: Clause, number: int) -> Change:
     """Return how a finding has changed: what is said right before it or its list, else behind it."""
+    if not clause.changes:
+        return ""
     words, of = clause.tokens.words, clause.of
     _, behind, end = clause.window(number)
     first = number
@@ -283,9 +295,12 @@ def change_of(clause: Clause, number: int) -> Change:
 
 def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
     """Return the sizes in mm of the findings that have one, by their numbers in the clause."""
-    tokens, found, of = clause.tokens, {}, _size_patterns(clause.of.name)
+    tokens, of = clause.tokens, _size_patterns(clause.of.name)
+    found: dict[int, tuple[float, ...]] = {}
     first, last = clause.sentence
     text_start, text_end = tokens.starts[first], tokens.ends[last - 1]
+    if _DIGIT.search(tokens.text, text_start, text_end) is None:
+        return found
     for found_size in of.size.finditer(tokens.text, text_start, text_end):
         before = tokens.text[max(text_start, found_size.start() - 60) : found_size.start()]
         has_grown = of.grown_from.search(before) is not None

@@ -144,11 +144,14 @@ class EntityFinder:
         """Return the findings of a text, in its order."""
         return self.find_in(tokenize(text, self._of.name))
 
-    def find_in(self, tokens: Tokens, named: Sequence[Match[Concept]] = ()) -> list[Entity]:
-        """Return the findings of a text that is cut already.
+    def find_in(
+        self, tokens: Tokens, named: Sequence[Match[Concept]] = (), section: str = ""
+    ) -> list[Entity]:
+        """Return the findings of a text that is cut already, with spans of its report.
 
         Args:
             tokens: The text.
+            section: Kind of the section that it is.
             named: Names that something else than the lexicon found; those of the lexicon beside and inside
                 them do not count.
         """
@@ -180,7 +183,7 @@ class EntityFinder:
             said, at_cue = _within(cues, at_cue, first, last)
             inner, at_name = _within(names, at_name, first, last)
             changed, at_change = _within(changes, at_change, first, last)
-            entities += self._judge(tokens, (first, last), here, said, inner, changed, names)
+            entities += self._judge(tokens, (first, last), here, said, inner, changed, names, section)
         return entities
 
     def _is_view(self, tokens: Tokens, match: Match[Concept]) -> bool:
@@ -201,6 +204,7 @@ class EntityFinder:
         names: Sequence[Match[Concept]],
         changes: Sequence[Match[Change]],
         spoken: Sequence[Match[Concept]],
+        section: str,
     ) -> Iterator[Entity]:
         findings = self._findings(tokens, sentence[0], concepts)
         if not findings:
@@ -238,6 +242,7 @@ class EntityFinder:
                 size_mm=sizes.get(number, ()),
                 severity=severity_of(clause, number),
                 kind=kind_of(one.value.kind, judgment.assertion, is_advice=is_advice),
+                section=section,
                 # What is denied has not changed, unless it is gone.
                 change=change if (judgment.assertion == "absent") == (change == "resolved") else "",
                 certainty=judgment.strength,
@@ -324,7 +329,7 @@ def _within(matches: Sequence[Match[T]], at: int, first: int, last: int) -> tupl
 
 
 def _span(tokens: Tokens, match: Match[Concept]) -> Span:
-    return tokens.starts[match.first], tokens.ends[match.last - 1]
+    return tokens.offset + tokens.starts[match.first], tokens.offset + tokens.ends[match.last - 1]
 
 
 def kind_of(kind: ConceptKind, assertion: Assertion = "present", *, is_advice: bool = False) -> EntityKind:

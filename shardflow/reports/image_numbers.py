@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal
 
 from shardflow.reports.language import ENGLISH, load_language
+from shardflow.reports.tokens import fold_words
 
 Numbers = list[tuple[int, int]]
 """Closed ranges."""
@@ -117,6 +118,15 @@ def _patterns(language: str) -> _Patterns:
         initial=compiled("@initials@"),
         hint=compiled(r"\d\s?[:/-]\s?\d|[(\[]|@hint@"),
     )
+
+
+@cache
+def number_words(language: str) -> frozenset[str] | None:
+    """Return the tokens that written numbers begin with; None where words are not told apart."""
+    of = load_language(language)
+    if not of.is_spaced:
+        return None
+    return frozenset(fold_words(word, language)[0] for word in _patterns(language).words)
 
 
 _PAIR = re.compile(

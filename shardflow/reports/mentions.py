@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from shardflow.reports.image_numbers import Atom, find_atoms
+from shardflow.reports.image_numbers import Atom, find_atoms, number_words
 from shardflow.reports.language import ENGLISH, load_language
 from shardflow.reports.tokens import Tokens, tokenize
 
@@ -139,6 +139,7 @@ class Mention:
         return f"{series}:{self.first}" + ("" if self.last == self.first else f"-{self.last}")
 
 
+_DIGIT = re.compile(r"\d")
 _NEXT_TO = re.compile(r"\s*[)\]]?\s*[,;:/-]?\s*[(\[]?\s*$")
 
 
@@ -151,7 +152,14 @@ def find_mentions_in(tokens: Tokens, language: str) -> list[Mention]:
     """Return the images and series that a text names that is cut already."""
     of, text = _patterns(language), tokens.text
     found: list[Mention] = []
+    # Without a number there is no image; most sentences have none.
+    written = number_words(language)
+    has_words = written is None or not written.isdisjoint(tokens.words)
+    if not has_words and _DIGIT.search(text) is None:
+        return found
     for sentence in _sentences(text, tokens.sentences, tokens.starts, tokens.ends, of):
+        if not has_words and _DIGIT.search(text, *sentence) is None:
+            continue
         atoms = find_atoms(text, *sentence, language)
         if atoms:
             found += _bind(text, sentence, atoms, of)

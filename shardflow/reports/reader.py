@@ -153,12 +153,14 @@ class ReportReader:
                 first, last = section.body
                 if not here[first:last].strip():
                     continue
-                tokens = tokenize(here[first:last], language)
+                tokens = tokenize(here[first:last], language, first)
                 if section.kind not in _UNREAD:
-                    entities += [
-                        _in_section(one, section.kind, _place(one, section, text), first)
-                        for one in self._finder(language).find_in(tokens)
-                    ]
+                    found = self._finder(language).find_in(tokens, section=section.kind)
+                    if section.part or section.kind in _BY_SECTION:
+                        found = [
+                            _in_section(one, section.kind, _place(one, section, text)) for one in found
+                        ]
+                    entities += found
                 if section.kind != "comparison":
                     # What is compared with is another examination, and so are its images.
                     mentions += [
@@ -217,12 +219,8 @@ def _is_same(entity: Entity, other: Entity) -> bool:
 
 def _place(entity: Entity, section: Section, text: str) -> Place | None:
     """Return the place of a finding in the report; without one, that of its sub-header ("Liver: cyst")."""
-    first = section.header[1]
-    place = entity.anatomy
-    if place is not None:
-        return Place(span=(place.span[0] + first, place.span[1] + first), name=place.name)
-    if not section.part or entity.kind != "finding":
-        return None
+    if entity.anatomy is not None or not section.part or entity.kind != "finding":
+        return entity.anatomy
     name = re.search(r"[^\W\d_].*[^\W_]", text[slice(*section.header)], re.DOTALL)
     if name is None:
         return None
@@ -230,8 +228,8 @@ def _place(entity: Entity, section: Section, text: str) -> Place | None:
     return Place(span=(start + name.start(), start + name.end()), name=section.part)
 
 
-def _in_section(entity: Entity, section: SectionKind, anatomy: Place | None, by: int = 0) -> Entity:
-    """Return a finding as its section makes it, moved by some characters."""
+def _in_section(entity: Entity, section: SectionKind, anatomy: Place | None) -> Entity:
+    """Return a finding as its section makes it."""
     assertion = _BY_SECTION.get(section, {}).get(entity.assertion, entity.assertion)
     kind, certainty, probability = entity.kind, entity.certainty, entity.probability
     if assertion != entity.assertion:
@@ -245,7 +243,6 @@ def _in_section(entity: Entity, section: SectionKind, anatomy: Place | None, by:
         probability = probability_of(Judgment(assertion, strength))
     return replace(
         entity,
-        span=(entity.span[0] + by, entity.span[1] + by),
         anatomy=anatomy,
         section=section,
         assertion=assertion,

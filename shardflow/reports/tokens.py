@@ -31,6 +31,8 @@ class Tokens:
     ends: list[int]
     sentences: list[tuple[int, int]]
     """Ranges of token numbers, closed-open, in order; empty ones left out."""
+    offset: int = 0
+    """Where the text begins in its report; places are those of the text."""
 
     def __len__(self) -> int:
         return len(self.words)
@@ -53,8 +55,14 @@ def fold_words(text: str, language: str = ENGLISH) -> list[str]:
     return _fold([match.group() for match in _words(of.normalize(text), language)], language)
 
 
-def tokenize(text: str, language: str = ENGLISH) -> Tokens:
-    """Cut a text. Any Unicode is a text."""
+def tokenize(text: str, language: str = ENGLISH, offset: int = 0) -> Tokens:
+    """Cut a text. Any Unicode is a text.
+
+    Args:
+        text: A report, or a part of one.
+        language: Its language.
+        offset: Where it begins in the report.
+    """
     of = load_language(language)
     text = of.normalize(text)
     matches = list(_words(text, language))
@@ -67,6 +75,7 @@ def tokenize(text: str, language: str = ENGLISH) -> Tokens:
         starts=starts,
         ends=ends,
         sentences=list(_sentences(text, words, starts, ends, of)),
+        offset=offset,
     )
 
 
