@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ahocorasick
@@ -60,14 +61,24 @@ class PhraseIndex(Generic[T]):
 
 def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
     """Keep the longest of overlapping matches, the first of equals; in the text's order."""
+    ordered = sorted(matches, key=_first)
+    if all(before.last <= after.first for before, after in pairwise(ordered)):
+        return ordered
     taken: set[int] = set()
     kept: list[Match[T]] = []
-    for match in sorted(matches, key=lambda one: (one.first - one.last, one.first)):
+    for match in sorted(ordered, key=_length, reverse=True):
         span = range(match.first, match.last)
         if taken.isdisjoint(span):
             taken.update(span)
             kept.append(match)
-    return sorted(kept, key=lambda one: one.first)
+    return sorted(kept, key=_first)
+
+
+_first = attrgetter("first")
+
+
+def _length(match: Match[Any]) -> int:
+    return match.last - match.first
 
 
 Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertain"]
@@ -126,11 +137,17 @@ def _cue_index(language: str) -> PhraseIndex[Cue]:
 
 def find_cues(tokens: Tokens, language: str = ENGLISH) -> list[Match[Cue]]:
     """Find the cues of a text, overlapping ones too, by their first words."""
-    return sorted(_cue_index(language).find(tokens), key=lambda one: one.first)
+    return sorted(_cue_index(language).find(tokens), key=_first)
+
+
+_OPENING = frozenset("([")
+_ENDS_LIST = frozenset(":().")
 
 
 def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     """Return the numbers of the tokens of a gap that stand in no parentheses opened and closed in it."""
+    if _OPENING.isdisjoint(words[first:last]):
+        return list(range(first, last))
     kept: list[int] = []
     opened: int | None = None
     for number in range(first, last):
@@ -156,6 +173,7 @@ class Scopes:
     def __init__(self, words: Language) -> None:
         self._words = words
         self._own = words.own_statement | words.adjective
+        self._joints = words.closing | words.adding
         self._placing = [[word] for word in words.placing]
 
     def meant(self, tokens: Tokens, cues: Sequence[Match[Cue]]) -> list[Match[Cue]]:
@@ -173,6 +191,8 @@ class Scopes:
         self, tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]
     ) -> list[bool]:
         """Say of each neighboring pair of one sentence's findings whether they are items of one list."""
+        if len(entities) < 2:
+            return []
         blocked = {
             number for cue in cues for number in range(cue.first, cue.last) if cue.value.effect != "none"
         }
@@ -208,10 +228,9 @@ class Scopes:
         # "or" and "nor" are cues themselves ("nor" denies); as links of a list they do not block.
         if not of.versus.isdisjoint(said):
             return "versus" if len(gap) <= _REACH and "," not in said else "no"
-        joints = of.closing | of.adding
-        if any(number in blocked and words[number] not in joints for number in gap):
+        if any(number in blocked and words[number] not in self._joints for number in gap):
             return "no"
-        if any(word in of.verb or word in (":", "(", ")", ".") for word in said):
+        if not (of.verb.isdisjoint(said) and _ENDS_LIST.isdisjoint(said)):
             return "no"
         if len(said) == 1 and said[0] in of.complement:
             return "and"
@@ -350,8 +369,9 @@ class Scopes:
     ) -> Judgment:
         of, words, entity = self._words, tokens.words, entities[number]
         assertion = judgment.assertion
-        before = words[max(sentence[0], entity.first - 3) : entity.first]
         is_question = words[sentence[1] - 1] == "?"
+        if assertion == "hypothetical" or (assertion == "absent" and not is_question):
+            return judgment
         if entity.value in ("procedure", "device") and assertion == "historical":
             # What was done or put in stays to be seen, unless the history tells of it.
             is_told = any(word in of.history for word in words[sentence[0] : entity.first])
@@ -359,7 +379,7 @@ class Scopes:
         if (
             entity.value == "event"
             and assertion in ("present", "uncertain")
-            and not of.event_cause.isdisjoint(before)
+            and not of.event_cause.isdisjoint(words[max(sentence[0], entity.first - 3) : entity.first])
         ):
             return Judgment("historical", "", judgment.basis)
         if is_question and assertion in ("present", "historical", "absent"):

@@ -195,8 +195,8 @@ def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
     with_preposition = [
         place
         for place in after
-        if any(word in clause.of.preposition for word in words[max(behind, place.first - 4) : place.first])
-        or place.first == behind
+        if place.first == behind
+        or not clause.of.preposition.isdisjoint(words[max(behind, place.first - 4) : place.first])
     ]
     earlier = [place for place in clause.places if begin <= place.first and place.last <= entity.first]
     inside = [place for place in clause.inner if entity.first <= place.first and place.last <= entity.last]
@@ -206,8 +206,11 @@ def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
 
 def _is_attribute(clause: Clause, first: int, last: int) -> bool:
     gap, of = clause.tokens.words[first:last], clause.of
-    return len(gap) <= 5 and not any(
-        word == "," or word in of.preposition or word in of.place_verb for word in gap
+    return (
+        len(gap) <= 5
+        and "," not in gap
+        and of.preposition.isdisjoint(gap)
+        and of.place_verb.isdisjoint(gap)
     )
 
 

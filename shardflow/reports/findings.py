@@ -163,12 +163,15 @@ class EntityFinder:
             if cue.value.effect == "none" and cue.last - cue.first > 1
             for number in range(cue.first, cue.last)
         }
-        matches = [
-            one
-            for one in self._index.find(tokens)
-            if not (one.first in silent and one.last - 1 in silent and one.value.kind != "anatomy")
-            and not self._is_view(tokens, one)
-        ]
+        matches = self._index.find(tokens)
+        if silent:
+            matches = [
+                one
+                for one in matches
+                if not (one.first in silent and one.last - 1 in silent and one.value.kind != "anatomy")
+            ]
+        if not self._of.projection.isdisjoint(tokens.words):
+            matches = [one for one in matches if not self._is_view(tokens, one)]
         if named:
             taken = {number for one in named for number in range(one.first - 1, one.last + 1)}
             others = [one for one in matches if taken.isdisjoint(range(one.first, one.last))]
@@ -320,10 +323,13 @@ _ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnorma
 
 def _within(matches: Sequence[Match[T]], at: int, first: int, last: int) -> tuple[list[Match[T]], int]:
     """Take what lies in a sentence, from a list in order; what crosses its end is dropped."""
-    found = []
-    while at < len(matches) and matches[at].first < last:
-        if first <= matches[at].first and matches[at].last <= last:
-            found.append(matches[at])
+    found: list[Match[T]] = []
+    while at < len(matches):
+        one = matches[at]
+        if one.first >= last:
+            break
+        if first <= one.first and one.last <= last:
+            found.append(one)
         at += 1
     return found, at
 
@@ -370,6 +376,7 @@ def _probabilities() -> dict[tuple[str, str, str], float]:
     }
 
 
+@cache
 def probability_of(judgment: Judgment) -> float:
     """Return how often what is judged so is there.
 
