@@ -53,8 +53,10 @@ class PhraseIndex(Generic[T]):
     def find(self, tokens: Tokens) -> list[Match[T]]:
         """Return all matches, overlapping ones too, by their ends."""
         haystack, places = tokens.phrase_text
+        # As Match(...) would make it, without the call: there are many.
+        new = tuple.__new__
         return [
-            Match(places[end - length], places[end + 1], value)
+            new(Match, (places[end - length], places[end + 1], value))
             for end, (length, value) in self._automaton.iter(haystack)
         ]
 
@@ -62,7 +64,12 @@ class PhraseIndex(Generic[T]):
 def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
     """Keep the longest of overlapping matches, the first of equals; in the text's order."""
     ordered = sorted(matches, key=_first)
-    if all(before.last <= after.first for before, after in pairwise(ordered)):
+    end = 0
+    for match in ordered:
+        if match[0] < end:
+            break
+        end = match[1]
+    else:
         return ordered
     taken: set[int] = set()
     kept: list[Match[T]] = []
