@@ -25,6 +25,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
+from shardflow.packing.sources.report_files import ReportDocument, encoded_document
 
 _REPORT_CODES: Final = frozenset({"18748-4"})
 _REPORT_TEMPLATES: Final = frozenset({"1.2.840.10008.9.1", "2.16.840.1.113883.10.20.22.1.5"})
@@ -56,10 +57,18 @@ def read_cda_report(root: XmlNode) -> DocumentReport | NoReport:
     if not is_report:
         return NOT_REPORT
     facts = cda_facts(root)
-    text = join_sections(sections)
-    if not text:
+    text, document = join_sections(sections), _document_body(root)
+    if not text and document is None:
         return NoReport(reason=Reason.EMPTY_REPORT, facts=facts)
-    return DocumentReport(text=text, status=_status(root), facts=facts)
+    return DocumentReport(text=text, status=_status(root), facts=facts, document=document)
+
+
+def _document_body(root: XmlNode) -> ReportDocument | None:
+    """Return the PDF or RTF that is the body of an unstructured document, in base 64."""
+    body = root.find("component/nonXMLBody/text")
+    if body is None or body.get("representation") != "B64":
+        return None
+    return encoded_document(body.get("mediaType"), body.text())
 
 
 def cda_sections(root: XmlNode) -> Iterator[tuple[XmlNode, str, str]]:
@@ -185,7 +194,7 @@ def _pieces(node: XmlNode) -> Iterator[str]:
 
 
 def _plain_body(node: XmlNode) -> str:
-    """A body without structure: plain text, in base 64 or not; other media are not read."""
+    """A body without structure: plain text, in base 64 or not; see `_document_body` for other media."""
     if node.get("mediaType") not in {"", "text/plain"}:
         return ""
     if node.get("representation") != "B64":

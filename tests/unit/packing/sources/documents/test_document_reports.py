@@ -240,10 +240,32 @@ def test_cda_plain_body_and_replacement() -> None:
     found = read_cda_report(parse_xml(cda(body, '<relatedDocument typeCode="RPLC"/>')))
     assert isinstance(found, DocumentReport)
     assert (found.text, found.status) == ("Clear.\n", "corrected")
-    body = '<nonXMLBody><text mediaType="application/pdf" representation="B64">JVBERi0=</text></nonXMLBody>'
-    found = read_cda_report(parse_xml(cda(body)))
-    assert isinstance(found, NoReport)
-    assert found.reason is Reason.EMPTY_REPORT
+
+
+def test_a_pdf_or_rtf_is_the_body_of_an_unstructured_cda() -> None:
+    pdf = base64.b64encode(make_pdf("No effusion.")).decode()
+    rtf = base64.b64encode(rb"{\rtf1 Clear.}").decode()
+    for media, data, text in (
+        ("application/pdf", pdf, "No effusion."),
+        (
+            "application/octet-stream",
+            "\n".join(pdf[at : at + 60] for at in range(0, len(pdf), 60)),
+            "No effusion.",
+        ),
+        ("application/rtf", rtf, "Clear."),
+    ):
+        body = f'<nonXMLBody><text mediaType="{media}" representation="B64">{data}</text></nonXMLBody>'
+        found = read_cda_report(parse_xml(cda(body)))
+        assert isinstance(found, DocumentReport)
+        assert found.document is not None
+        assert (found.text, found.document.read()) == ("", text)
+    for attributes, inner in (
+        ('mediaType="image/tiff" representation="B64"', "SUkqAA=="),
+        ('mediaType="application/pdf"', '<reference value="report.pdf"/>'),
+    ):
+        found = read_cda_report(parse_xml(cda(f"<nonXMLBody><text {attributes}>{inner}</text></nonXMLBody>")))
+        assert isinstance(found, NoReport)
+        assert found.reason is Reason.EMPTY_REPORT
 
 
 def test_real_structured_reports(shared_data: Path) -> None:
