@@ -382,8 +382,11 @@ def score_openi(
     return {part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts}
 
 
+_ROUNDS = 9
+
+
 def speed() -> dict[str, Any]:
-    """Read reports made of the gold sentences, in one process; processor time."""
+    """Read reports made of the gold sentences, in one process; processor time of the best of some rounds."""
     texts = [case.text for part in PARTS for case in sentences(part)]
     report = "INDICATION: Cough.\n\nFINDINGS:\n{}\n\nIMPRESSION:\n{}\n"
     dense = [
@@ -400,10 +403,8 @@ def speed() -> dict[str, Any]:
 
 def _speed(reports: Sequence[str]) -> dict[str, Any]:
     reader = ReportReader()
-    reader.read(reports[0])
-    start = time.process_time()
     num_entities = sum(len(reader.read(one).entities) for one in reports)
-    seconds = time.process_time() - start
+    seconds = min(_seconds(reader, reports) for _ in range(_ROUNDS))
     return {
         "reports": len(reports),
         "characters_per_report": round(sum(map(len, reports)) / len(reports)),
@@ -411,6 +412,13 @@ def _speed(reports: Sequence[str]) -> dict[str, Any]:
         "cpu_ms_per_report": round(1000 * seconds / len(reports), 3),
         "reports_per_s_per_core": round(len(reports) / seconds, 1),
     }
+
+
+def _seconds(reader: ReportReader, reports: Sequence[str]) -> float:
+    start = time.process_time()
+    for one in reports:
+        reader.read(one)
+    return time.process_time() - start
 
 
 def main() -> None:

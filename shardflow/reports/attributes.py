@@ -207,10 +207,7 @@ def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
 def _is_attribute(clause: Clause, first: int, last: int) -> bool:
     gap, of = clause.tokens.words[first:last], clause.of
     return (
-        len(gap) <= 5
-        and "," not in gap
-        and of.preposition.isdisjoint(gap)
-        and of.place_verb.isdisjoint(gap)
+        len(gap) <= 5 and "," not in gap and of.preposition.isdisjoint(gap) and of.place_verb.isdisjoint(gap)
     )
 
 

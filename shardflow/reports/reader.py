@@ -157,9 +157,7 @@ class ReportReader:
                 if section.kind not in _UNREAD:
                     found = self._finder(language).find_in(tokens, section=section.kind)
                     if section.part or section.kind in _BY_SECTION:
-                        found = [
-                            _in_section(one, section.kind, _place(one, section, text)) for one in found
-                        ]
+                        found = [_in_section(one, section.kind, _place(one, section, text)) for one in found]
                     entities += found
                 if section.kind != "comparison":
                     # What is compared with is another examination, and so are its images.
