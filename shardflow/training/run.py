@@ -57,6 +57,7 @@ from shardflow.training.data import open_data
 from shardflow.training.distributed import (
     Ranks,
     StopRequest,
+    code_digest,
     compile_blocks,
     device_name,
     join_ranks,
@@ -388,6 +389,7 @@ def prepare_run(
             "tune.mode": config.tune.mode,
             "monitor.interval_s": config.monitor.interval_s,
             "a cache": config.cache.is_on,
+            "code": code_digest(),
         },
         ranks=ranks,
         model=model,

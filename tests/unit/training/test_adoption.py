@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from shardflow.packing.versions.base import sample_entries
 from shardflow.storage import LocalStore
 from shardflow.training import adoption
 from shardflow.training.adoption import recorded_versions
-from shardflow.training.ledger import read_ledger
+from shardflow.training.ledger import compare_ledgers, read_ledger, read_records
 from shardflow.training.run import TrainSummary, train
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
@@ -218,3 +220,22 @@ def test_a_store_that_cannot_be_asked_costs_nothing(
 def test_settings_that_contradict(tiny: TinyInput, tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_config(tiny, tmp_path, ADOPT, setting)
+
+
+@pytest.mark.slow
+def test_two_ranks_adopt_the_same_version(tiny: TinyInput, tmp_path: Path) -> None:
+    other = TinyInput(tmp_path / "other")
+    shutil.copytree(tiny.folder, other.folder)
+    for epochs in (1, 3):
+        settings = [ADOPT, f"run.num_epochs={epochs}"]
+        run(other, tmp_path / "one", *settings)
+        command = [sys.executable, "-m", "shardflow.cli.main", "train", "--nproc-per-node", "2"]
+        command += ["--config", str(tiny.folder / "train.toml"), "--adopt-new-versions", "epoch"]
+        command += ["--set", f"run.output={tmp_path / 'two'}", "--set", settings[1]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        if epochs == 1:
+            write_version(tiny, 2, keys_of(tiny)[::3])
+            write_version(other, 2, keys_of(other)[::3])
+    assert of_epochs(tmp_path / "two") == of_epochs(tmp_path / "one") == [(0, 1), (1, 2), (2, 2)]
+    assert list(compare_ledgers(read_records(tmp_path / "two"), read_records(tmp_path / "one"))) == []

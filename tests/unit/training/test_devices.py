@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardflow.errors import ConfigError
-from shardflow.training.distributed import backend_of, choose_device
+from shardflow.training.distributed import backend_of, choose_device, code_digest
 
 # What torch_npu does when it is imported, as far as choosing goes: it names the device, registers its module
 # and the backend of its library. Exchanges of the stand-in go through gloo.
@@ -115,3 +115,13 @@ def test_a_gpu_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match="got 2 for local rank 2"):
         choose_device("cuda", 2)
+
+
+def test_other_code_has_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "a.py").write_text("x = 1\n")
+    first = code_digest(tmp_path)
+    (tmp_path / "room" / "a.py").write_text("x = 2\n")
+    changed = code_digest(tmp_path)
+    (tmp_path / "room" / "a.py").rename(tmp_path / "room" / "b.py")
+    assert len({first, changed, code_digest(tmp_path), code_digest()}) == 4
