@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardflow.fields.types.pictures import Image, Slices
     from shardflow.fields.types.regions import Boxes
     from shardflow.fields.types.text import Text
+    from shardflow.fields.types.tiles import Tiles
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
     from shardflow.fields.volumes.field import Volume
@@ -104,6 +105,7 @@ __all__ = [
     "StorageError",
     "Template",
     "Text",
+    "Tiles",
     "TokenBudget",
     "Tokens",
     "VerifyReport",
@@ -158,6 +160,7 @@ _SOURCES: Final = {
     "Stitcher": "shardflow.fields.volumes.stitching:Stitcher",
     "StorageError": "shardflow.errors:StorageError",
     "Template": "shardflow.fields.conversations.templates:Template",
+    "Tiles": "shardflow.fields.types.tiles:Tiles",
     "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",

@@ -26,6 +26,7 @@ from shardflow.format.facts.units import UnitTable, WindowTable
 from shardflow.format.keys import sha256_hex
 from shardflow.format.table import Table
 from shardflow.format.volumes.bricks import BRICKS_CODEC
+from shardflow.format.volumes.tiles import TILES_CODEC
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
 Int64Array = NDArray[np.int64]
@@ -172,13 +173,14 @@ class SelectedSeries:
         ]
         self._populations = self._typical = populations
 
-    def check(self, name: str, series: str | None, *, pads: bool) -> None:
+    def check(self, name: str, series: str | None, *, pads: bool, is_tiled: bool = False) -> None:
         """Refuse a selection without images, or with images that cannot be decoded.
 
         Args:
             name: Name of the field.
             series: The expression that it selects by.
             pads: Whether samples without images are padded; it then needs none if other samples have some.
+            is_tiled: Whether it delivers slides, which no other field does.
 
         Raises:
             ConfigError: It is such a selection.
@@ -191,7 +193,16 @@ class SelectedSeries:
                 f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
             )
         for codec in self.values("codec"):
-            if codec not in ("", BRICKS_CODEC) and codec_rank(codec) is None:
+            if (codec == TILES_CODEC) != is_tiled:
+                raise ConfigError(
+                    f"The field {name!r} selects "
+                    + (
+                        "series that are no slides; add \"and kind == 'slide'\" to its series."
+                        if is_tiled
+                        else "slides, which sf.Tiles delivers; add \"and kind != 'slide'\" to its series."
+                    )
+                )
+            if codec not in ("", BRICKS_CODEC, TILES_CODEC) and codec_rank(codec) is None:
                 raise ConfigError(
                     f"Images of the field {name!r} are stored as {codec!r}, which no installed codec reads; "
                     f'install the package that offers it, or select others by series="codec != {codec!r}".'

@@ -555,7 +555,7 @@ def check_names(fields: Mapping[str, Field]) -> None:
 
 RESERVED_SUFFIXES: Final = frozenset(
     {"mask", "range", "box", "index", "shape", "label", "annotated", "grid", "offsets", "variant"}
-    | {"time_s", "code", "has_value", "recorded", "affine", "valid", "start", "weights"}
+    | {"time_s", "code", "has_value", "recorded", "affine", "valid", "start", "weights", "mpp", "tissue"}
 )
 """Ends of the names of entries beside a field, such as ``NAME_mask``."""
 

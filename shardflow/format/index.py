@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.keys import REPORT_FIELD, Json, check_field, check_sample_key, parse_volume_field
+from shardflow.format.keys import (
+    REPORT_FIELD,
+    Json,
+    check_field,
+    check_sample_key,
+    parse_level_field,
+    parse_volume_field,
+)
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES, member_num_bytes
 from shardflow.format.volumes.bricks import BrickTable, BrickVolume, StoredVolume, brick_columns
@@ -297,12 +304,31 @@ class ShardIndex:
         row = None if self.bricks is None else self.bricks.row_of(field)
         if self.bricks is None or row is None:
             raise FormatError(f"a field must be a volume in bricks, got another one ({self.shard}).")
+        name = self.field_names[int(self.field_name_ids[field])]
         return self.bricks.volume(
             row,
-            place=f"{self.shard}, {self.field_names[int(self.field_name_ids[field])]}",
+            place=f"{self.shard}, {name}",
             offset=int(self.field_offsets[field]),
             num_bytes=int(self.field_num_bytes[field]),
+            is_tiled=parse_level_field(name) is not None,
         )
+
+    def levels_of(self, row: int, series: int) -> list[int]:
+        """Return the fields of a sample that hold the levels of a slide, finest first.
+
+        Args:
+            row: Place of the sample in the shard.
+            series: Number of the slide among the series of the sample.
+        """
+        levels: dict[int, int] = {}
+        if self.bricks is None:
+            return []
+        for volume in self._volume_rows(row):
+            field = int(self.bricks.fields[volume])
+            parsed = parse_level_field(self.field_names[int(self.field_name_ids[field])])
+            if parsed is not None and parsed[0] == series:
+                levels[parsed[1]] = field
+        return [levels[level] for level in sorted(levels)]
 
     def volumes_of(self, row: int, region: int | None = None) -> dict[int, int]:
         """Return the fields of a sample that hold its series in bricks, by number of the series.

@@ -44,6 +44,8 @@ SPLIT_PATTERN = re.compile(r"[a-z0-9]{1,32}", re.ASCII)
 SHARD_NAME_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
 _MAX_VARIANT: Final = 9999
 _VOLUME_ENDING: Final = "volume.b2nd"
+_MAX_LEVEL: Final = 99
+_SLIDE_LEVEL = re.compile(r"s(\d{3,6})\.l(\d{2})\.tif", re.ASCII)
 _SLICE = re.compile(r"s(\d{3,6})\.i(\d{4,8})\.([a-z0-9]+)", re.ASCII)
 _MIDDLE = re.compile(r"(s\d{3,6})\.(small|v\d{2,4}|m\d{3,6})\.(i\d{4,8}\.[a-z0-9]+)", re.ASCII)
 
@@ -352,6 +354,37 @@ def parse_volume_field(field: str) -> tuple[int, int | None] | None:
     if part is not None:
         return part.series, None
     return None if mask is None else (mask.series, mask.roi)
+
+
+def level_field(series: int, level: int) -> str:
+    """Name the member of a level of a slide.
+
+    Args:
+        series: Number of the slide among the series of its sample.
+        level: Number of the level among those that are stored, from 0, the finest.
+
+    Example:
+        >>> level_field(3, 1)
+        's003.l01.tif'
+    """
+    prefix = slice_field(series, 0, "tif").partition(".")[0]
+    if not 0 <= level <= _MAX_LEVEL:
+        raise FormatError(f"a level must have a number in 0..{_MAX_LEVEL}, got {level}.")
+    return f"{prefix}.l{level:02d}.tif"
+
+
+def parse_level_field(field: str) -> tuple[int, int] | None:
+    """Return series and level of a level of a slide; None for all other fields.
+
+    Example:
+        >>> parse_level_field("s003.l01.tif")
+        (3, 1)
+    """
+    match = _SLIDE_LEVEL.fullmatch(field)
+    if match is None:
+        return None
+    found = int(match[1]), int(match[2])
+    return found if level_field(*found) == field else None
 
 
 def thumbnail_field(series: int) -> str:

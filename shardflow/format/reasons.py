@@ -60,6 +60,7 @@ FLAGS: dict[str, str] = {
     "ordered_by_instance_number": "No positions: the slices are ordered by Instance Number.",
     "ordered_by_slice_location": "No positions: the slices are ordered by Slice Location.",
     "single_slice": "One slice; the spacing is its stated thickness, if any.",
+    "slide_images_left_out": "Images that are no levels (label, macro, thumbnail) were left out.",
     "slices_not_aligned": "A slice lies more than half a pixel beside the line from first to last.",
     **{
         f"split_by_{name}": f"Positions repeat in the series; the stacks differ in {name.replace('_', ' ')}."
@@ -135,6 +136,7 @@ class Reason(StrEnum):
     REPORT_WITHOUT_STUDY = "REPORT_WITHOUT_STUDY"
     REPORT_WITHOUT_TEXT = "REPORT_WITHOUT_TEXT"
     ROUNDED_IDENTIFIER = "ROUNDED_IDENTIFIER"
+    SLIDE_LABEL = "SLIDE_LABEL"
     SPLIT_CHANGED = "SPLIT_CHANGED"
     STUDY_ALREADY_PACKED = "STUDY_ALREADY_PACKED"
     STUDY_INCOMPLETE = "STUDY_INCOMPLETE"
@@ -142,6 +144,7 @@ class Reason(StrEnum):
     STUDY_WITHOUT_REPORT = "STUDY_WITHOUT_REPORT"
     SUPERSEDED_REPORT = "SUPERSEDED_REPORT"
     UNKNOWN_LABEL = "UNKNOWN_LABEL"
+    UNSUPPORTED_SLIDE = "UNSUPPORTED_SLIDE"
     UNSUPPORTED_SOP_CLASS = "UNSUPPORTED_SOP_CLASS"
     UNSUPPORTED_TRANSFER_SYNTAX = "UNSUPPORTED_TRANSFER_SYNTAX"
     WORKER_FAILED = "WORKER_FAILED"
@@ -297,6 +300,10 @@ REASONS: dict[Reason, ReasonInfo] = {
         "The number that joins the report to its images was stored as a floating-point number, and its last "
         "digits are lost.",
     ),
+    Reason.SLIDE_LABEL: ReasonInfo(
+        Outcome.SKIPPED,
+        "The image of a slide is no level of it: it shows its label, or the whole slide with the label.",
+    ),
     Reason.SPLIT_CHANGED: ReasonInfo(
         Outcome.QUARANTINED,
         "The layout puts the study's patient into another split than the one where the patient is packed.",
@@ -323,6 +330,10 @@ REASONS: dict[Reason, ReasonInfo] = {
     Reason.UNKNOWN_LABEL: ReasonInfo(
         Outcome.QUARANTINED,
         "The volume of labels holds a number that the layout's list of classes does not have.",
+    ),
+    Reason.UNSUPPORTED_SLIDE: ReasonInfo(
+        Outcome.SKIPPED,
+        "The slide is not brightfield in 8-bit RGB, with one optical path, one focal plane and a grid of tiles.",
     ),
     Reason.UNSUPPORTED_SOP_CLASS: ReasonInfo(
         Outcome.SKIPPED, "The object is not an image of a kind that is packed (or has no SOP Class UID)."
@@ -407,6 +418,8 @@ _REMEDIES: Final[dict[Reason, str]] = {
     Reason.STUDY_QUARANTINED: "Mend the inputs of the other reasons; or set policy.on_bad_instance to "
     '"drop_instance", which packs the rest of a study.',
     Reason.UNKNOWN_LABEL: "Add the number to the labels of dataset.json, or correct the file.",
+    Reason.UNSUPPORTED_SLIDE: "Convert the slides to DICOM or to a tiled TIFF in RGB; fluorescence has no "
+    "field. TIFF needs the extra `slides`.",
     Reason.UNSUPPORTED_TRANSFER_SYNTAX: "Export the files uncompressed or in JPEG 2000. Video (MPEG, HEVC) "
     "has to become frames: a multi-frame JPEG image, or pictures that are packed as such.",
     Reason.WORKER_FAILED: "Report it with the class name and place from the log of the job.",

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.index import ShardIndex
-from shardflow.format.keys import check_sample_key, parse_slice_field, parse_volume_field
+from shardflow.format.keys import (
+    check_sample_key,
+    parse_level_field,
+    parse_slice_field,
+    parse_volume_field,
+)
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import BLOCK_NUM_BYTES
 
@@ -224,10 +229,16 @@ def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:
         owners = np.unique(triples[:, : 2 if name == "num_series" else 3], axis=0)[:, 0]
         found = np.bincount(owners, minlength=index.num_samples)
     if index.bricks is not None:
+        names = index.field_name_ids[index.bricks.fields]
         is_series = np.array(
             [(parse_volume_field(field) or (0, 0))[1] is None for field in index.field_names], bool
         )
-        of_series = is_series[index.field_name_ids[index.bricks.fields]]
-        counts = 1 if name == "num_series" else index.bricks.shapes[of_series, 0]
+        # A slide is one series of one image, however many levels of it are stored.
+        is_slide = np.array(
+            [(parse_level_field(field) or (0, 1))[1] == 0 for field in index.field_names], bool
+        )
+        of_series = (is_series | is_slide)[names]
+        depths = np.where(is_slide[names], 1, index.bricks.shapes[:, 0])[of_series]
+        counts = 1 if name == "num_series" else depths
         np.add.at(found, samples[index.bricks.fields[of_series]], counts)
     return found

@@ -24,6 +24,7 @@ from shardflow.packing.settings import (
     DeidConfig,
     PolicyConfig,
     ReportsConfig,
+    SlidesConfig,
     TableFile,
     VariantsConfig,
     VolumesConfig,
@@ -214,6 +215,7 @@ class PackConfig:
     page: PageConfig = field(default_factory=PageConfig)
     variants: VariantsConfig = field(default_factory=VariantsConfig)
     volumes: VolumesConfig = field(default_factory=VolumesConfig)
+    slides: SlidesConfig = field(default_factory=SlidesConfig)
     deid: DeidConfig = field(default_factory=DeidConfig)
     reports: ReportsConfig = field(default_factory=ReportsConfig)
     alignment: AlignmentRules = field(default_factory=AlignmentRules)
@@ -261,6 +263,7 @@ class PackConfig:
             else sorted(self.policy.drop_reasons),
             "records": self.records.content(),
             "reports": self.reports.content(),
+            "slides": self.slides.content(),
             "volumes": self.volumes.content(),
         }
         return {

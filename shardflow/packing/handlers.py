@@ -20,6 +20,7 @@ from shardflow.packing.settings import (
     AttachmentsConfig,
     DeidConfig,
     PolicyConfig,
+    SlidesConfig,
     VariantsConfig,
     VolumesConfig,
 )
@@ -62,6 +63,7 @@ class PackSetup:
     policy: PolicyConfig
     variants: VariantsConfig
     volumes: VolumesConfig
+    slides: SlidesConfig
     deid: DeidConfig
     pixel_rules: tuple[str, ...]
     """Texts of the site's own rules, because their file may change while the job runs."""
@@ -108,6 +110,7 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
         policy=config.policy,
         variants=config.variants,
         volumes=config.volumes,
+        slides=config.slides,
         deid=replace(config.deid, rules_file=None),
         pixel_rules=config.deid.rules_text(),
         attachments=config.attachments,
@@ -151,6 +154,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
             codec=setup.codec,
             variants=setup.variants,
             volumes=setup.volumes,
+            slides=setup.slides,
             policy=setup.policy,
             privacy=PrivacyRules(
                 key=key,

@@ -23,8 +23,8 @@ NO_STUDY: Final = -1
 UNDECIDED: Final = 255
 CARRIED: Final = 254
 """Reason of inputs and studies that a later version takes over unchanged."""
-INPUT_KINDS: Final = ("dicom", "nifti", "raster", "report", "attachment")
-"""Kinds of inputs by their number in a column: three forms of image files, reports, attachments."""
+INPUT_KINDS: Final = ("dicom", "nifti", "raster", "report", "attachment", "slide")
+"""Kinds of inputs by their number in a column: forms of image files, reports, attachments."""
 REPORT_KIND: Final = INPUT_KINDS.index("report")
 ATTACHMENT_KIND: Final = INPUT_KINDS.index("attachment")
 

@@ -72,6 +72,7 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
     settings = [content[name] for name in ("deid", "limits", "on_bad_instance", "variants")]
     # Settings older than these sections keep their fragments.
     settings += [content["volumes"]] if "volumes" in content else []
+    settings += [{"slides": content["slides"]}] if "slides" in content else []
     settings += [{"drop_reasons": content["drop_reasons"]}] if "drop_reasons" in content else []
     facts = [created_with(content["deid"]), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()

@@ -388,6 +388,8 @@ def _without_header(row: HeaderRow, reason: str) -> HeaderRow:
 def decoded_num_bytes(header: InstanceHeader) -> int:
     """Return the decoded size of an instance, as its header declares it."""
     image = header.image
+    if header.is_slide:  # never decoded as a whole
+        return header.num_bytes
     samples = image.rows * image.columns * (3 if image.is_color else 1) * image.num_frames
     return samples * max(1, -(-image.bits_allocated // 8))
 

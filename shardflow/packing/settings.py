@@ -349,6 +349,26 @@ class VolumesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlidesConfig:
+    """Storage of whole slides."""
+
+    mpp: tuple[Annotated[float, Bounds(0.01, 100.0)], ...] = ()
+    """Resolutions to store, in microns per pixel, such as 0.5 and 2: for each the coarsest level of a slide
+    that is at least as fine; empty for all levels."""
+    tissue_only: bool = True
+    """Whether only tiles with tissue are stored, and those beside them; False stores all."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def content(self) -> dict[str, Any] | None:
+        """Return the settings as JSON without fractions; None at the defaults."""
+        if self == SlidesConfig():
+            return None
+        return {"mpp": sorted({repr(float(mpp)) for mpp in self.mpp}), "tissue_only": self.tissue_only}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolConfig:
     """Augmented variants of every slice, within what their modality allows; none by default.
 

@@ -14,7 +14,7 @@ from shardflow.fields.reader import Resolution
 _MAX_TILES: Final = 2**10
 Fit: TypeAlias = Literal["stretch", "letterbox"]
 Padding: TypeAlias = Literal["cap", "longest"]
-DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary')"
+DEFAULT_SERIES: Final = "kind is missing or kind not in ('localizer', 'secondary', 'slide')"
 """Series that a field selects where its spec names none."""
 MAX_SIDE: Final = 2**16
 
@@ -27,7 +27,7 @@ class PixelField(Field):
 
     series: str | None = None
     """Expression over the series table that selects series and images, such as ``"role == 'frontal'"``. None
-    selects all but localizers and secondary captures (`DEFAULT_SERIES`)."""
+    selects all but localizers, secondary captures and slides (`DEFAULT_SERIES`)."""
     size: tuple[int, int] | None = None
     """Rows and columns (H, W) to resize to: by area where an image shrinks, linearly where it grows. None
     keeps the stored size; where sizes differ in the population, the entry is a list of arrays."""

@@ -275,12 +275,50 @@ def check_labels(name: str, labels: Sequence[str] | None, voxels: VoxelTables) -
             raise ConfigError(f"The label {label!r} of the field {name!r} is of no region; {hint}")
 
 
+class Turns:
+    """Rule that deals a share of the crops of an epoch among samples, exactly. Safe for many threads.
+
+    Of every `denominator` crops of a component `numerator` are dealt (rounded down): its samples take turns
+    in a keyed order of the epoch. In a blend, and with weights, a sample may come several times, and each
+    crop is drawn by itself.
+
+    Args:
+        key: Name of the choice.
+        rows: For each component the rows of its own table that take turns, ascending.
+        shares: Share of each component.
+        num_crops: Crops of each sample.
+    """
+
+    def __init__(
+        self, key: str, rows: Sequence[NDArray[np.int64]], shares: Sequence[Fraction], num_crops: int
+    ) -> None:
+        self._key, self._rows, self._shares, self._num_crops = key, rows, shares, num_crops
+        self._orders: dict[tuple[int, int, int], Permutation] = {}
+
+    def is_turn(self, draw: DrawKey, component: int) -> bool:
+        """Return whether a crop is one of those that are dealt."""
+        rows, share = self._rows[component], self._shares[component]
+        rank = int(np.searchsorted(rows, draw.table_row))
+        if rank >= len(rows) or int(rows[rank]) != draw.table_row:
+            return False
+        if draw.place:
+            return draw.derive(self._key) * share.denominator < share.numerator << _WORD_BITS
+        key = draw.seed, draw.epoch, component
+        order = self._orders.get(key)
+        if order is None:
+            if len(self._orders) >= _MAX_ORDERS:
+                self._orders.clear()
+            order = Permutation(len(rows), derive(draw.seed, self._key, draw.epoch, component))
+            self._orders[key] = order
+        turn = int(order(np.array([rank]))[0]) * self._num_crops + draw.crop
+        return turn * share.numerator % share.denominator + share.numerator >= share.denominator
+
+
 class Foreground:
     """Rule that deals regions around voxels of classes among the samples. Safe for many threads.
 
-    Of every ``pos + neg`` regions of an epoch ``pos`` are around a voxel of a class, exactly (rounded down):
-    the samples that have one take turns in a keyed order of the epoch. Where they are too few, all of theirs
-    are. In a blend, and with weights, a sample may come several times, and each region is drawn by itself.
+    Of every ``pos + neg`` regions of an epoch ``pos`` are around a voxel of a class, dealt by `Turns` among
+    the samples that have one. Where they are too few, all of theirs are.
 
     Args:
         name: Name of the field.
@@ -306,15 +344,15 @@ class Foreground:
         selected: SelectedSeries,
         context: FieldContext,
     ) -> None:
-        self._num_crops, self._voxels = num_crops, VoxelTables(context)
+        self._voxels = VoxelTables(context)
         self._tables, self.digests = self._voxels.tables, self._voxels.digests
         check_labels(name, labels, self._voxels)
         self._is_wanted = [
             np.array([one != BODY and (labels is None or one in labels) for one in table.names], bool)
             for table in self._tables
         ]
-        self._rows: list[NDArray[np.int64]] = []
-        self._shares: list[Fraction] = []
+        every: list[NDArray[np.int64]] = []
+        shares: list[Fraction] = []
         wanted = Fraction(str(pos)) / (Fraction(str(pos)) + Fraction(str(neg)))
         for place, population in enumerate(context.populations):
             delivered = selected.first_series(place)
@@ -323,8 +361,8 @@ class Foreground:
             num_samples = int(np.count_nonzero(has_class))
             has_class[has_class] = has_voxels[delivered[has_class]]
             rows = np.flatnonzero(has_class)
-            self._rows.append(rows)
-            self._shares.append(min(Fraction(1), wanted * num_samples / max(len(rows), 1)))
+            every.append(rows)
+            shares.append(min(Fraction(1), wanted * num_samples / max(len(rows), 1)))
             if wanted * num_samples > len(rows):
                 _LOGGER.warning(
                     "field %r: %d of %d samples have a voxel of its labels, too few for %.3g of the regions",
@@ -333,12 +371,12 @@ class Foreground:
                     num_samples,
                     float(wanted),
                 )
-        if not any(len(rows) for rows in self._rows):
+        if not any(map(len, every)):
             raise ConfigError(
                 f"No sample has a voxel of the labels of the field {name!r}; write center='random', or other "
                 "labels."
             )
-        self._orders: dict[tuple[int, int, int], Permutation] = {}
+        self._turns = Turns("volume-foreground", every, shares, num_crops)
 
     def _series_with(self, place: int, first_series: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which series of a dataset have a voxel of a wanted class."""
@@ -358,7 +396,7 @@ class Foreground:
             study: Row of the study.
             series: Number of the delivered series.
         """
-        if not self._is_foreground(draw, component):
+        if not self._turns.is_turn(draw, component):
             return None
         table = self._tables[component]
         entries = self._voxels.entries(component, study, series, self._is_wanted[component])
@@ -369,20 +407,3 @@ class Foreground:
         voxels = table.voxels(entry)
         z, y, x = voxels[len(voxels) * draw.derive("volume-voxel") >> _WORD_BITS].tolist()
         return float(z), float(y), float(x)
-
-    def _is_foreground(self, draw: DrawKey, component: int) -> bool:
-        rows, share = self._rows[component], self._shares[component]
-        rank = int(np.searchsorted(rows, draw.table_row))
-        if rank >= len(rows) or int(rows[rank]) != draw.table_row:
-            return False
-        if draw.place:
-            return draw.derive("volume-foreground") * share.denominator < share.numerator << _WORD_BITS
-        key = draw.seed, draw.epoch, component
-        order = self._orders.get(key)
-        if order is None:
-            if len(self._orders) >= _MAX_ORDERS:
-                self._orders.clear()
-            order = Permutation(len(rows), derive(draw.seed, "volume-foreground", draw.epoch, component))
-            self._orders[key] = order
-        turn = int(order(np.array([rank]))[0]) * self._num_crops + draw.crop
-        return turn * share.numerator % share.denominator + share.numerator >= share.denominator

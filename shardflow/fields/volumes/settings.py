@@ -51,6 +51,17 @@ def checked_spacing(value: Any) -> Vector:
     return found[0], found[1], found[2]
 
 
+def checked_share(name: str, value: Any) -> float:
+    """Return a share from 0 to 1.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} is a share from 0 to 1, such as 0.5, got {value!r}.")
+    return float(value)
+
+
 def checked_margin(value: Any) -> int | Shape:
     """Return a number of voxels for all axes, or one for each.
 

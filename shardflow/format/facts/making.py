@@ -278,6 +278,7 @@ def _facts(series: Mapping[str, Any], number: int, order: int) -> SeriesFacts:
     measures.update(_stated(series, ("frame_time_ms",)))
     measures.update(_stated(pet, _PET))
     measures.update(_stated(diffusion, ("b_value_s_mm2",)))
+    measures.update(_stated(series.get("slide") or {}, ("objective_power",)))
     measures.update(
         zip(("gradient_x", "gradient_y", "gradient_z"), diffusion.get("direction_lps", ()), strict=False)
     )

@@ -85,6 +85,7 @@ OPTIONAL_MEASURES: Final = (
     "half_life_s",
     "injection_to_scan_s",
     "suvbw_factor",
+    "objective_power",
 )
 OPTIONAL_ANSWERS: Final = ("has_implant",)
 OPTIONAL: Final = (*OPTIONAL_STRINGS, *OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS)

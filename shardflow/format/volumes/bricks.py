@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, FormatError
 from shardflow.format.slice_codecs import b2nd
 from shardflow.format.table import Table, crc32c
+from shardflow.format.volumes.tiles import decode_tile, has_tiles
 from shardflow.storage import ByteRange, ByteStore
 from shardflow.storage.cache.store import CachedStore, read_afresh
 
@@ -204,7 +205,9 @@ class BrickTable:
         row = int(np.searchsorted(self.fields, field))
         return row if row < len(self.fields) and self.fields[row] == field else None
 
-    def volume(self, row: int, *, place: str, offset: int, num_bytes: int) -> BrickVolume:
+    def volume(
+        self, row: int, *, place: str, offset: int, num_bytes: int, is_tiled: bool = False
+    ) -> BrickVolume:
         """Return the bricks of a volume.
 
         Args:
@@ -212,6 +215,7 @@ class BrickTable:
             place: Shard and field, for messages.
             offset: Where the field begins in the shard, in bytes.
             num_bytes: Size of the field.
+            is_tiled: Whether it is a level of a slide, whose bricks are tiles.
 
         Raises:
             FormatError: The field is smaller than its bricks.
@@ -228,6 +232,7 @@ class BrickTable:
             dtype=self._dtype(row),
             starts=stops - sizes + offset,
             columns=columns,
+            is_tiled=is_tiled,
         )
 
     def stored(self, row: int) -> StoredVolume:
@@ -283,6 +288,9 @@ class BrickVolume:
     """``(n,)`` where each brick begins in the shard, in bytes, in the order of storage."""
     columns: Mapping[str, NDArray[Any]]
     """``(n,)`` columns of the bricks, in the order of storage."""
+    is_tiled: bool = False
+    """Whether it is a level of a slide: ``(rows, columns, 3)``, its bricks are tiles that are stored row by
+    row."""
 
     @property
     def grid(self) -> Extents:
@@ -311,11 +319,23 @@ class BrickVolume:
         return np.repeat(-(-layers // self.brick_shape[0]), self.brick_shape[0])[: self.shape[0]]
 
     def _on_grid(self, name: str) -> NDArray[Any]:
-        found: NDArray[Any] = self.columns[name][_stored_places(self.grid, self.brick_shape)]
+        found: NDArray[Any] = self.columns[name][self._places()]
         return found
+
+    def _places(self) -> NDArray[np.int64]:
+        """Return the place of each brick in the order of storage, ``grid``."""
+        if self.is_tiled:
+            return np.arange(math.prod(self.grid)).reshape(self.grid)
+        return _stored_places(self.grid, self.brick_shape)
+
+    def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of bricks in the grid, in C order, by their places in the order of storage."""
+        return places if self.is_tiled else morton_order(self.grid, self.brick_shape)[places]
 
     def is_in(self, header: bytes, ending: bytes) -> bool:
         """Return whether a frame has these bricks, of any writer, by what precedes and what follows them."""
+        if self.is_tiled:
+            return not ending and has_tiles(header, self.shape, self.brick_shape, self.columns["num_bytes"])
         found = b2nd.read_frame_around(header, ending)
         offsets = _chunk_offsets(self.shape, self.brick_shape, self.columns["num_bytes"])
         return (
@@ -348,7 +368,7 @@ class BrickVolume:
             )
         first, last = begin // self.brick_shape, -(-end // self.brick_shape)
         box = tuple(slice(low, high) for low, high in zip(first.tolist(), last.tolist(), strict=True))
-        places = np.sort(_stored_places(self.grid, self.brick_shape)[box], axis=None)
+        places = np.sort(self._places()[box], axis=None)
         low, high = self.columns["low"][places], self.columns["high"][places]
         is_constant = (low == high) | (np.isnan(low) & np.isnan(high))
         stored = places[~is_constant]
@@ -489,7 +509,7 @@ class RegionPlan:
             )
         self._check(buffer)
         try:
-            if self.num_stored and b2nd.OpenFrame.is_possible():
+            if self.num_stored and not volume.is_tiled and b2nd.OpenFrame.is_possible():
                 self._decode_layers(buffer, out)
             else:
                 self._decode_each(buffer, out)
@@ -513,6 +533,8 @@ class RegionPlan:
                     f"a brick must have crc32c {expected[number]:08x}, got {found:08x} ({place}); run "
                     "`shardflow verify` and fetch the shard again."
                 )
+        if volume.is_tiled:  # a tile says its own size, which is checked when it is decoded
+            return
         try:
             b2nd.check_chunks(buffer, self.places, sizes.astype(np.int64), _brick_num_bytes(volume))
         except FormatError as error:
@@ -548,14 +570,15 @@ class RegionPlan:
         return buffer[start : stop + len(ending)]
 
     def _decode_each(self, buffer: NDArray[np.uint8], out: NDArray[Any]) -> None:
-        """Decode the stored bricks one by one, where the C library is not at hand."""
+        """Decode the stored bricks one by one: tiles, and others where the C library is not at hand."""
         volume, data = self.volume, buffer.data
         sizes = volume.columns["num_bytes"][self.bricks[: self.num_stored]].tolist()
         brick = _scratch(volume.brick_shape, volume.dtype)
+        decode = decode_tile if volume.is_tiled else b2nd.decode_chunk
         for first, size, (target, source) in zip(
             self.places.tolist(), sizes, self._boxes(slice(self.num_stored)), strict=True
         ):
-            b2nd.decode_chunk(data[first : first + size], brick)
+            decode(data[first : first + size], brick)
             out[target] = brick[source]
 
     def _boxes(self, part: slice) -> Iterator[tuple[Box, Box]]:
@@ -571,7 +594,7 @@ class RegionPlan:
     def _chunks(self) -> NDArray[np.int64]:
         """Positions of the bricks, in C order, in the box of bricks that the region touches."""
         volume = self.volume
-        order = morton_order(volume.grid, volume.brick_shape)[self.bricks]
+        order = volume.positions(self.bricks)
         places = np.stack(np.unravel_index(order, volume.grid)) - (self._first // volume.brick_shape)[:, None]
         found: NDArray[np.int64] = np.ravel_multi_index(tuple(places), self._grid)
         return found

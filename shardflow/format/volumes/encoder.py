@@ -1,4 +1,4 @@
-"""Encoder of volumes in bricks: a slab of slices at a time, each brick one chunk of a Blosc2 frame.
+"""Encoders of volumes in bricks, a slab of slices at a time, and of levels of slides, a tile at a time.
 
 `shardflow.format.volumes.bricks` reads them. The bytes depend on values, dtype and brick size alone.
 """
@@ -29,6 +29,7 @@ from shardflow.format.volumes.bricks import (
     grid_of,
     morton_order,
 )
+from shardflow.format.volumes.tiles import COLORS, WHITE, TileForm, tiff_header
 
 BRICK_SHAPE: Final = (16, 64, 64)
 """Default size of a brick: slices, rows, columns."""
@@ -37,6 +38,7 @@ MAX_EXTENT: Final = 65535
 _SPOOL_BYTES: Final = 64 << 20
 _WHAT: Final = "writing bricks to a temporary file"
 _FULL: Final = 255
+_COPY_BYTES: Final = 1 << 20
 
 
 def suits_bricks(*, kind: Any, num_slices: int, num_samples: Any) -> bool:
@@ -250,6 +252,81 @@ class VolumeWriter:
             FormatError: Slices are missing.
         """
         return self._encoder.finish()
+
+
+class LevelWriter:
+    """Writer of a level of a slide, whose tiles arrive row by row; a context manager.
+
+    Args:
+        shape: Rows and columns of the level.
+        tile_shape: Rows and columns of a tile.
+        folder: For the unnamed file that tiles wait in above 64 MiB: the header in front of them has their
+        sizes.
+
+    Raises:
+        StorageError: The file cannot be made.
+    """
+
+    def __init__(self, shape: tuple[int, int], tile_shape: tuple[int, int], *, folder: Path) -> None:
+        self._shape, self._tile_shape = (*shape, COLORS), (*tile_shape, COLORS)
+        num_tiles = math.prod(grid_of(self._shape, self._tile_shape))
+        self._columns = {name: np.zeros(num_tiles, dtype) for name, dtype in BRICK_COLUMNS.items()}
+        # Equal bounds mean one value: what is not stored is white, and is never read.
+        self._columns["low"][:] = self._columns["high"][:] = WHITE
+        self._num_tiles = 0
+        with naming_os_errors(_WHAT):
+            self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
+                max_size=_SPOOL_BYTES, dir=str(folder)
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+    def add(self, payload: bytes | None, tissue: int) -> None:
+        """Take the next tile.
+
+        Args:
+            payload: Its bytes; None for a tile that is not stored.
+            tissue: Share of it that is tissue, in 1/255.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        number = self._num_tiles
+        self._num_tiles += 1
+        if payload is None:
+            return
+        with naming_os_errors(_WHAT):
+            self._spool.write(payload)
+        facts = {"num_bytes": len(payload), "crc32c": crc32c(payload), "low": 0, "occupancy": tissue}
+        for name, value in facts.items():
+            self._columns[name][number] = value
+
+    def finish(self, form: TileForm) -> EncodedVolume:
+        """Return the level, whose pieces are read before the file is closed.
+
+        Args:
+            form: Of the tiles.
+
+        Raises:
+            FormatError: Tiles are missing.
+        """
+        sizes = self._columns["num_bytes"]
+        if self._num_tiles != len(sizes):
+            raise FormatError(f"a level must have all its tiles, got {self._num_tiles} of {len(sizes)}.")
+        header = tiff_header(self._shape, self._tile_shape, sizes, form)
+        stored = StoredVolume(
+            self._shape, self._tile_shape, np.dtype(np.uint8), len(header), dict(self._columns)
+        )
+        num_bytes = len(header) + int(sizes.sum(dtype=np.int64))
+        self._spool.seek(0)
+        tiles = iter(lambda: self._spool.read(_COPY_BYTES), b"")
+        return EncodedVolume(stored, num_bytes, itertools.chain([header], tiles))
 
 
 def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:

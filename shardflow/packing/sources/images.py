@@ -1,4 +1,4 @@
-"""Dispatch over image formats: DICOM, NIfTI, PNG and JPEG.
+"""Dispatch over image formats: DICOM, NIfTI, PNG, JPEG, and slides in TIFF.
 
 Every format is read as an `InstanceHeader` and decoded to slices in modality units, so the rest of packing
 does not depend on the file format.
@@ -23,6 +23,7 @@ from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHead
 from shardflow.packing.sources.dicom.stored import iter_stored
 from shardflow.packing.sources.nifti import NIFTI, iter_nifti, read_nifti
 from shardflow.packing.sources.raster import JPEG, PNG, iter_raster, read_raster
+from shardflow.packing.sources.slides.tiff import read_tiff
 
 if TYPE_CHECKING:
     from shardflow.packing.sources.dicom.attributes import AttributeValue
@@ -54,6 +55,8 @@ def read_image(
             return read_nifti(path, placement, limits=limits)
         case "raster":
             return read_raster(path, placement, limits=limits)
+        case "slide":
+            return read_tiff(path, placement, limits=limits)
 
 
 def iter_stored_image(

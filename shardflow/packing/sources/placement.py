@@ -15,8 +15,8 @@ from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 
-ImageForm: TypeAlias = Literal["dicom", "nifti", "raster"]
-"""Format of an image file: DICOM, a NIfTI volume, or one PNG or JPEG."""
+ImageForm: TypeAlias = Literal["dicom", "nifti", "raster", "slide"]
+"""Format of an image file: DICOM, a NIfTI volume, one PNG or JPEG, or a slide in TIFF."""
 
 ClassNames: TypeAlias = dict[str, tuple[int, ...]]
 """Names of the classes of a volume of labels, each with the numbers that are voxels of it; empty where only

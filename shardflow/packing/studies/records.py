@@ -33,6 +33,7 @@ from shardflow.format.keys import (
 from shardflow.format.reasons import Outcome, Reason, outcome_of
 from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.format.volumes.masks import join_masks
+from shardflow.format.volumes.tiles import TILES_CODEC
 from shardflow.packing.deid.allowlist import allow_ordinal, allow_technical
 from shardflow.packing.header_rows import seconds_of_day
 from shardflow.packing.registry import attachment_kinds
@@ -92,7 +93,9 @@ def describe_series(
     return {
         "affine_lps": geometry.affine_lps,
         "body_part": technical.get("body_part_examined"),
-        "codec": BRICKS_CODEC
+        "codec": TILES_CODEC
+        if stack.levels
+        else BRICKS_CODEC
         if volumes.has_bricks(
             kind=stack.kind,
             modality=technical.get("modality"),

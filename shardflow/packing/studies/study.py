@@ -79,6 +79,7 @@ from shardflow.packing.studies.records import (
     stored_series,
     study_origin,
 )
+from shardflow.packing.studies.slides import check_copy, open_slide, write_slide
 from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.identity import PublishedPerson
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import HeaderRow, RowPlace
-    from shardflow.packing.settings import PolicyConfig, VariantsConfig, VolumesConfig
+    from shardflow.packing.settings import PolicyConfig, SlidesConfig, VariantsConfig, VolumesConfig
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.placement import Placement
     from shardflow.packing.studies.fragment import Fragment
@@ -107,6 +108,7 @@ class StudyRules:
     codec: str
     variants: VariantsConfig
     volumes: VolumesConfig
+    slides: SlidesConfig
     privacy: PrivacyRules
     policy: PolicyConfig
     reading: ReportParser | None = None
@@ -174,8 +176,8 @@ class StudyMembers:
     def write(self) -> Fragment:
         """Write the fragment, as the policy for bad instances allows, and commit it with the outcome."""
         self._bad.update(self._privacy.held_back())
-        self._bad.update(self._privacy.held_back_pages(self._usable(), self._iter_slices))
-        self._bad.update(self._privacy.held_back_texts(self._usable(), self._iter_slices))
+        self._bad.update(self._privacy.held_back_pages(self._pictures(), self._iter_slices))
+        self._bad.update(self._privacy.held_back_texts(self._pictures(), self._iter_slices))
         if self._privacy.looks_for_heads:
             self._bad.update(self._held_back_heads())
         while True:
@@ -257,6 +259,10 @@ class StudyMembers:
 
     def _usable(self) -> list[InstanceHeader]:
         return [header for header in self.headers if header.file_index not in self._bad]
+
+    def _pictures(self) -> list[InstanceHeader]:
+        """Return the usable instances that can be decoded as a whole: all but slides."""
+        return [header for header in self._usable() if not header.is_slide]
 
     def _write_members(self) -> SampleFacts:
         """Write all members of the sample.
@@ -347,7 +353,10 @@ class StudyMembers:
         """Compare a copy with its original; if they differ, neither can be trusted."""
         (pair,) = study.copies
         try:
-            check_copies(study, self._locate, limits=self.rules.limits, read=iter_stored_image)
+            if pair.kept.is_slide:
+                check_copy(self._locate(pair.kept), self._locate(pair.copy))
+            else:
+                check_copies(study, self._locate, limits=self.rules.limits, read=iter_stored_image)
         except SourceError as error:
             both = [pair.copy.file_index, pair.kept.file_index]
             if error.reason != Reason.CONFLICTING_INSTANCE:
@@ -391,7 +400,9 @@ class StudyMembers:
             self.writer.hold(f"{name}.json", encode_json(content))
 
     def _write_stack(self, number: int, stack: Stack, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the slices of a series, or its volume; return the facts that they determine."""
+        """Write the slices of a series, its volume or its levels; return the facts that they determine."""
+        if stack.levels:
+            return self._write_slide(number, stack)
         form = form_of([part.instance for part in stack.slices])
         display = DisplayRange(stack, form)
         num_clipped = num_padding = 0
@@ -450,6 +461,13 @@ class StudyMembers:
             **({"variants": made} if made else {}),
         }
 
+    def _write_slide(self, number: int, stack: Stack) -> dict[str, Any]:
+        try:
+            with open_slide(stack.levels, self.paths, self.rules.limits) as levels:
+                return write_slide(number, levels, self.writer, self.rules.slides)
+        except SourceError as error:
+            raise _BadInstanceError({one.file_index: error.reason for one in stack.levels}) from None
+
     def _body_finder(self, stack: Stack, facts: Mapping[str, Any]) -> BodyFinder | None:
         num_slices, num_samples = len(stack.slices), stack.samples_per_pixel
         if not suits_bricks(kind=stack.kind, num_slices=num_slices, num_samples=num_samples):
@@ -484,7 +502,7 @@ class StudyMembers:
 
     def _find_other_bad_instances(self) -> None:
         """Decode the remaining files, so that all bad ones are known and packing restarts only once."""
-        for header in self._usable():
+        for header in self._pictures():
             reason = self._problem(header)
             if reason is not None:
                 self._bad[header.file_index] = reason

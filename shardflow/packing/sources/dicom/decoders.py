@@ -295,13 +295,13 @@ def _decode(src: bytes, syntax: str, runner: DecodeRunner) -> Array:
         return _array(imagecodecs.jpeg8_decode(src))
     if syntax in _LOSSLESS_JPEG:
         return _array(imagecodecs.jpeg8_decode(src, colorspace="RGB", outcolorspace="RGB"))
-    stored = "RGB" if _holds_rgb(src, str(runner.photometric_interpretation)) else "YCBCR"
+    stored = "RGB" if holds_rgb(src, str(runner.photometric_interpretation)) else "YCBCR"
     runner.set_option("photometric_interpretation", "RGB")
     return _array(imagecodecs.jpeg8_decode(src, colorspace=stored, outcolorspace="RGB"))
 
 
-def _holds_rgb(src: bytes, photometric: str) -> bool:
-    """Whether a color JPEG holds RGB: its own markers first, then what the header says."""
+def holds_rgb(src: bytes, photometric: str) -> bool:
+    """Return whether a color JPEG holds RGB: its own markers first, then what the header says."""
     header = read_jpeg_header(src)
     if header is None:
         return photometric == "RGB"

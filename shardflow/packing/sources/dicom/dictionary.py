@@ -27,9 +27,13 @@ PARAMETRIC_MAP = _STORAGE + "30"
 MAP_CLASSES = frozenset({DOSE_GRID, PARAMETRIC_MAP})
 """Computed volumes: RT dose and parametric maps."""
 
+WHOLE_SLIDE = _STORAGE + "77.1.6"
+"""VL Whole Slide Microscopy Image: a level of a slide."""
+
 IMAGE_CLASSES = (
     SECONDARY_CLASSES
     | MAP_CLASSES
+    | {WHOLE_SLIDE}
     | frozenset(
         _STORAGE + end
         for end in (
@@ -59,7 +63,7 @@ IMAGE_CLASSES = (
         )
     )
 )
-"""Objects whose pixels are packed. Segmentations and whole slides are not among them."""
+"""Objects whose pixels are packed. Segmentations are not among them."""
 
 IMPLICIT_LITTLE = "1.2.840.10008.1.2"
 EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"

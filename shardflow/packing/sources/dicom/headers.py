@@ -27,6 +27,7 @@ from shardflow.packing.sources.dicom.dictionary import (
     NATIVE_SYNTAXES,
     NUCLEAR,
     STATED_UNITS,
+    WHOLE_SLIDE,
 )
 from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map, read_reconstruction
@@ -38,6 +39,7 @@ from shardflow.packing.sources.dicom.planes import (
     read_planes,
     read_rescale_types,
 )
+from shardflow.packing.sources.dicom.slides import SLIDE_TAGS, check_slide, describe_level, slide_limits
 
 _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x00080016,
@@ -73,6 +75,7 @@ _WANTED = (
     | frozenset({_NAME, _BIRTH_DATE, _SEX, _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS})
     | MAP_TAGS
     | PLANE_TAGS
+    | SLIDE_TAGS
     | DESCRIPTION_TAGS
 )
 _OFFSET = re.compile(r"[+-](?:0\d|1[0-4])[0-5]\d", re.ASCII)
@@ -154,6 +157,13 @@ class InstanceHeader:
     def plane(self, frame: int) -> PlaneHeader:
         """Return the facts of one frame."""
         return self.planes[frame if len(self.planes) > 1 else 0]
+
+    @property
+    def is_slide(self) -> bool:
+        """Whether it is a level of a whole slide, or a slide of several levels: one image, read tile by
+        tile.
+        """
+        return self.sop_class_uid == WHOLE_SLIDE
 
     @property
     def is_native(self) -> bool:
@@ -269,10 +279,14 @@ def _read_instance(
 ) -> InstanceHeader:
     _check_readable(elements, sop_class)
     identifiers = _identifiers(elements, identify)
-    image, image_flags = describe_image(elements, limits)
+    is_slide = sop_class == WHOLE_SLIDE
+    image, image_flags = describe_image(elements, slide_limits(limits) if is_slide else limits)
     image = _with_sample_format(elements, image)
     pixel_flags = _check_pixel_extent(elements, image)
     planes, plane_flags = read_planes(elements, image.num_frames)
+    if is_slide:
+        # Tiles differ in their place alone.
+        image, planes = describe_level(elements, image), planes[:1]
     unit = _unit(elements)
     if sop_class in MAP_CLASSES:
         planes, unit, map_flags = read_map(elements, sop_class, planes, image.num_frames)
@@ -341,6 +355,8 @@ def _check_kind(elements: FileElements) -> str:
         if elements.problem is not None:
             raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
         raise source_error(Reason.UNSUPPORTED_SOP_CLASS, "no SOP Class UID")
+    if sop_class == WHOLE_SLIDE:
+        check_slide(elements)
     return sop_class
 
 

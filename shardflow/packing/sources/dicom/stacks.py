@@ -44,6 +44,8 @@ class StackKind(StrEnum):
     """Single images: projections, few slices, slices with no position, mosaics."""
     FRAMES = "frames"
     """Frames of multi-frame instances with no position, such as a cine loop."""
+    SLIDE = "slide"
+    """A whole slide: levels of one image in tiles."""
     SECONDARY = "secondary"
     """Secondary captures, screen saves, dose pages."""
     LOCALIZER = "localizer"
@@ -70,6 +72,8 @@ class Stack:
     """Sorted codes of what was odd, of the instances and of the geometry; docs/dicom.md lists them."""
     axis: AxisPoint | None = None
     """Its place in a 4-D object; None where it is in none."""
+    levels: tuple[InstanceHeader, ...] = ()
+    """Files of a slide, the one of the finest level first, which is its only slice; empty for others."""
 
     @property
     def frame_of_reference_uid(self) -> str:
@@ -89,8 +93,12 @@ class Stack:
 
 def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
     """Split the instances of one series into stacks; the result does not depend on their order."""
+    slides = _slides([each for each in instances if each.is_slide])
     slices = [
-        SliceRef(instance=each, frame=frame) for each in instances for frame in range(each.image.num_frames)
+        SliceRef(instance=each, frame=frame)
+        for each in instances
+        if not each.is_slide
+        for frame in range(each.image.num_frames)
     ]
     orientations = _Orientations(slices)
     found: list[_Found] = []
@@ -106,7 +114,31 @@ def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
     for index, each in enumerate(found):
         if each.point is not None:
             firsts.setdefault(each.point[0], index)
-    return tuple(_stack(index, each, firsts) for index, each in enumerate(found))
+    stacks = [_stack(index, each, firsts) for index, each in enumerate(found)]
+    for index, levels in enumerate(slides, start=len(stacks)):
+        slide = [SliceRef(instance=levels[0], frame=0)]
+        spacing = levels[0].plane(0).pixel_spacing
+        geometry = StackGeometry(pixel_spacing_mm=spacing, slice_spacing_mm=None, affine_lps=None)
+        stacks.append(replace(_stack(index, _Found(slide, geometry, set()), {}), levels=levels))
+    return tuple(stacks)
+
+
+def _slides(instances: Iterable[InstanceHeader]) -> list[tuple[InstanceHeader, ...]]:
+    """Group levels into slides, of which each has one of a size."""
+    slides: list[list[InstanceHeader]] = []
+    sizes: list[set[tuple[int, int]]] = []
+    ordered = sorted(
+        instances, key=lambda each: (-each.image.rows * each.image.columns, each.sop_instance_uid)
+    )
+    for each in ordered:
+        size = each.image.rows, each.image.columns
+        at = next((at for at, known in enumerate(sizes) if size not in known), len(slides))
+        if at == len(slides):
+            slides.append([])
+            sizes.append(set())
+        slides[at].append(each)
+        sizes[at].add(size)
+    return [tuple(levels) for levels in slides]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +378,8 @@ def _is_mosaic(one: SliceRef) -> bool:
 def _kind(ordered: Sequence[SliceRef]) -> StackKind:
     first = ordered[0].instance
     is_mosaic = any(map(_is_mosaic, ordered))
+    if first.is_slide:
+        return StackKind.SLIDE
     if first.is_localizer:
         return StackKind.LOCALIZER
     if first.sop_class_uid not in MAP_CLASSES and (

@@ -284,6 +284,9 @@ _ENDINGS: Final[dict[str, ImageForm]] = {
     ".nii": "nifti",
     ".nii.gz": "nifti",
     ".png": "raster",
+    ".svs": "slide",
+    ".tif": "slide",
+    ".tiff": "slide",
 }
 _SPLIT_WORDS: Final = {"dev": "val", "eval": "val", "valid": "val", "validate": "val", "validation": "val"}
 _SEXES: Final = {"f": "F", "female": "F", "m": "M", "male": "M", "o": "O", "other": "O"}
