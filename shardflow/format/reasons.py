@@ -333,7 +333,7 @@ REASONS: dict[Reason, ReasonInfo] = {
     ),
     Reason.UNSUPPORTED_SLIDE: ReasonInfo(
         Outcome.SKIPPED,
-        "The slide is not brightfield in 8-bit RGB, with one optical path, one focal plane and a grid of tiles.",
+        "The slide is not brightfield in 8-bit RGB, with one optical path and focal plane, in tiles.",
     ),
     Reason.UNSUPPORTED_SOP_CLASS: ReasonInfo(
         Outcome.SKIPPED, "The object is not an image of a kind that is packed (or has no SOP Class UID)."

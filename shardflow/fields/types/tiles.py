@@ -283,8 +283,8 @@ class BoundTiles(BoundField):
         if num_unknown:
             raise ConfigError(
                 f"{num_unknown:,} slides of the field {self.name!r} state no scale, which "
-                f"mpp={self.spec.mpp} needs; add 'and column_spacing_mm > 0' to its series, or write mpp=None "
-                "for stored pixels."
+                f"mpp={self.spec.mpp} needs; add 'and column_spacing_mm > 0' to its series, or write "
+                "mpp=None for stored pixels."
             )
         is_coarse = 1000 * spacings > self.spec.mpp * _MPP_TOLERANCE
         if is_coarse.any():

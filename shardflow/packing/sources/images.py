@@ -86,7 +86,8 @@ def _said(placement: Placement | None, keywords: Sequence[str]) -> dict[str, Att
         return {}
     given = {keyword: values for keyword, values in placement.attributes.items() if keyword in keywords}
     # What identifies a patient is asked for where it is looked for in texts, to be taken out.
-    said = {"Modality": placement.modality, "PatientID": placement.patient, "StudyID": placement.study}
+    modality = placement.modality or ("SM" if placement.form == "slide" else "")
+    said = {"Modality": modality, "PatientID": placement.patient, "StudyID": placement.study}
     given.update({keyword: (text,) for keyword, text in said.items() if text and keyword in keywords})
     return given
 

@@ -1,5 +1,4 @@
-"""Packing of one slide: tissue is found in a coarse level, and the tiles that show it are stored, level by
-level.
+"""Packing of one slide: tissue is found in a coarse level, and the tiles that show it are stored.
 
 Tissue has color and glass has not: the chroma of a coarse level is cut at Otsu's threshold, as preprocessing
 of slides usually does. Tiles beside tissue are stored too, so that a region at its border is whole.
@@ -95,7 +94,7 @@ def find_tissue(level: SlideLevel) -> TissueMap:
     step_px = max(1, -(-max(level.rows, level.columns) // _MAP_SIDE))
     shape = -(-level.rows // step_px), -(-level.columns // step_px)
     chroma = np.zeros(shape, np.uint8)
-    places = [*itertools.product(*map(range, level.grid))]
+    places = [*itertools.product(range(level.grid[0]), range(level.grid[1]))]
     for (row, column), pixels in zip(places, level.pixels(places), strict=True):
         if not column:
             step()

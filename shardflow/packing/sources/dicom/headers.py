@@ -160,9 +160,7 @@ class InstanceHeader:
 
     @property
     def is_slide(self) -> bool:
-        """Whether it is a level of a whole slide, or a slide of several levels: one image, read tile by
-        tile.
-        """
+        """Whether it is a whole slide, or a level of one: an image that is read tile by tile."""
         return self.sop_class_uid == WHOLE_SLIDE
 
     @property

@@ -60,9 +60,7 @@ def check_slide(elements: Elements) -> None:
 
 
 def slide_limits(limits: HeaderLimits) -> HeaderLimits:
-    """Return the limits on a level: its tiles are decoded one by one, so their number is no matter of
-    memory.
-    """
+    """Return the limits on a level, whose tiles are decoded one by one."""
     return replace(limits, max_frames=_MAX_TILES, max_pixel_bytes=_MAX_SIDE**2 * _COLORS)
 
 
@@ -130,9 +128,7 @@ def tile_frames(
 
 
 def _place(frame: Elements) -> tuple[int, int] | None:
-    """Return row and column of a frame's first pixel in the total pixel matrix, from 1; None if not
-    stated.
-    """
+    """Return row and column of a frame's first pixel in its level, from 1; None if not stated."""
     for item in frame.items(_SLIDE_POSITIONS)[:1]:
         row, column = _long(item, _ROW), _long(item, _COLUMN)
         if row is not None and column is not None:

@@ -8,6 +8,7 @@ Source: TIFF 6.0, section 15 (tiles); TIFF technical note 2 (JPEG); the Aperio a
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,6 @@ from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.slides import slide_limits
-from shardflow.packing.sources.dicom.values import third_party_silence
 from shardflow.packing.sources.placement import make_header
 from shardflow.packing.sources.slides.levels import Array, Place, SlideLevel, plain_jpeg
 
@@ -99,7 +99,9 @@ def open_levels(path: Path) -> Iterator[tuple[list[TiffLevel], int]]:
     except ImportError:
         raise source_error(Reason.UNSUPPORTED_SLIDE, "install shardflow[slides]") from None
     try:
-        with third_party_silence(), tifffile.TiffFile(path) as file:
+        # What it logs may quote texts of the file.
+        tifffile.logger().setLevel(logging.CRITICAL + 1)
+        with tifffile.TiffFile(path) as file:
             yield _levels(file)
     except OSError as error:
         raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
@@ -135,7 +137,8 @@ def _check_page(page: Any) -> None:
     if not is_rgb or page.photometric not in (_RGB, _YCBCR) or page.imagedepth != 1:
         raise source_error(
             Reason.UNSUPPORTED_SLIDE,
-            f"{page.samplesperpixel} samples of {page.bitspersample} bits, photometric {int(page.photometric)}",
+            f"{page.samplesperpixel} samples of {page.bitspersample} bits, photometric "
+            f"{int(page.photometric)}",
         )
     if int(page.compression) in _UNSUPPORTED_COMPRESSIONS:
         raise source_error(Reason.UNSUPPORTED_SLIDE, f"compression {int(page.compression)}")
@@ -210,8 +213,7 @@ class TiffLevel(SlideLevel):
                 yield None
                 continue
             try:
-                with third_party_silence():
-                    found = page.decode(data, number, jpegtables=page.jpegtables, _fullsize=True)[0]
+                found = page.decode(data, number, jpegtables=page.jpegtables, _fullsize=True)[0]
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the bytes break is the file's fault
