@@ -3,7 +3,9 @@ reader."""
 
 from __future__ import annotations
 
+import json
 import struct
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,14 @@ from pydicom.encaps import encapsulate
 from pydicom.sequence import Sequence as DicomSequence
 from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, generate_uid
 
-__all__ = ["PLANTED", "dicom_level", "make_slide_pixels", "pyramid", "write_ome", "write_svs"]
+from shardflow.format.keys import STUDY_FIELD, level_field
+from shardflow.format.samples import SampleFacts
+from shardflow.format.volumes.bricks import StoredVolume
+from shardflow.format.volumes.encoder import LevelWriter
+from shardflow.format.volumes.tiles import encode_tile
+from tests.factories import MadeSample, sample_key
+
+__all__ = ["PLANTED", "dicom_level", "make_slide_pixels", "pyramid", "slide_sample", "write_ome", "write_svs"]
 
 PLANTED = ("DOE^PLANTED", "BARCODE-77-4711", "1999-12-31", "secretfile", "icc-of-hospital")
 """Texts that must not leave."""
@@ -183,7 +192,11 @@ def dicom_level(
     optical = Dataset()
     optical.OpticalPathIdentifier, optical.ObjectiveLensPower = "1", 40
     kind = Dataset()
-    kind.CodeValue, kind.CodingSchemeDesignator, kind.CodeMeaning = "111744", "DCM", "Brightfield illumination"
+    kind.CodeValue, kind.CodingSchemeDesignator, kind.CodeMeaning = (
+        "111744",
+        "DCM",
+        "Brightfield illumination",
+    )
     optical.IlluminationTypeCodeSequence = DicomSequence([kind])
     optical.ICCProfile = PLANTED[4].encode().ljust(16, b"\0")
     data.OpticalPathSequence = DicomSequence([optical])
@@ -225,3 +238,53 @@ def _with_comment(stream: bytes) -> bytes:
     text = " ".join(PLANTED).encode()
     comment = b"".join(struct.pack(">BBH", 0xFF, marker, len(text) + 2) + text for marker in (0xFE, 0xE1))
     return stream[:2] + comment + stream[2:] + text
+
+
+def slide_sample(
+    number: int, pixels: NDArray[np.uint8], *, factors: Sequence[int] = (1, 4), mpp: float | None = 0.25
+) -> MadeSample:
+    """Return a study of one slide without loss, as packing stores it; tiles of white glass are not stored."""
+    key = sample_key(number)
+    fields: dict[str, bytes] = {}
+    volumes: dict[str, StoredVolume] = {}
+    tile = 32 + 8 * (number % 3), 32 + 16 * (number % 2)
+    for place, level in enumerate(pyramid(pixels, factors)):
+        name = level_field(0, place)
+        with LevelWriter(
+            (level.shape[0], level.shape[1]), tile, folder=Path(tempfile.gettempdir())
+        ) as writer:
+            for top in range(0, level.shape[0], tile[0]):
+                for left in range(0, level.shape[1], tile[1]):
+                    own = level[top : top + tile[0], left : left + tile[1]]
+                    missing = [(0, tile[0] - own.shape[0]), (0, tile[1] - own.shape[1]), (0, 0)]
+                    share = -(-np.count_nonzero((own != 255).any(axis=2)) * 255 // (own.size // 3))
+                    whole = np.pad(own, missing, mode="edge")
+                    writer.add(encode_tile(whole) if share else None, share)
+            encoded = writer.finish("deflate")
+            fields[name], volumes[name] = encoded.read_frame(), encoded.stored
+    rows, columns = pixels.shape[:2]
+    series = {
+        "modality": "SM",
+        "kind": "slide",
+        "num_slices": 1,
+        "rows": rows,
+        "columns": columns,
+        "samples_per_pixel": 3,
+        "dtype": "uint8",
+        "codec": "tiles",
+        "unit": "rgb",
+        "display_range": [0.0, 255.0],
+        "series_number": 1,
+        "instance_numbers": [1],
+        "stack_index": 0,
+        "affine_lps": None,
+        "pixel_spacing_mm": None if mpp is None else [mpp / 1000] * 2,
+        "slice_spacing_mm": None,
+        "flags": [],
+        "technical": {},
+        "slide": {"objective_power": 40.0},
+    }
+    study = {"format_version": 1, "sample_key": key, "series": [series]}
+    fields[STUDY_FIELD] = json.dumps(study, sort_keys=True).encode()
+    facts = SampleFacts(text_bytes=0, num_series=1, num_slices=1, rows=rows, columns=columns, modality="SM")
+    return MadeSample(key=key, fields=dict(sorted(fields.items())), facts=facts, volumes=volumes)

@@ -155,7 +155,9 @@ def test_nothing_that_names_a_patient_leaves(
                 assert not [text for text in planted if text in content or text.decode() in path.name], path
 
 
-@pytest.mark.parametrize(("place", "name"), [("p1/rgb", "rgb.svs"), ("p2/ycbcr", "ycbcr.svs"), ("p3/lzw", "lzw.tif")])
+@pytest.mark.parametrize(
+    ("place", "name"), [("p1/rgb", "rgb.svs"), ("p2/ycbcr", "ycbcr.svs"), ("p3/lzw", "lzw.tif")]
+)
 def test_stored_tiles_of_tiff_are_those_that_openslide_sees(
     packed_tiffs: tuple[PackCase, Dataset], place: str, name: str
 ) -> None:
