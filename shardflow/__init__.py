@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from shardflow.fields.types.pictures import Image, Slices
     from shardflow.fields.types.regions import Boxes
     from shardflow.fields.types.text import Text
-    from shardflow.fields.types.tiles import Tiles
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
     from shardflow.fields.volumes.field import Volume
     from shardflow.fields.volumes.stitching import Stitcher
+    from shardflow.fields.volumes.tiles import Tiles
     from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
     from shardflow.format.verification import VerifyReport, verify
@@ -160,7 +160,8 @@ _SOURCES: Final = {
     "Stitcher": "shardflow.fields.volumes.stitching:Stitcher",
     "StorageError": "shardflow.errors:StorageError",
     "Template": "shardflow.fields.conversations.templates:Template",
-    "Tiles": "shardflow.fields.types.tiles:Tiles",
+    "Text": "shardflow.fields.types.text:Text",
+    "Tiles": "shardflow.fields.volumes.tiles:Tiles",
     "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",

@@ -194,13 +194,13 @@ class SelectedSeries:
             )
         for codec in self.values("codec"):
             if (codec == TILES_CODEC) != is_tiled:
+                what, sign = (
+                    ("series that are no slides", "==")
+                    if is_tiled
+                    else ("slides, which sf.Tiles delivers", "!=")
+                )
                 raise ConfigError(
-                    f"The field {name!r} selects "
-                    + (
-                        "series that are no slides; add \"and kind == 'slide'\" to its series."
-                        if is_tiled
-                        else "slides, which sf.Tiles delivers; add \"and kind != 'slide'\" to its series."
-                    )
+                    f"The field {name!r} selects {what}; add \"and kind {sign} 'slide'\" to its series."
                 )
             if codec not in ("", BRICKS_CODEC, TILES_CODEC) and codec_rank(codec) is None:
                 raise ConfigError(

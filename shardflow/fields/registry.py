@@ -54,7 +54,7 @@ _TYPES: Final = {
     "image": "shardflow.fields.types.pictures:Image",
     "mask": "shardflow.fields.types.masks:Mask",
     "slices": "shardflow.fields.types.pictures:Slices",
-    "tiles": "shardflow.fields.types.tiles:Tiles",
+    "tiles": "shardflow.fields.volumes.tiles:Tiles",
     "text": "shardflow.fields.types.text:Text",
     "json": "shardflow.fields.types.members:Json",
     "bytes": "shardflow.fields.types.members:Bytes",

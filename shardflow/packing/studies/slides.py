@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,6 +90,9 @@ def find_tissue(level: SlideLevel) -> TissueMap:
     Raises:
         SourceError: A tile cannot be decoded.
     """
+    # The import takes 0.2 s, which only packers of slides should pay.
+    import cv2
+
     step_px = max(1, -(-max(level.rows, level.columns) // _MAP_SIDE))
     shape = -(-level.rows // step_px), -(-level.columns // step_px)
     chroma = np.zeros(shape, np.uint8)
@@ -185,8 +187,7 @@ def write_slide(
         shares = tissue.shares(level)
         wanted = np.ones(level.grid, bool)
         if settings.tissue_only and tissue.has_tissue:
-            around = np.ones((3, 3), np.uint8)
-            wanted = cv2.dilate((shares > 0).astype(np.uint8), around) > 0
+            wanted = _with_neighbors(shares > 0)
         form, num_stored = _write_level(level_field(number, place), level, shares, wanted, writer)
         forms.add(form)
         described.append(
@@ -217,6 +218,17 @@ def write_slide(
             "objective_power": finest.objective_power,
         },
     }
+
+
+def _with_neighbors(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which tiles are chosen, or beside one that is, diagonally too."""
+    wide = np.pad(mask, 1)
+    parts = [
+        wide[row : row + mask.shape[0], column : column + mask.shape[1]]
+        for row in range(3)
+        for column in range(3)
+    ]
+    return np.asarray(np.logical_or.reduce(parts), np.bool_)
 
 
 def _write_level(

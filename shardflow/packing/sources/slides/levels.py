@@ -20,7 +20,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from shardflow.format.reasons import Reason, source_error
-from shardflow.packing.sources.dicom.decoders import holds_rgb, read_jpeg_header
 from shardflow.packing.sources.dicom.description import DESCRIPTION_TAGS, describe_image
 from shardflow.packing.sources.dicom.elements import HeaderLimits, open_file, read_elements
 from shardflow.packing.sources.dicom.headers import InstanceHeader
@@ -99,6 +98,9 @@ def plain_jpeg(
     Raises:
         SourceError: DECODE_FAILED or PIXEL_DATA_TRUNCATED.
     """
+    # pydicom and imagecodecs, which only packers of slides should pay for.
+    from shardflow.packing.sources.dicom.decoders import holds_rgb, read_jpeg_header
+
     header = read_jpeg_header(data)
     found = None if header is None else (header.rows, header.columns, header.num_components, header.precision)
     if found != (*shape, 3, 8):
