@@ -162,7 +162,6 @@ _SOURCES: Final = {
     "Template": "shardflow.fields.conversations.templates:Template",
     "Text": "shardflow.fields.types.text:Text",
     "Tiles": "shardflow.fields.volumes.tiles:Tiles",
-    "Text": "shardflow.fields.types.text:Text",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",
     "VerifyReport": "shardflow.format.verification:VerifyReport",

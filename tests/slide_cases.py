@@ -41,7 +41,8 @@ def make_slide_pixels(rows: int, columns: int, seed: int = 0) -> NDArray[np.uint
         inside = (y / rows - row) ** 2 + (x / columns - column) ** 2 < radius**2
         stain = 40 * np.sin(y / 17) + 30 * np.cos(x / 23)
         pixels[inside] = np.stack([180 + stain, 90 + stain, 160 - stain], axis=-1)[inside]
-    return np.clip(pixels + rng.integers(-3, 4, (rows, columns, 1)), 0, 255).astype(np.uint8)
+    noisy = np.clip(pixels + rng.integers(-3, 4, (rows, columns, 1)), 0, 255)
+    return np.asarray(noisy, np.uint8)
 
 
 def pyramid(pixels: NDArray[np.uint8], factors: Sequence[int] = (1, 4)) -> list[NDArray[np.uint8]]:
@@ -224,7 +225,7 @@ def dicom_level(
     else:
         data.PhotometricInterpretation = "YBR_FULL_422"
         data.PixelData = encapsulate(
-            [_with_comment(imagecodecs.jpeg8_encode(one, level=90)) for one in tiles]
+            [_with_comment(bytes(imagecodecs.jpeg8_encode(one, level=90))) for one in tiles]
         )
     data["PixelData"].VR = "OB"
     for keyword, value in changes.items():
@@ -257,7 +258,7 @@ def slide_sample(
                 for left in range(0, level.shape[1], tile[1]):
                     own = level[top : top + tile[0], left : left + tile[1]]
                     missing = [(0, tile[0] - own.shape[0]), (0, tile[1] - own.shape[1]), (0, 0)]
-                    share = -(-np.count_nonzero((own != 255).any(axis=2)) * 255 // (own.size // 3))
+                    share = -(-int(np.count_nonzero((own != 255).any(axis=2))) * 255 // (own.size // 3))
                     whole = np.pad(own, missing, mode="edge")
                     writer.add(encode_tile(whole) if share else None, share)
             encoded = writer.finish("deflate")

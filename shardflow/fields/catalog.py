@@ -194,11 +194,8 @@ class SelectedSeries:
             )
         for codec in self.values("codec"):
             if (codec == TILES_CODEC) != is_tiled:
-                what, sign = (
-                    ("series that are no slides", "==")
-                    if is_tiled
-                    else ("slides, which sf.Tiles delivers", "!=")
-                )
+                what = "series that are no slides" if is_tiled else "slides, which sf.Tiles delivers"
+                sign = "==" if is_tiled else "!="
                 raise ConfigError(
                     f"The field {name!r} selects {what}; add \"and kind {sign} 'slide'\" to its series."
                 )
