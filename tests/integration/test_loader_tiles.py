@@ -131,10 +131,10 @@ def test_the_share_of_tiles_from_tissue_is_exact(dataset: Dataset) -> None:
         assert not turns.is_turn(DrawKey(1, 0, 2, (), 2, 0), 0)
     spec = sf.BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
     glass = {}
-    for share in (0.0, 1.0):
-        settings = {"size": (8, 8), "num_samples": 8, "foreground": share}
+    for foreground in (0.0, 1.0):
+        settings = {"size": (8, 8), "num_samples": 8, "foreground": foreground}
         with tiles_of(dataset, spec, **settings) as loader:
-            glass[share] = sum(
+            glass[foreground] = sum(
                 int(np.count_nonzero(batch["tile_tissue"][batch.info.weight > 0] == 0)) for batch in loader
             )
     assert glass[1.0] == 0 < glass[0.0]
