@@ -193,11 +193,11 @@ def test_scales_and_other_images_of_tiff(packed_tiffs: tuple[PackCase, Dataset])
         )
         assert series["modality"] == "SM"
     assert said == {
-        "rgb": (0.25, 2, "jpeg_rgb", True),
+        "rgb": (0.25, 2, "jpeg_ycbcr", True),
         "ycbcr": (0.25, 2, "jpeg_ycbcr", True),
         "lzw": (0.25, 2, "deflate", True),
         "ome": (0.25, 2, "deflate", False),
-        "blank": (0.25, 1, "jpeg_rgb", True),
+        "blank": (0.25, 1, "jpeg_ycbcr", True),
     }
     found, stored = stored_tiles(dataset, dataset.samples.find(case.sample_key("ome")))
     assert np.array_equal(found[is_stored(stored, PIXELS.shape)], PIXELS[is_stored(stored, PIXELS.shape)])
