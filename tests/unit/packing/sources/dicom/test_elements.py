@@ -267,8 +267,8 @@ def test_a_deflate_bomb_is_not_inflated(tmp_path: Path) -> None:
         read_inflated(path, 100)
 
 
-def test_an_unreadable_file_is_told_by_the_class_of_the_error(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_told_with_the_reason(tmp_path: Path) -> None:
     assert _reason(tmp_path / "SENTINEL.dcm") == (
         "FILE_UNREADABLE",
-        "The operating system refused to open or read the file. (FileNotFoundError)",
+        "The operating system refused to open or read the file. (No such file or directory)",
     )
