@@ -396,7 +396,7 @@ def test_another_vocabulary_is_another_content(tmp_path: Path, dataset: Dataset)
     ("settings", "message"),
     [
         ({"codes": {}}, "codes is a vocabulary"),
-        ({"codes": "nowhere.toml"}, "must be a readable TOML or CSV file, got FileNotFoundError"),
+        ({"codes": "nowhere.toml"}, "must be a readable TOML or CSV file, got No such file"),
         ({"codes": {"a": ["LOINC:1"]}}, "is a table of codes, unit and factors"),
         ({"codes": {"a": {"code": ["LOINC:1"]}}}, "is a table of codes, unit and factors"),
         ({"codes": {"a": {"codes": "LOINC:1"}}}, "lists codes as SYSTEM:CODE"),
