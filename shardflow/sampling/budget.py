@@ -38,12 +38,14 @@ _RULE_BOUNDS = {
 _LONGEST = 2**31 - 1
 _MOST_IMAGE_TOKENS = 2**34
 # Left out of the JSON if unused, so that rules from before they existed keep their identity.
-_OPTIONAL = ("tokenizer", "buckets", "tiles", "counts_delivered", "delivered")
+_OPTIONAL = ("tokenizer", "buckets", "tiles", "counts_delivered", "delivered", "counted")
 _ESTIMATED_RATE = 250
 PREVIOUS_PREFIX: Final = "previous_"
 """Begins the facts of the earlier study of a sample, where `CostRule.counts_delivered` needs them."""
 DELIVERED_PICTURES: Final = "num_pictures"
 """Fact of `CostRule.counts_delivered`: pictures, tiles and regions that the fields deliver of a sample."""
+COUNTED_TOKENS: Final = "counted_tokens"
+"""Fact of `CostRule.counted`: the tokens of a sample."""
 MAX_PICTURES: Final = 2**17
 """Largest number of them, which keeps a length below 2**36; more count as that many."""
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -51,6 +53,8 @@ _WORD = 2**32
 SumArray = npt.NDArray[np.uint32]
 OverBudget = Literal["alone", "skip", "truncate"]
 OVER_BUDGET: Final[tuple[OverBudget, ...]] = get_args(OverBudget)
+Fit = Literal["neighbors", "best"]
+FITS: Final[tuple[Fit, ...]] = get_args(Fit)
 _BOUNDS = {"max_tokens": (1, 2**31 - 2), "max_samples": (1, 2**24)}
 # Smaller budgets that are tried, between the smallest possible one and the full one.
 _TRIES = 4
@@ -100,11 +104,22 @@ class CostRule:
     tiles: TileRule | None = None
     """Cuts each slice into tiles that cost ``image_tokens_per_slice`` each; None, and then left out of the
     JSON, if a slice is one image."""
+    counted: str = ""
+    """SHA-256 of the exact tokens of each sample, which the loader fills in where a field knows them
+    (`shardflow.Conversation`): they are the length, and of the other settings only ``quadratic_tokens``
+    counts. Empty before, and then left out of the JSON."""
 
     def __post_init__(self) -> None:
         self._check_images()
         if self.delivered != "" and not (self.counts_delivered and _DIGEST.fullmatch(str(self.delivered))):
             raise ConfigError("delivered is filled in by a loader; leave it out (cost rule).")
+        if self.counted != "":
+            if not _DIGEST.fullmatch(str(self.counted)):
+                raise ConfigError("counted is filled in by a loader; leave it out (cost rule).")
+            others = {one.name: one.default for one in fields(self)}
+            del others["counted"], others["quadratic_tokens"]
+            if any(getattr(self, name) != default for name, default in others.items()):
+                raise ConfigError("counted leaves no other setting than quadratic_tokens (cost rule).")
         if self.tokenizer != "" and not _DIGEST.fullmatch(str(self.tokenizer)):
             raise ConfigError("tokenizer must be 64 hexadecimal digits or empty, got other text (cost rule).")
         if self.tokenizer:  # the rate is unused, so a rule has one identity
@@ -148,6 +163,8 @@ class CostRule:
     ) -> LengthArray:
         """Return the lengths in 32 bits if they fit, which is several times as fast; see :meth:`lengths`."""
         columns = {name: _column(facts, name) for name in self._named_facts()}
+        if self.counted:
+            return columns[COUNTED_TOKENS]
         if not columns:
             shape = next(iter(facts.values())).shape if facts else ()
             return np.full(shape, self.tokens_per_sample, np.int64)
@@ -244,6 +261,8 @@ class CostRule:
 
     def _named_facts(self) -> tuple[str, ...]:
         names: list[str] = []
+        if self.counted:
+            return (COUNTED_TOKENS,)
         if self.text_tokens_per_1000_bytes:
             names += self._text_facts()
         if self.counts_delivered and self.image_tokens_per_slice:
@@ -328,9 +347,19 @@ class TokenBudget:
     (``truncate``). The plan reports how many there are."""
     cost: CostRule = field(default_factory=CostRule)
     """Defines the length of a sample, and the cost of a length."""
+    fit: Fit = "neighbors"
+    """Which samples share a packed sequence: ``neighbors`` in length, ``max_tokens`` of them at most and the
+    sequences of a window equally full; or ``best``, as full as best-fit decreasing makes them, see
+    `shardflow.sampling.fitting`. Conversations are packed by ``best``. Left out of the JSON for
+    ``neighbors``."""
 
     def __post_init__(self) -> None:
         check_ints(self, _BOUNDS, where="token budget", error=ConfigError)
+        if self.fit not in FITS or (self.fit == "best" and self.padded):
+            raise ConfigError(
+                f"fit must be one of {', '.join(FITS)}, and best needs padded=False, got {self.fit!r} (token "
+                "budget)."
+            )
         if not isinstance(self.padded, bool):
             raise ConfigError(f"padded must be true or false, got {self.padded!r} (token budget).")
         if self.over_budget not in OVER_BUDGET:
@@ -341,7 +370,10 @@ class TokenBudget:
 
     def to_json(self) -> dict[str, object]:
         """Return the budget as a JSON object; it is part of the plan's identity."""
-        return {**asdict(self), "cost": self.cost.to_json()}
+        budget = {**asdict(self), "cost": self.cost.to_json()}
+        if self.fit == "neighbors":  # so that budgets from before it existed keep their identity
+            del budget["fit"]
+        return budget
 
     @classmethod
     def from_json(cls, value: object) -> TokenBudget:
@@ -350,7 +382,8 @@ class TokenBudget:
         Raises:
             ConfigError: A missing or unknown key, or a value that the constructor refuses.
         """
-        names = {entry.name for entry in fields(cls)}
+        is_fitted = isinstance(value, Mapping) and "fit" in value
+        names = {entry.name for entry in fields(cls)} - (set() if is_fitted else {"fit"})
         parts = checked_object(value, names, what="token budget", error=ConfigError)
         return cls(**{**parts, "cost": CostRule.from_json(parts["cost"])})
 

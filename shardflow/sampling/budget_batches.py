@@ -16,6 +16,7 @@ import numpy as np
 
 from shardflow.errors import PlanError
 from shardflow.sampling.budget import LengthArray, TokenBudget, count_micro_batches, cut_micro_batches
+from shardflow.sampling.fitting import count_sequences, pack_sequences
 from shardflow.sampling.image_sizes import BucketDraw
 from shardflow.sampling.lanes import Interleave, LaneWindows, Recent, Weigh
 from shardflow.sampling.layout import SampleLayout
@@ -34,7 +35,7 @@ class BudgetWindow:
     """An open window; its micro-batches are numbered in the order of the lane."""
 
     rows: Int64Array
-    """``(n,)`` int64, the longest sample first."""
+    """``(n,)`` int64, the longest sample first, or micro-batch after micro-batch."""
     starts: Int64Array
     """``(m,)`` int64, where each micro-batch begins in ``rows``."""
     stops: Int64Array
@@ -121,7 +122,13 @@ class BudgetWindows:
         starts = stops - sizes + np.array(num_skipped, np.int64)
         lengths = np.concatenate(parts)
         parts.clear()
-        found = count_micro_batches(lengths, starts, stops, self._budget)
+        budget = self._budget
+        if budget.fit == "best":
+            limits = {"max_tokens": budget.max_tokens, "max_samples": budget.max_samples}
+            for number, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True), first):
+                self.num_micros[number] = count_sequences(lengths[start:stop], **limits)
+            return
+        found = count_micro_batches(lengths, starts, stops, budget)
         self.num_micros[first:last], self._max_tokens[first:last], self._max_samples[first:last] = found
 
     def _materialize(self, lane: int, window: int) -> BudgetWindow:
@@ -139,12 +146,18 @@ class BudgetWindows:
         skipped = budget.over_budget == "skip"
         first = int(np.count_nonzero(lengths > budget.max_tokens)) if skipped else 0
         rows, lengths = rows[order[first:]], lengths[first:]
-        cuts = cut_micro_batches(
-            lengths,
-            max_tokens=int(self._max_tokens[number]),
-            max_samples=int(self._max_samples[number]),
-            padded=budget.padded,
-        )
+        if budget.fit == "best":
+            order, cuts = pack_sequences(
+                lengths, max_tokens=budget.max_tokens, max_samples=budget.max_samples
+            )
+            rows, lengths = rows[order], lengths[order]
+        else:
+            cuts = cut_micro_batches(
+                lengths,
+                max_tokens=int(self._max_tokens[number]),
+                max_samples=int(self._max_samples[number]),
+                padded=budget.padded,
+            )
         count = int(self.num_micros[number])
         if len(cuts) - 1 != count:  # two implementations, which tests compare
             raise PlanError(
