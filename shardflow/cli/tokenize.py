@@ -15,6 +15,7 @@ from shardflow.cli.common import (
     step_progress,
     write_result,
 )
+from shardflow.errors import ConfigError
 from shardflow.loading.selection import FULL_STUDY, open_view
 
 DESCRIPTION = """\
@@ -22,6 +23,10 @@ Writes the token ids of each report, and how many there are, into tokens/<tokeni
 dataset; no shard is touched. Each tokenizer has a folder of its own. A plan with `--tokenizer` and a
 training run with `batch.text_tokens = "counted"` fill token budgets by the counts instead of an estimate from
 bytes; a loader with `tokens` maps the ids, and nothing is tokenized while one trains.
+
+With --processor the conversations are rendered by a model's own processor, and the tokens and pictures of
+each are counted, into conversations/<processor>/<dataset_id>/: token budgets and packed sequences of
+conversations are filled by these counts. Shards that an earlier version of the dataset has keep theirs.
 
 Ids are text for whoever has the tokenizer: guard them like the reports. Start a stopped job again to
 resume it. Needs the package tokenizers: pip install 'shardflow[train]'.
@@ -31,18 +36,25 @@ examples:
   shardflow tokenize my-dataset --tokenizer my-tokenizer
   shardflow tokenize my-dataset --tokenizer my-tokenizer/tokenizer.json --threads 8 --json
   shardflow tokenize my-dataset --tokenizer my-tokenizer --view entity
+  shardflow tokenize my-dataset --processor Qwen2.5-VL-7B-Instruct --threads 8
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``shardflow tokenize``."""
     add_dataset(parser)
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--tokenizer",
         metavar="FILE",
         type=Path,
-        required=True,
         help="tokenizer.json, or the folder that holds it",
+    )
+    which.add_argument(
+        "--processor",
+        metavar="DIR",
+        type=Path,
+        help="folder of a model's processor: count its tokens of conversations",
     )
     parser.add_argument(
         "--view",
@@ -50,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=FULL_STUDY,
         help="tokenize the texts of an entity view's rows (full_study: whole reports)",
     )
-    add_threads(parser, "shards tokenized at once (one a core)")
+    add_threads(parser, "shards tokenized at once, or processes that render (one a core)")
     add_json(parser)
 
 
@@ -58,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 
+    if arguments.processor is not None:
+        return _count(arguments)
     dataset = open_view(open_dataset(arguments.dataset), arguments.view)
     tokenizer = TextTokenizer(arguments.tokenizer)
     with step_progress("shards") as on_shard:
@@ -65,6 +79,26 @@ def run(arguments: argparse.Namespace) -> int:
     amount = f"{done.num_tokens:,} tokens in {done.num_samples:,} samples of {done.num_shards:,} shards"
     kept = f", {done.num_shards_kept:,} done before" if done.num_shards_kept else ""
     write_result(arguments, asdict(done), [amount + kept, f"tokenizer {done.tokenizer}"])
+    return 0
+
+
+def _count(arguments: argparse.Namespace) -> int:
+    """Count the tokens of conversations."""
+    from shardflow.training.tokenizing import count_dataset
+
+    if arguments.view != FULL_STUDY:
+        raise ConfigError("--processor counts conversations, which have no views; leave out --view.")
+    dataset = open_dataset(arguments.dataset)
+    with step_progress("shards") as on_shard:
+        done = count_dataset(
+            dataset, arguments.processor, num_processes=arguments.threads, on_shard=on_shard
+        )
+    amount = f"{done.num_tokens:,} tokens and {done.num_images:,} images in {done.num_samples:,} samples"
+    kept = f", {done.num_shards_kept:,} of {done.num_shards:,} shards done before" if done.num_shards_kept else ""
+    lines = [amount + kept, f"longest {done.longest:,} tokens", f"processor {done.processor}"]
+    if done.num_empty:
+        lines.insert(1, f"{done.num_empty:,} samples have no conversation that can be rendered")
+    write_result(arguments, asdict(done), lines)
     return 0
 
 

@@ -23,6 +23,7 @@ from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 
 if TYPE_CHECKING:
+    from shardflow.sampling.budget import TokenBudget
     from shardflow.fields.catalog import ImageSet, SeriesCatalog
     from shardflow.fields.decode import ThreadState
     from shardflow.fields.quarantine import BadSampleReason
@@ -295,6 +296,9 @@ class Field(ABC):
     reads_previous: ClassVar[bool] = False
     """Whether ``study="previous"`` may be written."""
 
+    own_suffixes: ClassVar[frozenset[str]] = frozenset()
+    """Ends of the names of entries beside the field that only fields of its type have."""
+
     study: Literal["own", "previous"] = "own"
     """``previous`` delivers the same person's study of the latest earlier day in the same split, whether or
     not it is selected itself; only for samples that are studies."""
@@ -378,6 +382,11 @@ class BoundField(ABC):
         self.name = name
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the samples of a micro-batch share one sequence."""
+        return False
+
+    @property
     def varying(self) -> Sequence[str]:
         """Entries whose second axis has as many items as the largest sample of a micro-batch needs."""
         return ()
@@ -425,6 +434,23 @@ class BoundField(ABC):
             ConfigError: No table knows.
         """
         return None
+
+    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]] | None:  # noqa: ARG002
+        """Return the exact tokens of each row of each dataset, ``(num_rows,)``, which a budget charges for.
+
+        A sample that is left out has more than the budget. None for a field that is charged by a rule.
+
+        Raises:
+            ConfigError: No table has them, or the budget does not fit the field.
+        """
+        return None
+
+    def check_counts(self) -> None:  # noqa: B027 - most fields have none
+        """Compare some of the counts with the samples.
+
+        Raises:
+            ConfigError: They differ.
+        """
 
     def num_windows(self, place: int) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Return how many windows each study of a dataset has, ``(num_studies,)``; None if it makes none.
@@ -547,7 +573,8 @@ def check_names(fields: Mapping[str, Field]) -> None:
             )
         owner = next((other for other in fields if name.startswith(f"{other}_")), None)
         if name in RESERVED_NAMES or (
-            owner is not None and name.removeprefix(f"{owner}_") in RESERVED_SUFFIXES
+            owner is not None
+            and name.removeprefix(f"{owner}_") in RESERVED_SUFFIXES | fields[owner].own_suffixes
         ):
             beside = "every batch has an entry of this name" if owner is None else f"it is beside {owner!r}"
             raise ConfigError(f"The field name {name!r} is reserved ({beside}); choose another one.")

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ManifestError, NoListingError, StorageError
 from shardflow.format.copies.copying import Sidecar, find_sidecars
+from shardflow.format.counts import ConversationCounts, CountsManifest
 from shardflow.format.entities import EntityManifest, EntityTable
 from shardflow.format.facts.series import SeriesManifest, SeriesTable
 from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
@@ -454,6 +455,9 @@ def _check_beside(
             num_rows[manifest.digest] = manifest.num_entities
         elif isinstance(manifest, TokensManifest):
             _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
+        elif isinstance(manifest, CountsManifest):
+            with _Collecting(damages):
+                _check_counts(store, sidecar, manifest, samples.get(manifest.dataset_id))
         elif isinstance(manifest, SeriesManifest):
             with _Collecting(damages):
                 _check_series(store, sidecar, manifest, samples.get(manifest.dataset_id))
@@ -600,6 +604,22 @@ def _check_tokens(
                 ids_table(table, first_row=rows.start, num_rows=len(rows), **owner)
                 _check_ids(table, None if counts is None else counts[rows.start : rows.stop])
         first_row = rows.stop
+
+
+def _check_counts(
+    store: ByteStore, sidecar: Sidecar, manifest: CountsManifest, studies: SamplesTable | None
+) -> None:
+    (expected,) = _expected_tables(sidecar, manifest)
+    table = open_table(store, expected)
+    num_rows = manifest.num_samples
+    with checking(expected.path):
+        ConversationCounts.decode(
+            table, processor=manifest.processor, dataset_id=manifest.dataset_id, num_rows=num_rows
+        )
+        table.verify()
+    if studies is not None and num_rows != studies.num_samples:
+        counts = f"{num_rows} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
 
 
 def _check_ids(table: Table, counts: NDArray[Any] | None) -> None:

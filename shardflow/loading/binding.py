@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.loading.selection import Selection, text_lengths
 from shardflow.loading.windows import check_window_fields
 from shardflow.sampling import BatchSpec, CostRule
-from shardflow.sampling.budget import DELIVERED_PICTURES
+from shardflow.sampling.budget import COUNTED_TOKENS, DELIVERED_PICTURES
 from shardflow.sampling.layout import rows_digest, select_rows
 from shardflow.telemetry import StageCounters
 
@@ -102,6 +103,12 @@ def charge_for_delivered(
     Raises:
         ConfigError: No table knows how much a field delivers.
     """
+    packed = [one.name for one in fields.bound if one.is_packed]
+    if packed and (spec.budget is None or spec.budget.padded):
+        raise ConfigError(
+            f"The field {packed[0]!r} is packed, which needs a token budget for packed sequences; write "
+            "BatchSpec(budget=sf.TokenBudget(max_tokens=..., max_samples=..., padded=False), lanes=1, ...)."
+        )
     if spec.budget is None:
         return selection, spec
     for one in fields.bound:
@@ -110,6 +117,9 @@ def charge_for_delivered(
                 f"A token budget cannot charge for the field {one.name!r}, of unknown length; write "
                 "BatchSpec.simple(...) without a budget."
             )
+    counted = {one.name: found for one in fields.bound if (found := one.token_counts(spec.budget))}
+    if counted:
+        return _charge_for_counted(selection, fields, spec, counted)
     rule = spec.budget.cost
     if not (rule.counts_delivered or fields.of_previous):
         _warn_of_stored(selection, fields, rule)
@@ -124,6 +134,45 @@ def charge_for_delivered(
     rule = replace(rule, delivered=_digest_of(delivered))
     spec = replace(spec, budget=replace(spec.budget, cost=rule))
     return replace(selection, delivered=delivered), spec
+
+
+def _charge_for_counted(
+    selection: Selection, fields: FieldSet, spec: BatchSpec, counted: Mapping[str, list[NDArray[np.int64]]]
+) -> tuple[Selection, BatchSpec]:
+    """Let a token budget charge for the exact tokens of a field; see `charge_for_delivered`."""
+    assert spec.budget is not None  # noqa: S101 - counted for it
+    budget, (name, *others) = spec.budget, counted
+    if others:
+        raise ConfigError(
+            f"A token budget counts the conversations of one field, got {name!r} and {others[0]!r}; leave "
+            "out one of them, or the budget."
+        )
+    if not (budget.padded or any(one.is_packed for one in fields.bound if one.name == name)):
+        raise ConfigError(
+            f"The budget has padded=False, and the field {name!r} is not packed; write packed=True for it, "
+            "or leave out padded=False."
+        )
+    rule, default = budget.cost, CostRule()
+    taken = {"quadratic_tokens", "counts_delivered", "counted"}
+    given = [one.name for one in fields_of(rule) if getattr(rule, one.name) != getattr(default, one.name)]
+    if {*given} - taken:
+        raise ConfigError(
+            f"Conversations cost the tokens that were counted, so {min({*given} - taken)} has no effect; "
+            "leave it out of the cost rule."
+        )
+    if budget.over_budget == "truncate":
+        raise ConfigError(
+            'No conversation is cut: leave out over_budget; long = "skip" of the field leaves long ones out.'
+        )
+    if not rule.counted:  # otherwise another process has done so
+        for one in fields.bound:
+            one.check_counts()
+    delivered = tuple({COUNTED_TOKENS: lengths.astype(np.uint32)} for lengths in counted[name])
+    rule = CostRule(counted=_digest_of(delivered), quadratic_tokens=rule.quadratic_tokens)
+    budget = replace(
+        budget, cost=rule, over_budget="skip", fit="neighbors" if budget.padded else "best"
+    )
+    return replace(selection, delivered=delivered), replace(spec, budget=budget)
 
 
 def _warn_of_stored(selection: Selection, fields: FieldSet, rule: CostRule) -> None:
@@ -202,6 +251,12 @@ def bind_transform(
     Raises:
         ConfigError: The transform cannot be used.
     """
+    for one in fields.bound:
+        if one.is_packed:
+            raise ConfigError(
+                f"A transform gets samples, and the field {one.name!r} packs them into one sequence; leave "
+                "out packed and padded=False, or the transform."
+            )
     slots = _example_slots(selection, fields)
     _, varies = fields.example(slots, is_other=False)
     try:

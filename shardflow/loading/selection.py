@@ -319,10 +319,10 @@ def text_lengths(dataset: Dataset, rule: CostRule) -> Any:
 def _facts(
     dataset: Dataset, rule: CostRule, delivered: Mapping[str, NDArray[Any]] | None = None
 ) -> dict[str, Any]:
-    if rule.counts_delivered:
+    if rule.counted or rule.counts_delivered:
         if delivered is None:
             raise ConfigError(
-                "A cost rule with counts_delivered needs the fields of a loader; pass its batch spec to a "
+                "A cost rule of what is delivered needs the fields of a loader; pass its batch spec to a "
                 "Loader, or leave it out."
             )
         texts = COUNT_COLUMN if rule.tokenizer else "text_bytes"

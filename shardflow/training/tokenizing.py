@@ -3,13 +3,22 @@
 The ids of each shard are a file of their own; the counts and the manifest that makes them valid are written
 when the last one exists. Shards are tokenized in parallel, and the tokenizer has threads of its own. Needs
 ``tokenizers``, but neither torch nor transformers.
+
+Conversations are counted in the same way by a model's processor, in processes of their own: a part of the
+counts a shard, and the table when the last one exists. Shards that an earlier version of the dataset has too
+keep their counts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +28,17 @@ import numpy as np
 import numpy.typing as npt
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError, os_reason
+from shardflow.fields.conversations.rendering import Renderer
+from shardflow.fields.conversations.stored import count_conversations, picture_entries
 from shardflow.format import Dataset
+from shardflow.format.counts import COUNTS_NAME as CONVERSATION_COUNTS
+from shardflow.format.counts import (
+    ConversationCounts,
+    CountedShard,
+    CountsManifest,
+    counts_folder,
+    open_conversation_counts,
+)
 from shardflow.format.entities import EntityDataset
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import sha256_hex
@@ -36,7 +55,8 @@ from shardflow.format.tokens import (
     open_manifest,
     tokens_folder,
 )
-from shardflow.storage import ByteRange, write_atomic
+from shardflow.processes import group_signals_held_back, ignore_group_signals
+from shardflow.storage import ByteRange, LocalStore, write_atomic
 
 _FILE = "tokenizer.json"
 _MANIFEST = "manifest.json"
@@ -136,12 +156,7 @@ def tokenize_dataset(
         ConfigError: The dataset is not in a local folder.
         ShardflowError: A text cannot be read or trusted.
     """
-    store = local_folder(dataset.store)
-    if store is None:
-        raise ConfigError(
-            "DATASET must be a folder, got a remote store; tokenize where the shards were packed."
-        )
-    folder = store.root / tokens_folder(tokenizer.digest, dataset.dataset_id)
+    folder = _local_store(dataset).root / tokens_folder(tokenizer.digest, dataset.dataset_id)
     shards = list(_shard_rows(dataset))
     if (folder / _MANIFEST).is_file():
         open_manifest(dataset, tokenizer.digest)
@@ -173,6 +188,15 @@ def tokenize_dataset(
     write_atomic(folder / COUNTS_NAME, [table], replace=True)
     write_atomic(folder / _MANIFEST, [manifest.encode()], replace=True)
     return _summary(tokenizer, counts, len(shards), num_kept=num_kept)
+
+
+def _local_store(dataset: Dataset) -> LocalStore:
+    store = local_folder(dataset.store)
+    if store is None:
+        raise ConfigError(
+            "DATASET must be a folder, got a remote store; tokenize where the shards were packed."
+        )
+    return store
 
 
 def _summary(
@@ -301,3 +325,203 @@ def _text(payload: bytes, shard: str) -> str:
         raise FormatError(
             f"a text of {shard} must be UTF-8, got other bytes; run `shardflow verify`."
         ) from None
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+_CHUNK = 32
+"""Conversations that a process renders before it returns their counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedConversations:
+    """Summary of a job."""
+
+    processor: str
+    num_samples: int
+    num_tokens: int
+    """Of all sequences, those of pictures included."""
+    num_images: int
+    num_empty: int
+    """Samples without a conversation, or with one that cannot be rendered."""
+    longest: int
+    """Tokens of the longest sequence."""
+    num_shards: int
+    num_shards_kept: int
+    """Shards that an earlier job had finished, or that an earlier version has too."""
+
+
+def count_dataset(
+    dataset: Dataset,
+    processor: Path,
+    *,
+    num_processes: int = 1,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> CountedConversations:
+    """Render all conversations of a dataset, and write how many tokens and pictures each has beside it.
+
+    Args:
+        dataset: A dataset in a folder.
+        processor: Folder of the model's processor.
+        num_processes: Processes that render; 1 renders in this one.
+        on_shard: Called with the number of shards done, and of all.
+
+    Raises:
+        ConfigError: The dataset is not in a local folder, or the processor cannot be used.
+        ShardflowError: A sample cannot be read or trusted.
+    """
+    renderer = Renderer.load(processor)
+    folder = _local_store(dataset).root / counts_folder(renderer.digest, dataset.text_id)
+    shards = list(_shard_rows(dataset))
+    if (folder / CountsManifest.file_name).is_file():
+        found = open_conversation_counts(dataset, renderer.digest)
+        return _counted(renderer, found, len(shards), num_kept=len(shards))
+    entries = picture_entries(renderer)
+    known = _counted_shards(folder, renderer.digest)
+    digests = [dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards]
+    parts: list[ConversationCounts] = []
+    num_kept = 0
+    with _counting(dataset, processor, renderer, entries, num_processes) as count:
+        waiting: deque[tuple[int, ConversationCounts | None, list[Future[ConversationCounts]]]] = deque()
+        for number, rows in enumerate(shards):
+            former = known.get((digests[number], len(rows))) or _part(folder, number, rows, renderer.digest)
+            num_kept += former is not None
+            waiting.append((number, former, [] if former is not None else count(rows)))
+            while waiting and (len(waiting) > num_processes or number == len(shards) - 1):
+                done, found_part, jobs = waiting.popleft()
+                if found_part is None:
+                    found_part = ConversationCounts.joined([job.result() for job in jobs], entries)
+                    data = found_part.encode(
+                        processor=renderer.digest, dataset_id=dataset.text_id, first_row=shards[done].start
+                    )
+                    write_atomic(folder / _part_name(done), [data], replace=True)
+                parts.append(found_part)
+                if on_shard is not None:
+                    on_shard(done + 1, len(shards))
+    counts = ConversationCounts.joined(parts, entries)
+    table = counts.encode(processor=renderer.digest, dataset_id=dataset.text_id)
+    manifest = CountsManifest(
+        dataset_id=dataset.text_id,
+        processor=renderer.digest,
+        num_samples=len(counts),
+        num_bytes=len(table),
+        sha256=sha256_hex(table),
+        shards=tuple(
+            CountedShard(sha256=digest, num_rows=len(rows))
+            for digest, rows in zip(digests, shards, strict=True)
+        ),
+    )
+    write_atomic(folder / CONVERSATION_COUNTS, [table], replace=True)
+    write_atomic(folder / CountsManifest.file_name, [manifest.encode()], replace=True)
+    for number in range(len(shards)):
+        (folder / _part_name(number)).unlink(missing_ok=True)
+    return _counted(renderer, counts, len(shards), num_kept=num_kept)
+
+
+def _counted(
+    renderer: Renderer, counts: ConversationCounts, num_shards: int, *, num_kept: int
+) -> CountedConversations:
+    return CountedConversations(
+        processor=renderer.digest,
+        num_samples=len(counts),
+        num_tokens=int(counts.tokens.sum(dtype=np.int64)),
+        num_images=int(counts.images.sum(dtype=np.int64)),
+        num_empty=int((counts.tokens[:, 0] == 0).sum()),
+        longest=int(counts.tokens.max(initial=0)),
+        num_shards=num_shards,
+        num_shards_kept=num_kept,
+    )
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:06d}.tbl"
+
+
+def _part(folder: Path, number: int, rows: range, processor: str) -> ConversationCounts | None:
+    """Return the counts of a shard that an earlier job wrote; None if there are none."""
+    path = folder / _part_name(number)
+    with suppress(OSError, ShardflowError):
+        table = Table(memoryview(path.read_bytes()), name=path.name)
+        table.verify()
+        return ConversationCounts.decode(
+            table, processor=processor, dataset_id=folder.name, num_rows=len(rows), first_row=rows.start
+        )
+    return None
+
+
+def _counted_shards(folder: Path, processor: str) -> dict[tuple[str, int], ConversationCounts]:
+    """Return the counts of other versions, by SHA-256 and number of rows of the shard."""
+    found: dict[tuple[str, int], ConversationCounts] = {}
+    for path in sorted(folder.parent.glob(f"*/{CountsManifest.file_name}")):
+        with suppress(OSError, ShardflowError):
+            manifest = CountsManifest.decode(path.read_bytes(), name=path.name)
+            data = (path.parent / CONVERSATION_COUNTS).read_bytes()
+            if sha256_hex(data) != manifest.sha256:
+                continue
+            counts = ConversationCounts.decode(
+                Table(memoryview(data), name=CONVERSATION_COUNTS),
+                processor=processor,
+                dataset_id=manifest.dataset_id,
+                num_rows=manifest.num_samples,
+            )
+            row = 0
+            for shard in manifest.shards:
+                found[shard.sha256, shard.num_rows] = counts.take(slice(row, row + shard.num_rows))
+                row += shard.num_rows
+    return found
+
+
+_Count = Callable[[range], "list[Future[ConversationCounts]]"]
+
+
+@contextmanager
+def _counting(
+    dataset: Dataset, processor: Path, renderer: Renderer, entries: tuple[str, ...], num_processes: int
+) -> Iterator[_Count]:
+    """Give a function that counts the rows of a shard, in this process or in others."""
+    if num_processes == 1:
+
+        def here(rows: range) -> list[Future[ConversationCounts]]:
+            done: Future[ConversationCounts] = Future()
+            done.set_result(count_conversations(renderer, dataset, np.arange(rows.start, rows.stop), entries))
+            return [done]
+
+        yield here
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, _open_renderer, (dataset, processor, entries)) as pool:
+
+        def elsewhere(rows: range) -> list[Future[ConversationCounts]]:
+            with group_signals_held_back():
+                return [
+                    pool.submit(_count_rows, range(first, min(first + _CHUNK, rows.stop)))
+                    for first in range(rows.start, rows.stop, _CHUNK)
+                ]
+
+        try:
+            yield elsewhere
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_of_process: dict[str, Any] = {}
+
+
+def _open_renderer(dataset: Dataset, processor: Path, entries: tuple[str, ...]) -> None:
+    """Prepare a process; it ends with the one that started it."""
+    ignore_group_signals()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # noqa: S101 - of a process that was spawned
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _of_process.update(dataset=dataset, renderer=Renderer.load(processor), entries=entries)
+
+
+def _count_rows(rows: range) -> ConversationCounts:
+    dataset, renderer = _of_process["dataset"], _of_process["renderer"]
+    return count_conversations(renderer, dataset, np.arange(rows.start, rows.stop), _of_process["entries"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +19,9 @@ from numpy.typing import NDArray
 
 from shardflow.config import PLACE
 from shardflow.errors import ConfigError
-from shardflow.fields.conversations.rendering import (
-    Rendered,
-    RenderedForm,
-    Renderer,
-    RenderError,
-    decode_picture,
-)
+from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
+from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError
+from shardflow.fields.conversations.stored import PICTURE_NAME, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
 from shardflow.fields.conversations.views import TemplateValues
 from shardflow.fields.decode import ThreadState
@@ -47,14 +42,12 @@ from shardflow.fields.field import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
+from shardflow.format.counts import ConversationCounts
 from shardflow.format.keys import CONVERSATION_FIELD
+from shardflow.sampling.budget import TokenBudget
 
-_VERSION: Final = 1
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 _MAX_TOKENS: Final = 1 << 24
-_PICTURE: Final = re.compile(r"image\.\d{3,}\.(?:png|jpe?g)", re.ASCII)
-_PAIRS: Final = ("chosen", "rejected")
-_KINDS: Final = frozenset({"conversation", "preference", "reward", "document"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +67,18 @@ class Conversation(Field):
     Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
     and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations``.
 
+    With ``packed`` the conversations of a micro-batch are one row of T tokens, one behind another: the
+    entry, mask, weights and ``token_type_ids`` are ``(1, T)``, and beside them are ``NAME_labels`` ``(1, T)``
+    int64, the ids of learned tokens and -100 elsewhere, for a model that shifts them itself;
+    ``NAME_position_ids`` ``(1, T)`` int64, which begin at 0 in each conversation, and for Qwen2-VL and
+    Qwen2.5-VL ``(4, 1, T)``, these and the positions in time, rows and columns; ``NAME_segment_ids``
+    ``(1, T)`` int64, the number of the conversation (of a pair 2 b and 2 b + 1); and ``NAME_cu_seqlens``
+    ``(n + 1,)`` int32, where each begins. The weight of the first token of each is 0. A bad sample is
+    padding of its planned length.
+
+    Under a token budget a conversation costs as many tokens as ``shardflow tokenize --processor`` counted; a
+    pair costs both sequences. 64 of the counts are compared with what the processor renders, before step 0.
+
     Example::
 
         sf.Conversation(processor="Qwen2.5-VL-7B-Instruct", max_tokens=4096)
@@ -83,6 +88,9 @@ class Conversation(Field):
     """
 
     type_name: ClassVar[str] = "conversation"
+    own_suffixes: ClassVar[frozenset[str]] = frozenset(
+        {"labels", "position_ids", "segment_ids", "cu_seqlens", "token_type_ids"}
+    )
 
     processor: Annotated[str, PLACE] = field(metadata={"is_place": True})
     """Local folder of the model's processor, or of its tokenizer for a model of text alone; both have a chat
@@ -96,7 +104,11 @@ class Conversation(Field):
     long: Literal["error", "skip"] = "error"
     """Conversations longer than ``max_tokens``, or with more pictures than ``max_images``; nothing is cut.
     ``error`` masks their slot and counts a bad sample; ``skip`` leaves their slot without tokens and counts
-    it as ``long_conversations`` of `Loader.counters`."""
+    it as ``long_conversations`` of `Loader.counters`. Under a token budget ``error`` refuses the loader, and
+    ``skip`` leaves them out of every epoch; their number is logged."""
+    packed: bool = False
+    """Whether the conversations of a micro-batch share one sequence; needs a token budget with
+    ``padded=False``."""
     pairs: bool = False
     """Whether samples are preferences, a chosen and a rejected end of the same conversation."""
     max_images: int | None = None
@@ -115,8 +127,9 @@ class Conversation(Field):
         check_count("max_tokens", self.max_tokens, _MAX_TOKENS)
         if self.max_images != 0 and self.max_images is not None:
             check_count("max_images", self.max_images, _MAX_TOKENS)
-        if self.pairs not in (True, False):
-            raise ConfigError(f"pairs is True or False, got {self.pairs!r}.")
+        for name in ("pairs", "packed"):
+            if getattr(self, name) not in (True, False):
+                raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
         roles: Any = self.train_on
         if isinstance(roles, str) or not roles or not {*roles} <= _ROLES:
             raise ConfigError(f"train_on names roles, of {', '.join(sorted(_ROLES))}, got {roles!r}.")
@@ -127,9 +140,10 @@ class Conversation(Field):
         if self.template is None:
             return
         object.__setattr__(self, "template", load_template(self.template))
-        if self.pairs or self.member != CONVERSATION_FIELD:
+        if self.pairs or self.packed or self.member != CONVERSATION_FIELD:
             raise ConfigError(
-                "A template makes single conversations; leave out pairs and member, or template."
+                "A template makes single conversations of no counted length; leave out pairs, packed and "
+                "member, or template."
             )
         if self.missing == "drop":
             raise ConfigError(
@@ -161,6 +175,9 @@ class Conversation(Field):
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return ids, mask, weights and the other entries of the processor."""
         name = entry["name"]
+        pictures = _present_pictures(entry, arrays)
+        if "packed" in entry:
+            return present_packed(entry, arrays, pictures) | pictures
         lengths = arrays[f"{name}.length"]
         longest = max(1, int(lengths.max(initial=0)))
         place = slice(None) if entry["pairs"] else 0
@@ -176,21 +193,26 @@ class Conversation(Field):
             f"{name}_weights": shown(arrays[f"{name}.weights"]),
         }
         found |= {f"{name}_{one}": shown(arrays[f"{name}.{one}"]) for one in entry["tokens"]}
-        for one, shape in entry["pictures"].items():
-            starts, rows = arrays[f"{name}.{one}.start"], arrays[f"{name}.{one}.rows"]
-            data = arrays[f"{name}.{one}.data"].reshape(-1, *shape)
-            pairs = zip(starts.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
-            pieces = [data[start : start + count] for start, count in pairs if count]
-            found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0]
-            offsets = np.append(0, np.cumsum(rows.sum(axis=1)))
-            found[f"{name}_{one}_offsets"] = offsets.astype(np.int64)
-        return found
+        return found | pictures
+
+
+def _present_pictures(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+    """Return the entries of the pictures of a batch, one picture after another."""
+    name, found = entry["name"], {}
+    for one, shape in entry["pictures"].items():
+        starts, rows = arrays[f"{name}.{one}.start"], arrays[f"{name}.{one}.rows"]
+        data = arrays[f"{name}.{one}.data"].reshape(-1, *shape)
+        pairs = zip(starts.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
+        pieces = [data[start : start + count] for start, count in pairs if count]
+        found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0]
+        offsets = np.append(0, np.cumsum(rows.sum(axis=1)))
+        found[f"{name}_{one}_offsets"] = offsets.astype(np.int64)
+    return found
 
 
 class BoundRendered(BoundField):
     """Conversations, bound to a selection: what stored ones and those of templates share."""
 
-    is_uncounted = True
     spec: Conversation
 
     def _open_renderer(self, spec: Conversation, context: FieldContext) -> None:
@@ -198,15 +220,28 @@ class BoundRendered(BoundField):
         self._original = Renderer.load(spec.processor)
         self._form: RenderedForm = self._original.form(spec.max_tokens, spec.max_images)
         self._lock, self._local = threading.Lock(), threading.local()
+        self._counts: PlannedCounts | None = None
 
     @property
     def digests(self) -> Sequence[str]:
         """Digest of the processor."""
         return [self._original.digest]
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the conversations of a micro-batch share one sequence."""
+        return self.spec.packed
+
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
         name, num_slots, of_slot = self.name, len(slots), self.spec.num_sequences
+        if self.spec.packed:
+            planned = self._planned(slots)
+            num_tokens = int(planned.tokens[:, :of_slot].sum())
+            specs = packed_specs(name, num_tokens, num_slots, of_slot, self._form.tokens)
+            return specs + self._picture_specs(
+                num_slots, {one: int(rows[:, :of_slot].sum()) for one, rows in planned.rows.items()}
+            )
         tokens = num_slots, of_slot, self.spec.max_tokens
         specs = [
             ArraySpec.of(f"{name}.ids", np.int64, *tokens),
@@ -214,27 +249,45 @@ class BoundRendered(BoundField):
             ArraySpec.of(f"{name}.length", np.int64, num_slots, of_slot),
             *(ArraySpec.of(f"{name}.{one}", np.int64, *tokens) for one in self._form.tokens),
         ]
+        most = {one: num_slots * of_slot * entry.most_rows for one, entry in self._form.pictures.items()}
+        return specs + self._picture_specs(num_slots, most)
+
+    def _picture_specs(self, num_slots: int, rows: Mapping[str, int]) -> list[ArraySpec]:
+        name, places, specs = self.name, (num_slots, self.spec.num_sequences), []
         for one, entry in self._form.pictures.items():
-            size = num_slots * of_slot * entry.most_rows * math.prod(entry.shape)
-            specs.append(ArraySpec.of(f"{name}.{one}.data", entry.dtype, size))
-            specs.append(ArraySpec.of(f"{name}.{one}.start", np.int64, num_slots, of_slot))
-            specs.append(ArraySpec.of(f"{name}.{one}.rows", np.int64, num_slots, of_slot))
+            specs.append(ArraySpec.of(f"{name}.{one}.data", entry.dtype, rows[one] * math.prod(entry.shape)))
+            specs.append(ArraySpec.of(f"{name}.{one}.start", np.int64, *places))
+            specs.append(ArraySpec.of(f"{name}.{one}.rows", np.int64, *places))
         return specs
 
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
-        """Lay out the pictures of the slots, and empty every slot."""
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Lay out the slots, and empty every one."""
+        name, of_slot = self.name, self.spec.num_sequences
         for one, entry in self._form.pictures.items():
-            starts = arrays[f"{self.name}.{one}.start"]
-            starts[:] = (np.arange(starts.size) * entry.most_rows).reshape(starts.shape)
+            starts = arrays[f"{name}.{one}.start"]
+            rows = np.full(starts.shape, entry.most_rows)
+            if self.spec.packed:
+                rows = self._planned(slots).rows[one][:, :of_slot].astype(np.int64)
+            starts[:] = (np.cumsum(rows) - rows.reshape(-1)).reshape(starts.shape)
+        if self.spec.packed:
+            planned = self._planned(slots).tokens[:, :of_slot].astype(np.int64)
+            arrays[f"{name}.planned"][:] = planned
+            arrays[f"{name}.start"][:] = (np.cumsum(planned) - planned.reshape(-1)).reshape(planned.shape)
         self.blank(arrays, slice(None))
 
     def blank(self, arrays: Arrays, slot: int | slice) -> None:
-        """Make a slot look like one without a conversation."""
-        arrays[f"{self.name}.ids"][slot] = self._original.pad_id
-        for one in ("weights", "length", *self._form.tokens):
-            arrays[f"{self.name}.{one}"][slot] = 0
+        """Make a slot look like one without a conversation; packed ones keep their planned length."""
+        name, fillers = self.name, {"ids": self._original.pad_id, "weights": 0}
+        for one, filler in (fillers | dict.fromkeys(self._form.tokens, 0)).items():
+            if not self.spec.packed:
+                arrays[f"{name}.{one}"][slot] = filler
+                continue
+            start, planned = arrays[f"{name}.start"][slot], arrays[f"{name}.planned"][slot]
+            first = int(start.reshape(-1)[0]) if start.size else 0
+            arrays[f"{name}.{one}.data"][first : first + int(planned.sum())] = filler
+        arrays[f"{name}.length"][slot] = 0
         for one in self._form.pictures:
-            arrays[f"{self.name}.{one}.rows"][slot] = 0
+            arrays[f"{name}.{one}.rows"][slot] = 0
 
     def example(self, arrays: Arrays) -> None:
         """Give the only slot a token."""
@@ -248,7 +301,15 @@ class BoundRendered(BoundField):
             "pairs": self.spec.pairs,
             "tokens": list(self._form.tokens),
             "pictures": {one: list(entry.shape) for one, entry in self._form.pictures.items()},
+            **self._describe_packed(),
         }
+
+    def _describe_packed(self) -> dict[str, Any]:
+        if not self.spec.packed:
+            return {}
+        has_grids = "image_grid_thw" in self._form.pictures
+        mrope = self._original.mrope if has_grids else None
+        return {"packed": True, "pad_id": self._original.pad_id, "mrope": mrope}
 
     def put(self, arrays: Arrays, slot: int, document: Any, members: Mapping[str, Any]) -> bool:
         """Render a conversation into its slot; return whether it fits.
@@ -266,19 +327,23 @@ class BoundRendered(BoundField):
             rendered = self._render(document, members)
         if rendered is None or not all(self._fits(one) for one in rendered):
             return False
+        if self.spec.packed:
+            self._check_planned(arrays, slot, rendered)
         name = self.name
         for place, one in enumerate(rendered):
             length = len(one.ids)
-            arrays[f"{name}.length"][slot, place] = length
-            arrays[f"{name}.ids"][slot, place, :length] = one.ids
-            arrays[f"{name}.weights"][slot, place, :length] = one.weights
-            for token, values in one.tokens.items():
-                arrays[f"{name}.{token}"][slot, place, :length] = values
+            for token, values in {"ids": one.ids, "weights": one.weights, **one.tokens}.items():
+                if self.spec.packed:
+                    start = int(arrays[f"{name}.start"][slot, place])
+                    arrays[f"{name}.{token}.data"][start : start + length] = values
+                else:
+                    arrays[f"{name}.{token}"][slot, place, :length] = values
             for picture, values in one.pictures.items():
                 start = int(arrays[f"{name}.{picture}.start"][slot, place])
                 data = arrays[f"{name}.{picture}.data"].reshape(-1, *values.shape[1:])
                 data[start : start + len(values)] = values
                 arrays[f"{name}.{picture}.rows"][slot, place] = len(values)
+            arrays[f"{name}.length"][slot, place] = length
         return True
 
     def _fits(self, rendered: Rendered) -> bool:
@@ -291,39 +356,41 @@ class BoundRendered(BoundField):
                 raise RenderError(
                     f"the processor returned {one} of another shape than for the pictures it was tried with"
                 )
-            if len(values) > entry.most_rows:
+            if len(values) > entry.most_rows and not self.spec.packed:
                 return False
         return len(rendered.ids) <= most
 
     def _render(self, document: Any, members: Mapping[str, Any]) -> list[Rendered] | None:
         """Render each end of a conversation; None if one shows more pictures than may be."""
-        spec, renderer = self.spec, self._own()
-        kind, messages, images = _parts(document)
-        ends: list[list[dict[str, Any]]] = [[]]
-        if spec.pairs != (kind == "preference"):
-            raise RenderError(
-                f"its kind is {kind!a}, and pairs = {'true takes preference' if spec.pairs else 'false none'}"
-            )
-        if kind not in _KINDS:
-            raise RenderError(f"its kind is {kind!a}, and only {', '.join(sorted(_KINDS))} are learned from")
-        if spec.pairs:
-            ends = [document[name] for name in _PAIRS]
-        shown = [
-            [part["image"] for one in [*messages, *end] for part in one["content"] if part["type"] == "image"]
-            for end in ends
-        ]
-        if spec.max_images is not None and max(map(len, shown)) > spec.max_images:
+        spec = self.spec
+        stored = StoredConversation.parse(document, pairs=spec.pairs)
+        if spec.max_images is not None and max(map(len, stored.shown())) > spec.max_images:
             return None
-        numbers = {number for each in shown for number in each}
-        pictures = [
-            _picture(entry, members) if number in numbers else None for number, entry in enumerate(images)
-        ]
-        if kind == "document":
-            return [renderer.render_document(messages, pictures)]
-        first = len(messages) if spec.pairs else 0
-        return [
-            renderer.render([*messages, *end], pictures, train_on=spec.train_on, first=first) for end in ends
-        ]
+        return stored.render(self._own(), members, train_on=spec.train_on)
+
+    def _check_planned(self, arrays: Arrays, slot: int, rendered: Sequence[Rendered]) -> None:
+        """Refuse a conversation of another size than the plan counted with.
+
+        Raises:
+            RenderError: It is.
+        """
+        planned = arrays[f"{self.name}.planned"][slot].tolist()
+        is_same = [len(one.ids) for one in rendered] == planned
+        for name in self._form.pictures:
+            starts = arrays[f"{self.name}.{name}.start"].reshape(-1)
+            shape = self._form.pictures[name].shape
+            end = len(arrays[f"{self.name}.{name}.data"]) // max(1, math.prod(shape))
+            bounds = np.append(starts, end)
+            first = slot * len(rendered)
+            room = np.diff(bounds[first : first + len(rendered) + 1]).tolist()
+            is_same &= [len(one.pictures.get(name, ())) for one in rendered] == room
+        if not is_same:
+            raise RenderError("it has another number of tokens or pictures than was counted")
+
+    def _planned(self, slots: Slots) -> ConversationCounts:
+        """Return the counts of each slot that the plan gives a sample; of a packed micro-batch."""
+        assert self._counts is not None  # noqa: S101 - opened for it
+        return slots.once(self.name, self._counts.gather)
 
     @property
     def too_long(self) -> str:
@@ -354,11 +421,28 @@ class BoundConversation(BoundRendered, BoundMember):
     def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:
         super().__init__(name, spec, context, spec.member, spec.max_bytes)
         self._open_renderer(spec, context)
+        self._context = context
+        if spec.packed:
+            self._counts = self._planned_counts()
+
+    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
+        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
+        self._counts = self._counts or self._planned_counts()
+        return self._counts.lengths(self.name, budget)
+
+    def check_counts(self) -> None:
+        """Compare some of the counts with what the processor renders, see `PlannedCounts.check`."""
+        if self._counts is not None:
+            self._counts.check()
+
+    def _planned_counts(self) -> PlannedCounts:
+        entries = tuple(self._form.pictures)
+        return PlannedCounts(self.spec, self._context, self._original, entries)
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the conversation, and the pictures stored beside it."""
         found = list(super().needed(shard, request))
-        names = [one for one in shard.index.field_names if _PICTURE.fullmatch(one)] if found else []
+        names = [one for one in shard.index.field_names if PICTURE_NAME.fullmatch(one)] if found else []
         if self._form.pictures:
             numbers = (shard.find(request.row_in_shard, one) for one in names)
             found += [number for number in numbers if number is not None]
@@ -383,6 +467,7 @@ class BoundTemplate(BoundRendered):
     """
 
     is_derived = True
+    is_uncounted = True
 
     def __init__(self, name: str, spec: Conversation, template: Template, context: FieldContext) -> None:
         super().__init__(name)
@@ -452,32 +537,6 @@ class BoundTemplate(BoundRendered):
             return BadSampleReason.SIZE_MISMATCH, self.too_long
         self.count_long()
         return None
-
-
-def _parts(document: Any) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return kind, messages and images of a stored conversation.
-
-    Raises:
-        RenderError: It is not of the form of docs/format.md.
-    """
-    try:
-        kind, messages, images = document["kind"], document["messages"], document["images"]
-        version = document["format_version"]
-    except (KeyError, TypeError):
-        raise RenderError("it has no format_version, kind, messages and images") from None
-    if version != _VERSION:
-        raise RenderError(f"its format_version is {version!a}, and {_VERSION} is known")
-    return str(kind), messages, images
-
-
-def _picture(entry: Mapping[str, Any], members: Mapping[str, Any]) -> Any:
-    name = entry.get("member")
-    if name is None:
-        raise RenderError("it shows slices of a series; render it from pictures stored as members")
-    if name not in members:
-        raise RenderError("a picture that it shows is not in the sample")
-    found = members[name]
-    return decode_picture(found) if isinstance(found, bytes) else found
 
 
 class _SlotConversation:

@@ -56,6 +56,7 @@ _ASSISTANT: Final = "assistant"
 # transformers notes the markers in a compiled template, of which a process has one.
 _MARKED: Final = threading.Lock()
 _BESIDE: Final = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
+_GRID_POSITIONS: Final = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor"})
 _LARGEST_PICTURE: Final = (8192, 8192)
 
 
@@ -156,6 +157,17 @@ class Renderer:
     def copy(self) -> Self:
         """Return one for another thread."""
         return type(self)(copy.deepcopy(self.processor), self.digest)
+
+    @property
+    def mrope(self) -> tuple[int, int] | None:
+        """Id of a token of a picture, and patches on the side of one, where positions follow its grid.
+
+        None where they are the places in the sequence.
+        """
+        if type(self.processor).__name__ not in _GRID_POSITIONS:
+            return None
+        token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
+        return int(token), int(self.processor.image_processor.merge_size)
 
     # ---- rendering -------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from shardflow.errors import (
     SignatureError,
     StorageError,
 )
+from shardflow.format.counts import CountsManifest
 from shardflow.format.entities import EntityManifest
 from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
@@ -51,6 +52,7 @@ FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest | VoxelsManifest]
 SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (
     EntityManifest,
     TokensManifest,
+    CountsManifest,
     *FACTS_KINDS,
     TableManifest,
 )
@@ -65,7 +67,7 @@ class Sidecar:
 
     kind: type[SidecarManifest]
     name: str
-    """Of the view, digest of the tokenizer, ``series``, ``study``, or name and number of a table."""
+    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a table."""
     path: str
     """Its folder, which is named after the owner."""
     version: int | None
@@ -141,7 +143,7 @@ class CopiedSidecar:
     """An entity view, stored tokens, a table of facts or an attached table that was copied."""
 
     name: str
-    """Of the view, digest of the tokenizer, ``series``, ``study``, or name and number of a table."""
+    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a table."""
     version: int
     """Of the dataset that it belongs to."""
     view: str | None

@@ -1,0 +1,210 @@
+"""Packed sequences: several conversations one behind another, each seen by itself alone.
+
+Positions begin at 0 in each conversation, from which attention of transformers knows where one ends; labels
+leave out the first token of each, which the token before it, of another conversation, would predict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import ConfigError
+from shardflow.fields.conversations.rendering import Renderer
+from shardflow.fields.conversations.stored import check_counts
+from shardflow.fields.field import Arrays, ArraySpec, FieldContext, Slots
+from shardflow.format.counts import ConversationCounts, open_conversation_counts
+from shardflow.format.keys import CONVERSATION_FIELD
+from shardflow.sampling.budget import TokenBudget
+
+if TYPE_CHECKING:
+    from shardflow.fields.conversations.field import Conversation
+
+_LOGGER = logging.getLogger(__name__)
+
+IGNORED_LABEL: Final = -100
+"""Label of a token that is not predicted, as losses of torch and transformers know it."""
+
+
+def packed_specs(
+    name: str, num_tokens: int, num_slots: int, num_sequences: int, tokens: Sequence[str]
+) -> list[ArraySpec]:
+    """Name the arrays of the tokens of a packed micro-batch; ``planned`` are the lengths that tables know."""
+    places = num_slots, num_sequences
+    return [
+        ArraySpec.of(f"{name}.ids.data", np.int64, num_tokens),
+        ArraySpec.of(f"{name}.weights.data", np.float32, num_tokens),
+        *(ArraySpec.of(f"{name}.{one}.data", np.int64, num_tokens) for one in tokens),
+        ArraySpec.of(f"{name}.start", np.int64, *places),
+        ArraySpec.of(f"{name}.planned", np.int64, *places),
+        ArraySpec.of(f"{name}.length", np.int64, *places),
+    ]
+
+
+def present_packed(
+    entry: Mapping[str, Any], arrays: Arrays, pictures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of a packed micro-batch, see `shardflow.Conversation`.
+
+    Args:
+        entry: What the field described.
+        arrays: Of the batch.
+        pictures: Its entries of pictures, by name.
+    """
+    name = entry["name"]
+    planned, lengths = arrays[f"{name}.planned"].reshape(-1), arrays[f"{name}.length"].reshape(-1)
+    num_tokens = int(planned.sum())
+    # A micro-batch without samples has a token, so that a model can run on it.
+    sizes = planned[planned > 0] if num_tokens else np.ones(1, np.int64)
+    cuts = np.append(0, np.cumsum(sizes))
+    total = int(cuts[-1])
+    position = np.arange(total) - np.repeat(cuts[:-1], sizes)
+    segment = np.zeros(total, np.int64)
+    is_token = np.zeros(total, np.uint8)
+    if num_tokens:
+        segment[:] = np.repeat(np.arange(len(planned)), planned)
+        is_token[:] = position < np.repeat(lengths, planned)
+
+    def row(of: str, filler: int) -> NDArray[Any]:
+        data = arrays[f"{name}.{of}.data"]
+        return (data if num_tokens else np.full(1, filler, data.dtype))[None]
+
+    ids, weights = row("ids", entry["pad_id"]), row("weights", 0).copy()
+    weights[:, position == 0] = 0
+    positions = position[None]
+    if entry["mrope"] is not None:
+        token, merge = entry["mrope"]
+        grid = pictures[f"{name}_image_grid_thw"]
+        positions = np.concatenate([positions, _with_grids(ids[0], position, grid, token, merge)])[:, None]
+    return {
+        name: ids,
+        f"{name}_mask": is_token[None],
+        f"{name}_weights": weights,
+        f"{name}_labels": np.where(weights > 0, ids, IGNORED_LABEL),
+        f"{name}_position_ids": positions,
+        f"{name}_segment_ids": segment[None],
+        f"{name}_cu_seqlens": cuts.astype(np.int32),
+        **{f"{name}_{one}": row(one, 0) for one in entry["tokens"]},
+    }
+
+
+def _with_grids(
+    ids: NDArray[np.int64], position: NDArray[np.int64], grid: NDArray[np.int64], token: int, merge: int
+) -> NDArray[np.int64]:
+    """Return positions in time, rows and columns, ``(3, T)``, as Qwen2-VL and Qwen2.5-VL count them.
+
+    A picture takes as many positions as its longer side has tokens, whatever the number of its tokens.
+
+    Args:
+        ids: ``(T,)``.
+        position: ``(T,)`` place in the conversation.
+        grid: ``(N, 3)`` patches of each picture in time, rows and columns.
+        token: Id of a token of a picture.
+        merge: Patches on the side of a token.
+    """
+    places = np.flatnonzero(ids == token)
+    inside = grid // np.array([1, merge, merge])
+    sizes = inside.prod(axis=1)
+    advance = np.ones(len(ids), np.int64)
+    advance[places] = 0
+    advance[places[np.cumsum(sizes) - 1]] = inside[:, 1:].max(axis=1, initial=0)
+    before = np.cumsum(advance) - advance
+    base = before - np.repeat(before[position == 0], np.diff(np.append(np.flatnonzero(position == 0), len(ids))))
+    found = np.repeat(base[None], 3, axis=0)
+    if len(inside):
+        steps = [np.indices(tuple(one)).reshape(3, -1) for one in inside.tolist()]
+        found[:, places] += np.concatenate(steps, axis=1)
+    return found
+
+
+class PlannedCounts:
+    """Counts of the conversations of a selection: what a token budget charges, and how slots are laid out.
+
+    Args:
+        spec: What is delivered.
+        context: The samples.
+        renderer: Of the processor whose tokens were counted.
+        entries: Names of the entries of pictures.
+
+    Raises:
+        ConfigError: The processor's tokens were not counted.
+    """
+
+    def __init__(
+        self, spec: Conversation, context: FieldContext, renderer: Renderer, entries: tuple[str, ...]
+    ) -> None:
+        if spec.member != CONVERSATION_FIELD:
+            raise ConfigError(f"A token budget counts {CONVERSATION_FIELD}; leave out member, or the budget.")
+        self._spec, self._renderer, self._entries = spec, renderer, entries
+        self._datasets, self._populations = context.samples.datasets, context.populations
+        opened = {id(one): open_conversation_counts(one, renderer.digest) for one in self._datasets}
+        self._counts = [opened[id(one)] for one in self._datasets]
+
+    def lengths(self, name: str, budget: TokenBudget) -> list[NDArray[np.int64]]:
+        """Return what a budget charges for each row of each dataset's own table, ``(num_rows,)`` each.
+
+        Conversations that are left out count more than the budget.
+
+        Args:
+            name: Of the field, for messages.
+            budget: The budget.
+
+        Raises:
+            ConfigError: Conversations are too long and ``long`` is ``error``, or some are pairs and others
+                are not.
+        """
+        spec, found = self._spec, []
+        num_long = num_other = num_used = 0
+        for dataset, counts, used in zip(self._datasets, self._counts, self._populations, strict=True):
+            rows = dataset.text_rows(np.arange(dataset.samples.num_samples))
+            tokens, images = counts.tokens[rows].astype(np.int64), counts.images[rows]
+            lengths = tokens[:, 0]
+            if spec.pairs:  # padded ones are two rows of the longer sequence
+                lengths = 2 * tokens.max(axis=1) if budget.padded else tokens.sum(axis=1)
+            is_long = (tokens > spec.max_tokens).any(axis=1) | (lengths > budget.max_tokens)
+            if spec.max_images is not None:
+                is_long |= (images > spec.max_images).any(axis=1)
+            is_other = ((tokens[:, 1] > 0) != spec.pairs) & (tokens[:, 0] > 0)
+            num_long += int((is_long & used).sum())
+            num_other += int((is_other & used).sum())
+            num_used += int(used.sum())
+            found.append(np.where(is_long, budget.max_tokens + 1, np.maximum(lengths, 1)))
+        if num_other:
+            raise ConfigError(
+                f"{num_other:,} of {num_used:,} conversations are {'no ' if spec.pairs else ''}preference "
+                f"pairs; set pairs of the field {name!r} accordingly, or pack them as a dataset of their own."
+            )
+        if num_long and spec.long == "error":
+            raise ConfigError(
+                f"{num_long:,} of {num_used:,} conversations are longer than max_tokens of the field "
+                f"{name!r} ({spec.max_tokens:,}) or of the budget ({budget.max_tokens:,}), or show more "
+                'pictures than max_images; raise them, or set long = "skip" to leave these out.'
+            )
+        if num_long:
+            _LOGGER.info("field %r leaves out %d conversations that are too long", name, num_long)
+        return found
+
+    def check(self) -> None:
+        """Compare the counts of 64 keyed conversations of each dataset with what the processor renders.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        for dataset, counts in zip(self._datasets, self._counts, strict=True):
+            check_counts(self._renderer, dataset, counts)
+
+    def gather(self, slots: Slots) -> ConversationCounts:
+        """Return the counts of each slot that the plan gives a sample, masked or not, ``(B, 2)``."""
+        found = ConversationCounts.zeros(len(slots), self._entries)
+        planned = np.array(slots.planned, np.int64)
+        for component, (dataset, counts) in enumerate(zip(self._datasets, self._counts, strict=True)):
+            here = planned if len(self._datasets) == 1 else planned[slots.components[planned] == component]
+            taken = counts.take(dataset.text_rows(slots.table_rows[here]))
+            found.tokens[here] = taken.tokens
+            for name, rows in found.rows.items():
+                rows[here] = taken.rows[name]
+        return found
