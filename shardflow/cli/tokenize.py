@@ -90,11 +90,13 @@ def _count(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processor counts conversations, which have no views; leave out --view.")
     dataset = open_dataset(arguments.dataset)
     with step_progress("shards") as on_shard:
-        done = count_dataset(
-            dataset, arguments.processor, num_processes=arguments.threads, on_shard=on_shard
-        )
+        done = count_dataset(dataset, arguments.processor, num_processes=arguments.threads, on_shard=on_shard)
     amount = f"{done.num_tokens:,} tokens and {done.num_images:,} images in {done.num_samples:,} samples"
-    kept = f", {done.num_shards_kept:,} of {done.num_shards:,} shards done before" if done.num_shards_kept else ""
+    kept = (
+        f", {done.num_shards_kept:,} of {done.num_shards:,} shards done before"
+        if done.num_shards_kept
+        else ""
+    )
     lines = [amount + kept, f"longest {done.longest:,} tokens", f"processor {done.processor}"]
     if done.num_empty:
         lines.insert(1, f"{done.num_empty:,} samples have no conversation that can be rendered")

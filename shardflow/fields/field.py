@@ -23,7 +23,6 @@ from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 
 if TYPE_CHECKING:
-    from shardflow.sampling.budget import TokenBudget
     from shardflow.fields.catalog import ImageSet, SeriesCatalog
     from shardflow.fields.decode import ThreadState
     from shardflow.fields.quarantine import BadSampleReason
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from shardflow.format import Dataset
     from shardflow.format.entities import EntityPlace
     from shardflow.format.volumes.bricks import RegionPlan
+    from shardflow.sampling.budget import TokenBudget
     from shardflow.telemetry import StageCounters
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]

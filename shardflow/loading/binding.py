@@ -169,9 +169,7 @@ def _charge_for_counted(
             one.check_counts()
     delivered = tuple({COUNTED_TOKENS: lengths.astype(np.uint32)} for lengths in counted[name])
     rule = CostRule(counted=_digest_of(delivered), quadratic_tokens=rule.quadratic_tokens)
-    budget = replace(
-        budget, cost=rule, over_budget="skip", fit="neighbors" if budget.padded else "best"
-    )
+    budget = replace(budget, cost=rule, over_budget="skip", fit="neighbors" if budget.padded else "best")
     return replace(selection, delivered=delivered), replace(spec, budget=budget)
 
 

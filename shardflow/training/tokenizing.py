@@ -378,7 +378,9 @@ def count_dataset(
         return _counted(renderer, found, len(shards), num_kept=len(shards))
     entries = picture_entries(renderer)
     known = _counted_shards(folder, renderer.digest)
-    digests = [dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards]
+    digests = [
+        dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards
+    ]
     parts: list[ConversationCounts] = []
     num_kept = 0
     with _counting(dataset, processor, renderer, entries, num_processes) as count:

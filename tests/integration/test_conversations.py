@@ -347,7 +347,7 @@ def test_settings_and_processors_that_cannot_work_are_refused(tmp_path: Path) ->
         budget=sf.TokenBudget(max_tokens=500, max_samples=4), micro_batches_per_step=1, lanes=1
     )
     fields = {"chat": sf.Conversation(processor=str(folder), max_tokens=400)}
-    with pytest.raises(ConfigError, match=r"budget cannot charge for the field 'chat'"):
+    with pytest.raises(ConfigError, match=r"has no counts of tokens for this processor"):
         sf.Loader(sf.open(dataset), split="train", batch=budget, seed=3, fields=fields)
     # A template that shortens what was said before, so that no beginning is a beginning of the whole.
     processor.chat_template = (

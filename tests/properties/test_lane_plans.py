@@ -59,10 +59,12 @@ class LaneEpoch:
 @st.composite
 def budgets(draw: st.DrawFn) -> TokenBudget:
     """Draw a budget; reports have some 300 tokens, so small ones leave many samples over the budget."""
+    padded, fit = draw(st.sampled_from([(True, "neighbors"), (False, "neighbors"), (False, "best")]))
     return TokenBudget(
         max_tokens=draw(st.sampled_from([100, 700, 2048, 16_384, 100_000])),
         max_samples=draw(st.integers(1, 64)),
-        padded=draw(st.booleans()),
+        padded=padded,
+        fit=fit,
         over_budget=draw(st.sampled_from(OVER_BUDGET)),
         cost=CostRule(
             image_tokens_per_slice=draw(st.sampled_from([0, 16])),

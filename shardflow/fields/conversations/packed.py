@@ -45,9 +45,7 @@ def packed_specs(
     ]
 
 
-def present_packed(
-    entry: Mapping[str, Any], arrays: Arrays, pictures: Mapping[str, Any]
-) -> dict[str, Any]:
+def present_packed(entry: Mapping[str, Any], arrays: Arrays, pictures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a packed micro-batch, see `shardflow.Conversation`.
 
     Args:
@@ -113,7 +111,9 @@ def _with_grids(
     advance[places] = 0
     advance[places[np.cumsum(sizes) - 1]] = inside[:, 1:].max(axis=1, initial=0)
     before = np.cumsum(advance) - advance
-    base = before - np.repeat(before[position == 0], np.diff(np.append(np.flatnonzero(position == 0), len(ids))))
+    base = before - np.repeat(
+        before[position == 0], np.diff(np.append(np.flatnonzero(position == 0), len(ids)))
+    )
     found = np.repeat(base[None], 3, axis=0)
     if len(inside):
         steps = [np.indices(tuple(one)).reshape(3, -1) for one in inside.tolist()]

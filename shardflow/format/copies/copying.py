@@ -67,7 +67,8 @@ class Sidecar:
 
     kind: type[SidecarManifest]
     name: str
-    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a table."""
+    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a
+    table."""
     path: str
     """Its folder, which is named after the owner."""
     version: int | None
@@ -143,7 +144,8 @@ class CopiedSidecar:
     """An entity view, stored tokens, a table of facts or an attached table that was copied."""
 
     name: str
-    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a table."""
+    """Of the view, digest of the tokenizer or processor, ``series``, ``study``, or name and number of a
+    table."""
     version: int
     """Of the dataset that it belongs to."""
     view: str | None
