@@ -2,7 +2,7 @@
 
 A sidecar, added later without touching a shard: ``conversations/<processor>/<dataset_id>/`` holds
 ``counts.tbl``, one row per row of the samples table, and ``manifest.json``, which is written last. The layout
-is in docs/format.md, section 22.
+is in docs/format.md, section 23.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.sampling.permutation import Int64Array
 
@@ -36,7 +38,7 @@ class _Group:
     content: _Part
 
 
-def count_sequences(lengths: Int64Array, *, max_tokens: int, max_samples: int) -> int:
+def count_sequences(lengths: NDArray[Any], *, max_tokens: int, max_samples: int) -> int:
     """Return how many sequences `pack_sequences` makes of samples, ``(n,)`` descending."""
     values, counts = _distinct(lengths)
     return sum(one.num_sequences for one in _groups(values, counts, max_tokens, max_samples))
@@ -76,7 +78,7 @@ def pack_sequences(
     return np.concatenate(order), cuts
 
 
-def _distinct(lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _distinct(lengths: NDArray[Any]) -> tuple[Int64Array, Int64Array]:
     """Return the distinct lengths, descending, and how many samples have each."""
     starts = np.append(0, np.flatnonzero(np.diff(lengths)) + 1)[: len(lengths)]
     counts = np.diff(np.append(starts, len(lengths)))

@@ -73,7 +73,7 @@ def copied(batch: Any) -> dict[str, Any]:
 def alone(dataset: Path, folder: Path, **settings: Any) -> dict[str, Mapping[str, Any]]:
     """Each conversation in a batch of its own, by key."""
     with loader(dataset, folder, budget=None, **settings) as one:
-        return {batch.info.sample_keys[0]: copied(batch) for batch in one}
+        return {str(batch.info.sample_keys[0]): copied(batch) for batch in one}
 
 
 def positions_of_model(folder: Path, one: Mapping[str, Any]) -> Any:
@@ -135,7 +135,7 @@ def test_ranks_and_a_resume_make_the_same_steps(tmp_path: Path) -> None:
     folder, dataset = case("qwen2_5_vl", tmp_path, 60)
 
     def steps(world_size: int) -> dict[tuple[int, int], dict[str, Any]]:
-        found = {}
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         for rank in range(world_size):
             with loader(dataset, folder, world=World(rank=rank, world_size=world_size)) as one:
                 batches = [(batch.info.step, batch.info.micro_batch, copied(batch)) for batch in one]
