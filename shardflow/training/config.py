@@ -643,15 +643,18 @@ class TrainConfig:
         refused = {
             "text": self.text != TextConfig(),
             "lora": not is_chat and self.lora != LoraConfig(),
-            "batch.max_tokens": self.batch.max_tokens is not None,
-            "batch.packed": self.batch.packed,
+            "batch.max_tokens": not is_chat and self.batch.max_tokens is not None,
+            "batch.packed": not is_chat and self.batch.packed,
             "image": not has_images and self.image != ImageConfig(),
             "augment": not has_images and self.augment.is_active,
             "model.target": (is_own or is_chat) and bool(self.model.target),
         }
+        of_rules = ("text_tokens", "over_budget", "image_tokens_per_slice", "counts_delivered")
+        given = changed_settings(self.batch)
+        refused |= {f"batch.{name}": is_chat and name in given for name in of_rules}
         model, default = self.model, ModelConfig()
-        given = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
-        of_folder = given if is_chat else set()
+        taken = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
+        of_folder = taken if is_chat else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)
@@ -664,6 +667,11 @@ class TrainConfig:
         if has_images:
             check_classify_fields(self.fields)
         elif is_chat:
+            if self.batch.packed and self.batch.max_tokens is None:
+                raise ConfigError(
+                    "batch.packed fills sequences of conversations, whose length is missing; set "
+                    "batch.max_tokens in place of batch.micro_batch_size."
+                )
             check_conversation_fields(self.fields, self.task, has_path=bool(model.path))
         elif not is_own:
             self._check_segment()

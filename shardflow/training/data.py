@@ -193,8 +193,19 @@ def batch_spec(
     )
     if spec.budget is None or batch.lanes is not None:
         return spec
+    return with_lanes(spec, selection, fields if batch.counts_delivered else {})
+
+
+def with_lanes(spec: BatchSpec, selection: Selection, fields: Mapping[str, Field]) -> BatchSpec:
+    """Return a batch spec with lanes that are chosen from the data.
+
+    Args:
+        spec: With a token budget.
+        selection: The samples.
+        fields: What the budget charges for; none where its cost rule charges for what is stored.
+    """
     charged = spec
-    if batch.counts_delivered:
+    if fields:
         selection, bound = bind_fields(selection, fields, StageCounters())
         selection, charged = charge_for_delivered(selection, bound, spec)
     return replace(spec, lanes=choose_lanes(selection.layout(charged), charged))

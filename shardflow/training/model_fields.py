@@ -277,6 +277,10 @@ def check_conversation_fields(fields: Mapping[str, Field], task: TaskConfig, *, 
             f'task.type "{task.type}" takes a field {CONVERSATION_FIELD!r} of that type; add '
             f'[fields.{CONVERSATION_FIELD}] with type = "conversation", processor and max_tokens.'
         )
+    if found.packed:
+        raise ConfigError(
+            f"fields.{CONVERSATION_FIELD}.packed follows batch.packed; leave it out, and set batch.packed."
+        )
     if found.pairs != (task.type != "sft"):
         wanted = "takes single conversations; leave out" if found.pairs else "takes pairs; set"
         raise ConfigError(f'task.type "{task.type}" {wanted} fields.{CONVERSATION_FIELD}.pairs.')

@@ -26,6 +26,8 @@ _KINDS: Final = frozenset({"conversation", "preference", "reward", "document"})
 _NUM_CHECKED: Final = 64
 
 Message = Mapping[str, Any]
+_checked: set[tuple[str, str]] = set()
+"""Processors and datasets whose counts this process has compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def check_counts(renderer: Renderer, dataset: Dataset, counts: ConversationCount
     Raises:
         ConfigError: They differ.
     """
-    if not len(counts):
+    if not len(counts) or (renderer.digest, dataset.text_id) in _checked:
         return
     key = int(renderer.digest[:15], 16)
     rows = np.unique([derive(key, "checked-counts", number) % len(counts) for number in range(_NUM_CHECKED)])
@@ -192,3 +194,4 @@ def check_counts(renderer: Renderer, dataset: Dataset, counts: ConversationCount
             "delete the folder conversations/"
             f"{renderer.digest} of the dataset and run: shardflow tokenize DATASET --processor DIR"
         )
+    _checked.add((renderer.digest, dataset.text_id))

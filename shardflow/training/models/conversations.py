@@ -1,13 +1,16 @@
 """Models of transformers from a local folder that take conversations as their processor renders them.
 
-The model gets what the processor returned and nothing else. A micro-batch without pictures looks at a blank
+The model gets what the processor returned and nothing else. Of a packed row it gets positions that begin at 0
+in each sequence, from which transformers makes block-diagonal masks, or the lengths that flash attention
+takes; where the tokens of a picture see each other in both directions, the masks are made here, so that
+pictures of neighboring sequences stay apart. A micro-batch without pictures looks at a blank
 one that counts nothing, so that every trained parameter takes part in every backward on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,6 +23,12 @@ from shardflow.training.models.building import add_lora, freeze, freeze_idle
 from shardflow.training.models.pretrained import read_model
 
 # ruff: noqa: N806
+PACKED_TYPES: Final = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "llama", "llava", "mistral", "qwen2", "qwen2_5_vl"}
+    | {"qwen2_vl", "qwen3"}
+)
+"""Model types whose packed sequences are tested to be what single ones are."""
+
 # Tensors carry their axes as a suffix: N sequences, T tokens, D width, V vocabulary.
 
 
@@ -35,6 +44,7 @@ class ConversationModel(nn.Module):
     def __init__(self, model: nn.Module, *, has_score: bool, seed: int) -> None:
         super().__init__()
         inner: Any = model
+        self._text_config = inner.config.get_text_config()
         self.score: nn.Linear | None = None
         if has_score:
             width = int(inner.config.get_text_config().hidden_size)
@@ -45,15 +55,26 @@ class ConversationModel(nn.Module):
         self.model = inner
 
     def forward(
-        self, tokens: Mapping[str, torch.Tensor], pictures: Mapping[str, torch.Tensor], is_blank: bool = False
+        self,
+        tokens: Mapping[str, torch.Tensor],
+        pictures: Mapping[str, torch.Tensor],
+        is_blank: bool = False,
+        segments: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits ``(N, T, V)``, or a score of each sequence ``(N,)``.
+        """Return logits ``(N, T, V)``, of a packed row ``(1, T, V)``, or a score of each sequence ``(N,)``.
 
         Args:
-            tokens: ``input_ids``, ``attention_mask`` and other entries ``(N, T)``.
+            tokens: ``input_ids``, ``attention_mask`` and other entries ``(N, T)``; a packed row ``(1, T)`` has
+                ``position_ids`` in place of the mask.
             pictures: Entries of all pictures; empty for a model of text.
             is_blank: Whether the picture is one that no sequence shows.
+            segments: ``(1, T)`` int64, the sequence of each token of a packed row.
+            ends: ``(N,)`` int64, the last token of each sequence of a packed row.
         """
+        if segments is not None and "token_type_ids" in tokens:
+            mask = self._packed_masks(segments, tokens["token_type_ids"])
+            tokens = {**tokens, "attention_mask": mask}  # type: ignore[dict-item]
         # First, as where a sequence shows it: ranks gather the layers of a sharded model in one order.
         blank = _total(self.model.get_image_features(**pictures)) if is_blank and pictures else None
         shown = {} if is_blank else pictures
@@ -61,10 +82,40 @@ class ConversationModel(nn.Module):
         if self.score is None:
             found: torch.Tensor = output.logits
         else:
-            last_N = tokens["attention_mask"].sum(dim=1) - 1
-            places = torch.arange(len(last_N), device=last_N.device)
-            found = self.score(output.last_hidden_state[places, last_N])[:, 0]
+            hidden = output.last_hidden_state
+            if ends is not None:
+                last = hidden[0, ends]
+            else:
+                last_N = tokens["attention_mask"].sum(dim=1) - 1
+                last = hidden[torch.arange(len(last_N), device=last_N.device), last_N]
+            found = self.score(last)[:, 0]
         return found if blank is None else found + 0.0 * blank
+
+    def _packed_masks(self, segments: torch.Tensor, types: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the masks of each kind of layer, ``(1, 1, T, T)``, as Gemma 3 sees a single sequence.
+
+        Args:
+            segments: ``(1, T)``, the sequence of each token.
+            types: ``(1, T)``, 1 for a token of a picture; those of one picture see each other.
+        """
+        segment, is_picture = segments[0], types[0] == 1
+        place = torch.arange(len(segment), device=segment.device)
+        follows = torch.zeros_like(is_picture)
+        follows[1:] = is_picture[:-1] & (segment[1:] == segment[:-1])
+        picture = (is_picture & ~follows).cumsum(0)
+        distance = place[:, None] - place[None, :]
+        together = (picture[:, None] == picture[None, :]) & is_picture[:, None] & is_picture[None, :]
+        sees = (segment[:, None] == segment[None, :]) & ((distance >= 0) | together)
+        found = {"full_attention": sees}
+        window = getattr(self._text_config, "sliding_window", None)
+        if window is not None:
+            found["sliding_attention"] = sees & (distance < window)
+        if self._text_config._attn_implementation == "eager":  # which adds the mask
+            dtype = next(self.parameters()).dtype
+            zero = torch.zeros((), dtype=dtype, device=segment.device)
+            least = torch.full_like(zero, torch.finfo(dtype).min)
+            found = {name: torch.where(one, zero, least) for name, one in found.items()}
+        return {name: one[None, None] for name, one in found.items()}
 
 
 def _total(features: Any) -> torch.Tensor:
@@ -79,6 +130,7 @@ def build_conversation_model(
     *,
     example: Mapping[str, Mapping[str, torch.Tensor]],
     has_score: bool,
+    is_packed: bool,
     seed: int,
 ) -> ConversationModel:
     """Build the model of ``model.path``.
@@ -89,6 +141,7 @@ def build_conversation_model(
         example: ``tokens`` and ``pictures`` of a small conversation, with a picture where the processor takes
             any; what they do not depend on is not trained.
         has_score: Whether it scores sequences.
+        is_packed: Whether it gets packed rows.
         seed: Run-level seed, for weights that are not stored.
 
     Returns:
@@ -110,6 +163,8 @@ def build_conversation_model(
             f"fields.conversation.processor has tokens that the {num_tokens} of model.path do not include; "
             "name the model's own processor."
         )
+    if is_packed:
+        _check_packed(config, settings)
     model = ConversationModel(inner, has_score=has_score, seed=seed).train()
     freeze(model, settings.frozen)
     if lora.rank:
@@ -123,6 +178,20 @@ def build_conversation_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model
+
+
+def _check_packed(config: Any, settings: ModelConfig) -> None:
+    """Refuse a model that would see several sequences as one."""
+    if config.model_type not in PACKED_TYPES:
+        raise ConfigError(
+            f"batch.packed works with models of type {', '.join(sorted(PACKED_TYPES))}, and model.path holds "
+            f"{config.model_type!r}; leave out batch.packed."
+        )
+    if config.model_type == "gemma3" and settings.attn_implementation not in ("auto", "eager", "sdpa"):
+        raise ConfigError(
+            f"model.attn_implementation {settings.attn_implementation!r} takes no masks, by which the "
+            "pictures of packed sequences of Gemma 3 are kept apart; set it to 'sdpa'."
+        )
 
 
 def _read(settings: ModelConfig, seed: int) -> nn.Module:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +24,12 @@ from torch.nn import functional
 
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer, blank_picture
-from shardflow.loading import Batch
+from shardflow.fields.field import Field
+from shardflow.loading import Batch, Selection
+from shardflow.sampling import BatchSpec, CostRule, TokenBudget
+from shardflow.sampling.spec import Tail
 from shardflow.training.config import LoraConfig, ModelConfig
+from shardflow.training.data import with_lanes
 from shardflow.training.distributed import settle, unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, TaskConfig
 from shardflow.training.models.building import folder_digest, weights_digest
@@ -32,11 +37,15 @@ from shardflow.training.models.conversations import build_conversation_model
 from shardflow.training.tasks.task import ArrayTask, Scores
 
 # ruff: noqa: N806
-# Tensors carry their axes as a suffix: B slots, N sequences, T tokens.
+# Tensors carry their axes as a suffix: B slots, N sequences, T tokens; a packed row has those of N sequences.
 
 _TOKENS: Final = "tokens."
 _PICTURES: Final = "pictures."
 _LEARNED: Final = "learned"
+_SEGMENTS: Final = "segments"
+"""Number of the sequence that each token of a packed row belongs to, ``(1, T)``."""
+_ENDS: Final = "ends"
+"""Last token of each sequence of a packed row, ``(N,)``."""
 _BLANK: Final = "blank."
 """In place of the name of pictures where no sequence shows one; known without asking the device."""
 
@@ -76,6 +85,35 @@ class ConversationTask(ArrayTask):
             found |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": list(lora.targets)}
         return found
 
+    def batch_spec(self, selection: Selection, tail: Tail | None) -> BatchSpec:
+        """Return how steps are formed."""
+        batch = self._run.batch
+        if batch.max_tokens is None:
+            return super().batch_spec(selection, tail)
+        budget = TokenBudget(
+            max_tokens=batch.max_tokens,
+            max_samples=batch.max_samples,
+            padded=not batch.packed,
+            cost=CostRule(quadratic_tokens=batch.quadratic_tokens),
+        )
+        spec = BatchSpec(
+            budget=budget,
+            micro_batches_per_step=batch.micro_batches_per_step,
+            tail=tail or batch.tail,
+            lanes=batch.lanes or 1,
+            window_bytes=batch.window_bytes,
+        )
+        if batch.lanes is not None:
+            return spec
+        return with_lanes(spec, selection, self.fields(selection, is_evaluation=False))
+
+    def fields(self, selection: Selection, *, is_evaluation: bool) -> dict[str, Field]:
+        """Return the fields of the settings, with conversations packed where sequences are."""
+        found = super().fields(selection, is_evaluation=is_evaluation)
+        if self._run.batch.packed:
+            found[CONVERSATION_FIELD] = replace(self._field, packed=True)
+        return found
+
     def build_model(self, example: Batch) -> nn.Module:  # noqa: ARG002
         """Build the model of the folder, and for ``dpo`` keep it as it is."""
         small = self._small
@@ -91,6 +129,7 @@ class ConversationTask(ArrayTask):
                 "pictures": {name: torch.from_numpy(one) for name, one in small.pictures.items()},
             },
             has_score=self._task.type == "reward",
+            is_packed=self._run.batch.packed,
             seed=self._run.seed,
         )
         if self._task.type == "dpo" and not self._lora.rank:
@@ -100,6 +139,8 @@ class ConversationTask(ArrayTask):
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""
         name, small = CONVERSATION_FIELD, self._small
+        if f"{name}_segment_ids" in batch:
+            return self._packed_arrays(batch) | self._pictures(batch)
         mask = _sequences(batch[f"{name}_mask"]).astype(np.int64)
         # The model may have no row for the token that fills up, such as one that was added for it alone.
         ids = np.where(mask, _sequences(batch[name]), 0)
@@ -110,10 +151,29 @@ class ConversationTask(ArrayTask):
             f"{_TOKENS}attention_mask": np.where(mask.any(axis=1, keepdims=True), mask, 1),
             **{f"{_TOKENS}{one}": _sequences(batch[f"{name}_{one}"]) for one in small.tokens},
         }
+        return found | self._pictures(batch)
+
+    def _packed_arrays(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Return the tokens of a packed row, ``(1, T)``."""
+        name = CONVERSATION_FIELD
+        segments = batch[f"{name}_segment_ids"]
+        numbers = np.arange(len(batch.info.weight) * self._field.num_sequences)
+        return {
+            _LEARNED: batch[f"{name}_weights"],
+            _SEGMENTS: segments,
+            _ENDS: np.maximum(np.searchsorted(segments[0], numbers, side="right") - 1, 0),
+            f"{_TOKENS}input_ids": np.where(batch[f"{name}_mask"], batch[name], 0),
+            f"{_TOKENS}position_ids": batch[f"{name}_position_ids"],
+            **{f"{_TOKENS}{one}": batch[f"{name}_{one}"] for one in self._small.tokens},
+        }
+
+    def _pictures(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Return the pictures of a batch, or a blank one in place of none."""
+        name, small = CONVERSATION_FIELD, self._small
         is_blank = bool(small.pictures) and not any(len(batch[f"{name}_{one}"]) for one in small.pictures)
         if is_blank:
-            return {**found, **{f"{_BLANK}{one}": values for one, values in small.pictures.items()}}
-        return {**found, **{f"{_PICTURES}{one}": batch[f"{name}_{one}"] for one in small.pictures}}
+            return {f"{_BLANK}{one}": values for one, values in small.pictures.items()}
+        return {f"{_PICTURES}{one}": batch[f"{name}_{one}"] for one in small.pictures}
 
     def forward(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return logits or scores; for ``dpo`` log-probabilities of the model and of the reference."""
@@ -133,6 +193,9 @@ class ConversationTask(ArrayTask):
     def counts(self, arrays: Mapping[str, NDArray[Any]], num_slots: int) -> NDArray[Any]:
         """Return the weights of the learned tokens of each slot, or 1 for each pair."""
         learned: NDArray[np.float64] = arrays[_LEARNED][:, 1:].sum(axis=1, dtype=np.float64)
+        if _SEGMENTS in arrays:
+            number, weights = arrays[_SEGMENTS][0], arrays[_LEARNED][0].astype(np.float64)
+            learned = np.bincount(number, weights, minlength=len(arrays[_ENDS]))
         if self._task.type == "sft":
             return learned
         is_pair = np.all(learned.reshape(num_slots, 2) > 0, axis=1)
@@ -144,7 +207,7 @@ class ConversationTask(ArrayTask):
             return {"margin": self._margins(output), "is_pair": self._pairs(tensors)}
         learned_NT = tensors[_LEARNED][:, 1:] > 0
         right_NT = output[:, :-1].argmax(dim=-1) == tensors[f"{_TOKENS}input_ids"][:, 1:]
-        return {"learned": learned_NT.sum(dim=1), "right": (right_NT & learned_NT).sum(dim=1)}
+        return {"learned": _summed(learned_NT, tensors), "right": _summed(right_NT & learned_NT, tensors)}
 
     def metrics(self, scores: Scores) -> Mapping[str, float | None]:
         """Return the share of learned tokens that were right, or of pairs whose chosen one is ahead."""
@@ -165,7 +228,7 @@ class ConversationTask(ArrayTask):
         return scale * (found_B2[:, 0] - found_B2[:, 1])
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        learned_N = tensors[_LEARNED][:, 1:].sum(dim=1)
+        learned_N = _summed(tensors[_LEARNED][:, 1:], tensors)
         return (learned_N > 0).reshape(-1, 2).all(dim=1)
 
     @property
@@ -203,7 +266,17 @@ def _sequences(array: NDArray[Any]) -> NDArray[Any]:
 
 def _run(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
     tokens, pictures, blank = (_named(tensors, beginning) for beginning in (_TOKENS, _PICTURES, _BLANK))
-    return model(tokens, pictures or blank, is_blank=bool(blank))
+    packing = {name: tensors[name] for name in (_SEGMENTS, _ENDS) if name in tensors}
+    return model(tokens, pictures or blank, is_blank=bool(blank), **packing)
+
+
+def _summed(values_NT: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: N803
+    """Sum what belongs to the targets, all tokens but the first, over each sequence, ``(N,)``."""
+    if _SEGMENTS not in tensors:
+        return values_NT.sum(dim=1)
+    numbers = torch.arange(len(tensors[_ENDS]), device=values_NT.device)
+    is_own_NT = tensors[_SEGMENTS][:, 1:] == numbers[:, None]
+    return torch.where(is_own_NT, values_NT, torch.zeros_like(values_NT)).sum(dim=1)
 
 
 def _named(tensors: Mapping[str, torch.Tensor], beginning: str) -> dict[str, torch.Tensor]:
@@ -218,4 +291,4 @@ def _log_probabilities(logits_NTV: torch.Tensor, tensors: Mapping[str, torch.Ten
     losses = functional.cross_entropy(
         logits_NTV[:, :-1].flatten(0, 1), ids_NT.flatten(), reduction="none"
     ).view_as(learned_NT)
-    return -(losses * learned_NT.to(losses.dtype)).sum(dim=1)
+    return -_summed(losses * learned_NT.to(losses.dtype), tensors)
