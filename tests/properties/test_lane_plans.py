@@ -28,7 +28,7 @@ from shardflow.sampling import (
     SampleLayout,
     TokenBudget,
 )
-from shardflow.sampling.budget import OVER_BUDGET, count_micro_batches, cut_micro_batches
+from shardflow.sampling.budget import OVER_BUDGET, Fit, count_micro_batches, cut_micro_batches
 from shardflow.sampling.lanes import LaneMap
 from shardflow.sampling.spec import TAILS
 from tests.layouts import DATASET_ID, layout_of
@@ -59,7 +59,8 @@ class LaneEpoch:
 @st.composite
 def budgets(draw: st.DrawFn) -> TokenBudget:
     """Draw a budget; reports have some 300 tokens, so small ones leave many samples over the budget."""
-    padded, fit = draw(st.sampled_from([(True, "neighbors"), (False, "neighbors"), (False, "best")]))
+    fits: list[tuple[bool, Fit]] = [(True, "neighbors"), (False, "neighbors"), (False, "best")]
+    padded, fit = draw(st.sampled_from(fits))
     return TokenBudget(
         max_tokens=draw(st.sampled_from([100, 700, 2048, 16_384, 100_000])),
         max_samples=draw(st.integers(1, 64)),
