@@ -246,6 +246,11 @@ def _prompt(document: Mapping[str, Any]) -> dict[str, Any]:
 def _rendered(batch: Batch, name: str) -> dict[str, torch.Tensor]:
     """Return what the processor returned, and the weight of each token; sequences of pairs have an axis."""
     tensors = batch.torch()
+    if f"{name}_segment_ids" in tensors:
+        raise ConfigError(
+            f"TRL's trainers take the conversations of {name!r} as rows here; leave out packed, or train by "
+            "[task] with batch.packed."
+        )
     ids, mask = tensors[name].long(), tensors[f"{name}_mask"].long()
     found = {"input_ids": ids, "weights": tensors[f"{name}_weights"]}
     if f"{name}_cu_seqlens" not in tensors:

@@ -10,17 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardflow.loading.sample import open_dataset
+from shardflow.training.tokenizing import count_dataset
 from tests.distributed.launcher import job
 from tests.distributed.runs import committed_samples, newest_weights
 from tests.distributed.test_kill_and_resume import RUN_TIMEOUT_S, train_alone, wait_for_step
+from tests.sweeps import sampled
 from tests.unit.training.test_conversations import make_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 
-def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(tmp_path: Path) -> None:
-    config = make_run(tmp_path, "qwen2_5_vl", num=32)
+@pytest.mark.parametrize("is_packed", sampled([False, True], {False}))
+def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(is_packed: bool, tmp_path: Path) -> None:
+    config = make_run(tmp_path, "qwen2_5_vl", num=64 if is_packed else 32)
     text = config.read_text(encoding="utf-8")
+    if is_packed:
+        text = text.replace("micro_batch_size = 2", "max_tokens = 400\npacked = true\nlanes = 1")
+        count_dataset(open_dataset(tmp_path / "dataset"), tmp_path / "model")
     config.write_text(text.replace("max_steps = 4", "max_steps = 8\nnum_epochs = 9"), encoding="utf-8")
     run = tmp_path / "run"
     options = ["--max-restarts=1", "--monitor-interval=0.1"]

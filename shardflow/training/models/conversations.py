@@ -65,7 +65,7 @@ class ConversationModel(nn.Module):
         """Return logits ``(N, T, V)``, of a packed row ``(1, T, V)``, or a score of each sequence ``(N,)``.
 
         Args:
-            tokens: ``input_ids``, ``attention_mask`` and other entries ``(N, T)``; a packed row ``(1, T)`` has
+            tokens: ``input_ids``, ``attention_mask`` and other entries ``(N, T)``; a packed row has
                 ``position_ids`` in place of the mask.
             pictures: Entries of all pictures; empty for a model of text.
             is_blank: Whether the picture is one that no sequence shows.
