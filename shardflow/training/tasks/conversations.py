@@ -195,7 +195,7 @@ class ConversationTask(ArrayTask):
         learned: NDArray[np.float64] = arrays[_LEARNED][:, 1:].sum(axis=1, dtype=np.float64)
         if _SEGMENTS in arrays:
             number, weights = arrays[_SEGMENTS][0], arrays[_LEARNED][0].astype(np.float64)
-            learned = np.bincount(number, weights, minlength=len(arrays[_ENDS]))
+            learned = np.bincount(number, weights, minlength=len(arrays[_ENDS])).astype(np.float64)
         if self._task.type == "sft":
             return learned
         is_pair = np.all(learned.reshape(num_slots, 2) > 0, axis=1)
