@@ -167,7 +167,7 @@ def test_neighboring_pictures_of_two_sequences_stay_apart(tmp_path: Path) -> Non
         wanted = single(
             ids[:, :6], pixel_values=pixels[:1], token_type_ids=tokens["token_type_ids"][:, :6]
         ).logits
-    torch.testing.assert_close(run(1)[:, :6], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run(1)[:, :6], wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", sampled(["llama", "qwen2_5_vl"], {"llama"}))
