@@ -649,12 +649,9 @@ class TrainConfig:
             "augment": not has_images and self.augment.is_active,
             "model.target": (is_own or is_chat) and bool(self.model.target),
         }
-        of_rules = ("text_tokens", "over_budget", "image_tokens_per_slice", "counts_delivered")
-        given = changed_settings(self.batch)
-        refused |= {f"batch.{name}": is_chat and name in given for name in of_rules}
         model, default = self.model, ModelConfig()
-        taken = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
-        of_folder = taken if is_chat else set()
+        given = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
+        of_folder = given if is_chat else set()
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)
@@ -667,12 +664,8 @@ class TrainConfig:
         if has_images:
             check_classify_fields(self.fields)
         elif is_chat:
-            if self.batch.packed and self.batch.max_tokens is None:
-                raise ConfigError(
-                    "batch.packed fills sequences of conversations, whose length is missing; set "
-                    "batch.max_tokens in place of batch.micro_batch_size."
-                )
-            check_conversation_fields(self.fields, self.task, has_path=bool(model.path))
+            batch = changed_settings(self.batch)
+            check_conversation_fields(self.fields, self.task, has_path=bool(model.path), batch=batch)
         elif not is_own:
             self._check_segment()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -32,6 +32,10 @@ _NO_CHANNELS: Final = frozenset({"index", "is_known", "row", "shape", "start", "
 _MAX_CLASSES: Final = 255
 """A map of classes takes a byte for each voxel, and 0 is the background."""
 _OF_CONVERSATIONS: Final = ("sft", "dpo", "reward")
+_OF_COST_RULES: Final = frozenset(
+    {"text_tokens", "over_budget", "image_tokens_per_slice", "counts_delivered"}
+)
+"""Settings of ``[batch]`` that charge for what no table counts."""
 _TAKEN: Final = {
     "labels": ("classify", "segment"),
     "ignore": ("classify",),
@@ -259,13 +263,16 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
     return volume
 
 
-def check_conversation_fields(fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool) -> None:
+def check_conversation_fields(
+    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, batch: Collection[str]
+) -> None:
     """Refuse settings from which no conversations can be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
         has_path: Whether ``model.path`` names a model.
+        batch: Settings of ``[batch]`` that are given.
 
     Raises:
         ConfigError: The field ``conversation`` is missing or of another type, its ``pairs`` do not fit the
@@ -276,6 +283,17 @@ def check_conversation_fields(fields: Mapping[str, Field], task: TaskConfig, *, 
         raise ConfigError(
             f'task.type "{task.type}" takes a field {CONVERSATION_FIELD!r} of that type; add '
             f'[fields.{CONVERSATION_FIELD}] with type = "conversation", processor and max_tokens.'
+        )
+    without_effect = sorted({*batch} & _OF_COST_RULES)
+    if without_effect:
+        raise ConfigError(
+            f"batch.{without_effect[0]} has no effect with task.type {task.type!r}, whose tokens were "
+            "counted; remove it."
+        )
+    if "packed" in batch and "max_tokens" not in batch:
+        raise ConfigError(
+            "batch.packed fills sequences of conversations, whose length is missing; set batch.max_tokens in "
+            "place of batch.micro_batch_size."
         )
     if found.packed:
         raise ConfigError(

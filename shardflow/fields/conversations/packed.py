@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from shardflow.fields.field import Arrays, ArraySpec, FieldContext, Slots
 from shardflow.format.counts import ConversationCounts, open_conversation_counts
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
-
-if TYPE_CHECKING:
-    from shardflow.fields.conversations.field import Conversation
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -121,6 +118,25 @@ def _with_grids(
     return found
 
 
+class _Settings(Protocol):
+    """What counts of the settings of `shardflow.Conversation`."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def max_images(self) -> int | None: ...
+
+    @property
+    def long(self) -> str: ...
+
+    @property
+    def pairs(self) -> bool: ...
+
+    @property
+    def member(self) -> str: ...
+
+
 class PlannedCounts:
     """Counts of the conversations of a selection: what a token budget charges, and how slots are laid out.
 
@@ -135,7 +151,7 @@ class PlannedCounts:
     """
 
     def __init__(
-        self, spec: Conversation, context: FieldContext, renderer: Renderer, entries: tuple[str, ...]
+        self, spec: _Settings, context: FieldContext, renderer: Renderer, entries: tuple[str, ...]
     ) -> None:
         if spec.member != CONVERSATION_FIELD:
             raise ConfigError(f"A token budget counts {CONVERSATION_FIELD}; leave out member, or the budget.")
