@@ -5,7 +5,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FUZZ_SECONDS := 300
+FUZZ_SECONDS := 10
+SOAK_MINUTES := 60
 ATHERIS := 3.0.0
 # uv does not read pip's find-links; where that variable holds local wheels (a CPU build of torch, say), pass it on.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -14,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 # Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-gpu fuzz images licenses dist sbom release docs check size fix golden constraints clean
+.PHONY: help setup demo test test-slow test-gpu soak fuzz images licenses dist sbom release docs check size fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,13 +51,16 @@ test-slow: $(STAMP) ## Run the long sweeps
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device, on a machine that has one
 	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu $(PYTEST_ARGS)
 
-fuzz: .fuzz-venv/.installed ## Feed the DICOM source with mutated files for FUZZ_SECONDS (300), in an environment of its own
-	.fuzz-venv/bin/python -m fuzz.dicom -max_total_time=$(FUZZ_SECONDS) $(FUZZ_ARGS)
+soak: $(STAMP) ## Pack, append, train, kill, resize, resume, evaluate and remove in a loop for SOAK_MINUTES (60)
+	$(BIN)/python -m benchmarks.training.soak --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
 
-.fuzz-venv/.installed: pyproject.toml constraints.txt
-	python3 -m venv --clear .fuzz-venv
-	$(call uv_of,.fuzz-venv)
-	.fuzz-venv/bin/uv pip install --quiet --python .fuzz-venv/bin/python $(LOCKED) --editable '.[pack]' atheris==$(ATHERIS)
+fuzz: $(STAMP) .fuzz-venv/.installed ## Feed every reader with mutated input, FUZZ_SECONDS (10) each, by libFuzzer
+	PYTHONPATH=.fuzz-venv $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
+
+# A folder beside the environment of the tests, so that the lock needs no fuzzer.
+.fuzz-venv/.installed: Makefile $(STAMP)
+	rm -rf .fuzz-venv
+	$(BIN)/uv pip install --quiet --target .fuzz-venv --python $(BIN)/python atheris==$(ATHERIS)
 	@touch $@
 
 images: ## Build both container images with podman, and run, stop and resume packing and training in them (Debian, root)
