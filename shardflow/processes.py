@@ -22,7 +22,8 @@ from typing import Final
 
 _EXIT_TIMEOUT_S: Final = 10.0
 _KNOWN: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NAMES: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS: Final = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 def wait_for_at_exit(thread: threading.Thread) -> threading.Thread:

@@ -7,7 +7,6 @@ the attached table and, as the commit point, the manifest.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -48,6 +47,7 @@ from shardflow.format.tables import (
     write_table,
 )
 from shardflow.storage import LocalStore, write_atomic
+from shardflow.storage.local import file_locks
 
 _MAX_MODALITIES: Final = 255
 _MAX_PARTS: Final = 1_000_000
@@ -193,6 +193,7 @@ class ShardWriter:
                 "a dataset must be written into a new or empty folder, and each part once, got a part that "
                 f"another writer began ({self._part}); go on with it by resume=True, or name another folder."
             ) from None
+        fcntl = file_locks()
         self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -576,6 +577,7 @@ def _locked(folder: Path) -> Iterator[None]:
             descriptor = None
     try:
         if descriptor is not None:
+            fcntl = file_locks()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

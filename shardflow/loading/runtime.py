@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import sys
 import threading
 import weakref
@@ -527,6 +526,10 @@ def _check(name: str, value: int | str, limit: TunableLimit) -> None:
 
 def _free_descriptors() -> int:
     """Return how many file descriptors this process may still open, less a reserve."""
+    try:
+        import resource
+    except ImportError:  # not on this system: unknown
+        return 1 << 20
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 20

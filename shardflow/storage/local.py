@@ -18,7 +18,6 @@ import itertools
 import mmap
 import os
 import re
-import resource
 import secrets
 import stat
 import threading
@@ -26,6 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ _MAX_GAP_BYTES = 4096
 _MAX_OPEN_FILES = 4096
 # The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
 _MAX_BUFFERS = 1022
+# Windows has neither descriptors that a child inherits nor pipes among files, but changes bytes of text files.
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_READ_FLAGS = os.O_RDONLY | _CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_SEEKING = threading.Lock()
 
 
 def is_temporary_name(name: str) -> bool:
@@ -50,12 +54,30 @@ def is_temporary_name(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def file_locks() -> ModuleType:
+    """Return `fcntl`, whose locks end with the process that holds them.
+
+    Raises:
+        StorageError: This system, such as Windows, has none.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise StorageError(
+            "File locks must exist to write datasets, runs and cache folders, got a system without fcntl; "
+            "read and plan here, and write on Linux or macOS."
+        ) from None
+    return fcntl
+
+
 def fsync_directory(path: Path) -> None:
-    """Sync a folder, so that the names in it are durable.
+    """Sync a folder, so that the names in it are durable; nothing where folders cannot be opened.
 
     Raises:
         StorageError: The folder cannot be opened or synced.
     """
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     with _naming("syncing the folder", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -121,7 +143,7 @@ def _write_synced(path: Path, chunks: Iterable[bytes | memoryview], mode: int) -
     # Errors of the caller's chunks propagate unchanged; only those of writing are translated.
     with _naming("creating", path):
         # Not tempfile's 0o600, which other users could not read: the umask decides the mode of a dataset.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOEXEC, mode)
     try:
         for chunk in chunks:
             rest = memoryview(chunk).cast("B")
@@ -250,6 +272,10 @@ class _OpenFiles:
 
 def _max_open_files() -> int:
     """Return an eighth of the files that this process may open: the rest is for others."""
+    try:
+        import resource
+    except ImportError:  # the C library of Windows keeps 512 files at most
+        return 64
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN_FILES if soft < 0 else max(32, min(_MAX_OPEN_FILES, soft // 8))
 
@@ -340,9 +366,9 @@ class LocalStore:
             StorageError: Reading failed.
         """
         with self._opened(path) as fileno:
-            preadv = os.preadv
+            preadv = getattr(os, "preadv", _seek_and_read)
             for offset, piece in zip(offsets, pieces, strict=True):
-                if preadv(fileno, (piece,), offset) != len(piece):  # type: ignore[arg-type]  # a buffer
+                if preadv(fileno, (piece,), offset) != len(piece):
                     read_into(fileno, path, offset, [piece.data])  # retry, in as many calls as needed
 
     def map(self, path: str) -> memoryview:
@@ -351,7 +377,7 @@ class LocalStore:
             num_bytes = os.fstat(fileno).st_size
             if not num_bytes:
                 return memoryview(b"")
-            return memoryview(mmap.mmap(fileno, num_bytes, prot=mmap.PROT_READ))
+            return memoryview(mmap.mmap(fileno, num_bytes, access=mmap.ACCESS_READ))
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write an object atomically and durably; see `ByteStore.put_new`."""
@@ -395,10 +421,9 @@ class LocalStore:
             _OPEN_FILES.give_back(descriptor)
 
     def _open(self, path: str) -> int:
-        # Without O_NONBLOCK a pipe waits for someone who writes.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            fileno = os.open(self._prefix + check_object_path(path), flags)
+            # Without O_NONBLOCK a pipe waits for someone who writes.
+            fileno = os.open(self._prefix + check_object_path(path), _READ_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"{path} does not exist in the store; is the dataset complete?") from None
         except OSError as error:
@@ -418,8 +443,9 @@ def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> 
         ShortReadError: The file ends before; the message names ``path``.
         OSError: Reading failed.
     """
+    preadv = getattr(os, "preadv", _seek_and_read)
     while pieces:
-        num_read = os.preadv(fileno, pieces, offset)
+        num_read = preadv(fileno, pieces, offset)
         if not num_read:
             missing = sum(piece.nbytes for piece in pieces)
             raise ShortReadError(
@@ -431,3 +457,12 @@ def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> 
             num_read -= pieces.pop(0).nbytes
         if num_read:
             pieces[0] = pieces[0][num_read:]
+
+
+def _seek_and_read(fileno: int, pieces: Sequence[memoryview | NDArray[np.uint8]], offset: int) -> int:
+    """Do what ``preadv`` does where there is none; threads share the descriptor and its position."""
+    with _SEEKING:
+        os.lseek(fileno, offset, os.SEEK_SET)
+        data = os.read(fileno, len(pieces[0]))
+    pieces[0][: len(data)] = np.frombuffer(data, np.uint8) if isinstance(pieces[0], np.ndarray) else data
+    return len(data)

@@ -10,7 +10,6 @@ SIGBUS when the file is cut, and reads other bytes than it checked when the file
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -24,7 +23,7 @@ from typing import Final
 
 from shardflow.errors import AlreadyExistsError, ChecksumError, NotFoundError, StorageError, os_reason
 from shardflow.storage.cache.store import CachedStore
-from shardflow.storage.local import LocalStore, write_atomic
+from shardflow.storage.local import LocalStore, file_locks, write_atomic
 from shardflow.storage.store import ByteRange, ByteStore
 
 _MAX_IDLE_S = 30 * 24 * 3600.0
@@ -42,8 +41,9 @@ def node_folder() -> Path:
     """Return the folder of this user's node files, and make it.
 
     Raises:
-        StorageError: It cannot be made, is a link, or others may write in it.
+        StorageError: It cannot be made, is a link, others may write in it, or this system has no file locks.
     """
+    file_locks()
     path = Path(tempfile.gettempdir()) / f"shardflow-{os.getuid()}"
     try:
         with suppress(FileExistsError):
@@ -195,6 +195,7 @@ def _locked(path: Path, max_wait_s: float) -> Iterator[None]:
         raise StorageError(f"{path} cannot be made: {os_reason(error)}; set TMPDIR.") from None
     try:
         deadline = time.monotonic() + max_wait_s
+        fcntl = file_locks()
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

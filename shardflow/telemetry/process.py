@@ -58,6 +58,8 @@ def num_processors() -> float:
 @cache
 def machine_bytes() -> int:
     """Return the memory of the machine in bytes, or of its cgroup if less."""
+    if not hasattr(os, "sysconf"):  # Windows: the least that a machine has on which one trains
+        return 4 << 30
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit, *_ in _MEMORY_FILES:
         text = _read(_CGROUP / limit)

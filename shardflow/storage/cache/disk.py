@@ -201,7 +201,7 @@ class DiskTier:
         if descriptor is None:
             return None
         try:
-            found = memoryview(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+            found = memoryview(mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_READ))
         finally:
             os.close(descriptor)
         if not blocks.is_sound(0, found):

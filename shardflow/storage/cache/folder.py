@@ -15,7 +15,6 @@ the catalog disagrees, the catalog is corrected.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -34,14 +33,16 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.local import is_temporary_name
+from shardflow.storage.local import file_locks, is_temporary_name
 
 MARKER = "shardflow-cache.json"
 _MARKER_BYTES = b'{"format":"shardflow-cache","format_version":1}\n'
 _SUBFOLDERS = ("blocks", "incoming", "slots", "uses")
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Systems without these flags have no file locks either, so no folder is opened there.
+_OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _OWN
+_READ_FLAGS = os.O_RDONLY | _OWN
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OWN
 _MODE = 0o600
 _OBJECT_NAME = re.compile(r"[0-9a-f]{64}-(whole|[0-9]+)")
 _BLOCK_NAME = re.compile(r"[0-9a-f]{8}")
@@ -85,9 +86,11 @@ class CacheFolder:
         ConfigError: The folder is not empty and has no marker of a cache; it belongs to another user or
             others may write in it; or a link of another user leads to it.
         OSError: The folder cannot be created, read or written.
+        StorageError: This system has no file locks.
     """
 
     def __init__(self, path: Path) -> None:
+        self._fcntl = file_locks()
         _refuse_links_of_others(path)  # before a folder is made behind one
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._descriptors: dict[str, int] = {}
@@ -143,7 +146,7 @@ class CacheFolder:
         for number in range(1, 1 << 16):
             descriptor = self.open_file(f"{number:04x}", "slots")
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._fcntl.flock(descriptor, self._fcntl.LOCK_EX | self._fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
             else:
@@ -157,7 +160,7 @@ class CacheFolder:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._fcntl.flock(descriptor, self._fcntl.LOCK_SH | self._fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
@@ -459,6 +462,7 @@ class Catalog:
         Raises:
             TimeoutError: Another process held the lock for 30 s.
         """
+        fcntl = file_locks()
         with self._thread_lock:
             deadline = time.monotonic() + _LOCK_TIMEOUT_S
             wait_s = 0.0001

@@ -11,7 +11,6 @@ and the simulation in benchmarks/stream, so that measured hit rates describe the
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from shardflow.errors import os_reason
 from shardflow.storage.cache.config import EvictionPolicy
 from shardflow.storage.cache.folder import CacheFolder
+from shardflow.storage.local import file_locks
 
 Float64Array = NDArray[np.float64]
 
@@ -356,6 +356,7 @@ class AccessForecast:
         except OSError:
             return True  # the folder was deleted; the open table stays usable
         try:
+            fcntl = file_locks()
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
@@ -450,6 +451,7 @@ class AccessForecast:
 
     def _sweep(self, folder: CacheFolder) -> None:
         """Delete the tables that no process holds."""
+        fcntl = file_locks()
         for name in folder.names("uses"):
             if not (_is_table(name) or name.endswith(_FILLING)):
                 continue
@@ -465,6 +467,7 @@ class AccessForecast:
 
 def _held(folder: CacheFolder, name: str) -> int:
     """Open a table and lock it while it is open, which keeps other processes from deleting it."""
+    fcntl = file_locks()
     while True:
         descriptor = folder.open_file(name, "uses")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
