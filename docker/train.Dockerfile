@@ -6,7 +6,7 @@
 # `--build-arg UV_FIND_LINKS=...` or `--build-arg UV_INDEX=...`, or a lock of your own, with uv in it, with
 # `--build-arg CONSTRAINTS=FILE`. Runs as uid 10001 on a read-only root file system; what it writes to are /run-output
 # and a tmpfs at /tmp.
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS build
 

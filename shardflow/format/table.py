@@ -138,7 +138,7 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
             and fields["data_num_bytes"] == sum(align(column.num_bytes) for column in columns.values())
             and isinstance(fields["meta"], dict)
         )
-    except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         is_consistent = False
     if not is_consistent:
         raise TableDamageError(name, PREFIX.size, "header", "a header that no writer of this format makes")

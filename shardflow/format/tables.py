@@ -273,7 +273,7 @@ class ColumnsTable:
                 kind in get_args(ColumnKind) and table.num_rows(name) == self.num_rows
                 for name, kind in self.kinds.items()
             )
-        except (KeyError, TypeError, ValueError, FormatError):
+        except (KeyError, TypeError, ValueError, OverflowError, FormatError):
             is_whole = False
         if not is_whole:
             raise FormatError(f"{table.name} is no whole table of columns; {TableManifest.remedy}.")

@@ -28,9 +28,13 @@ def test_the_settings_in_the_images_are_settings_of_the_jobs() -> None:
 
 
 @pytest.mark.parametrize("job", ["pack", "train"])
-def test_an_image_runs_as_an_unprivileged_user_on_a_base_that_can_be_replaced(job: str) -> None:
+def test_an_image_runs_as_an_unprivileged_user_on_a_base_named_by_digest(job: str) -> None:
+    """One base, wherever it is named; another one can be given in its place."""
     text = (DOCKER / f"{job}.Dockerfile").read_text(encoding="utf-8")
-    assert "ARG BASE_IMAGE=python:3.11-slim\n" in text
+    (base,) = re.findall(r"^ARG BASE_IMAGE=(python:3\.11-slim@sha256:[0-9a-f]{64})$", text, re.MULTILINE)
+    compose = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"\$\{BASE_IMAGE:-([^}]*)\}", compose) == [base, base]
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE_IMAGE}"}
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
     assert "HEALTHCHECK" in text
 

@@ -313,7 +313,7 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
         raise _damaged(name, f"a readable {STATE_FILE}", os_reason(error)) from None
     try:
         content: Any = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(name, f"{STATE_FILE} as JSON", type(error).__name__) from None
     # Compared as bytes, so that a bit that JSON does not care about is found as well.
     is_own = isinstance(content, dict) and _canonical(content) == data
@@ -323,6 +323,12 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
     if state.get("format_version") not in {FORMAT_VERSION, SHARDED_FORMAT_VERSION}:
         known = f"format version {FORMAT_VERSION} or {SHARDED_FORMAT_VERSION}"
         raise _damaged(name, known, repr(state.get("format_version")))
+    files = state.get("files")
+    is_whole = isinstance(state.get("run"), dict) and isinstance(files, dict)
+    if not is_whole or not all(
+        isinstance(facts, dict) and {"num_bytes", "sha256"} <= facts.keys() for facts in files.values()
+    ):
+        raise _damaged(name, f"{STATE_FILE} with the run's state and its files", "others")
     return state
 
 
