@@ -417,7 +417,7 @@ def soak(work: Path, minutes: float, *, is_alone: bool, say: Callable[[str], Non
         steady,
         {
             "data.eval_split": "val",
-            "run.num_epochs": 10_000_000,
+            "run.num_epochs": 100_000,
             "run.checkpoint_every_steps": 100,
             "run.evaluate_every_steps": 500,
             "loader.execution": "process",
