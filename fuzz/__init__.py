@@ -1,1 +1,1 @@
-"""Fuzzing: whatever the bytes are, a reader ends with a result or with an error of ours (`python -m fuzz`)."""
+"""Fuzzing (`python -m fuzz`): whatever the bytes are, a reader ends with a result or an error of ours."""

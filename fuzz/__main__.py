@@ -57,7 +57,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target (10)")
     parser.add_argument("--jobs", type=int, default=1, help="targets at once (1)")
     parser.add_argument("--output", type=Path, help="where to write the counts as JSON")
-    parser.add_argument("--option", action="append", default=[], help="an option of libFuzzer, such as -seed=1")
+    parser.add_argument(
+        "--option", action="append", default=[], help="an option of libFuzzer, such as -seed=1"
+    )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.targets if name not in TARGETS]:
         parser.error(f"no target {unknown[0]!r}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +63,9 @@ def resigned_table(data: bytes) -> bytes:
     sums, start = [], 0
     for size in sizes:
         stop = start + align(size)
-        sums += [crc32c(body[at : min(at + BLOCK_NUM_BYTES, stop)]) for at in range(start, stop, BLOCK_NUM_BYTES)]
+        sums += [
+            crc32c(body[at : min(at + BLOCK_NUM_BYTES, stop)]) for at in range(start, stop, BLOCK_NUM_BYTES)
+        ]
         start = stop
     checksums = np.array(sums, "<u4").tobytes()
     return signed + body + checksums + TRAILER.pack(crc32c(checksums), b"SFTABEND")
@@ -147,12 +149,10 @@ class _Bytes(LocalStore):
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def size(self, path: str) -> int:  # noqa: ARG002
+    def size(self, _path: str) -> int:
         return len(self._data)
 
-    def read_ranges(
-        self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]  # noqa: ARG002
-    ) -> None:
+    def read_ranges(self, _path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
         for one, buffer in zip(ranges, buffers, strict=True):
             buffer[:] = self._data[one.offset : one.offset + one.num_bytes]
 
@@ -233,8 +233,13 @@ class RunFiles(Target):
                 "micro_batches_per_step": 8,
                 "tail": "mask",
             },
-            **{name: "0123456789abcdef" * 4 for name in ("dataset_id", "plan_id")},
-            **{"epoch": 3, "step": 2, "seed": 7, "manifest_version": 2, "split": "train", "view": "full_study"},
+            **dict.fromkeys(("dataset_id", "plan_id"), "0123456789abcdef" * 4),
+            "epoch": 3,
+            "step": 2,
+            "seed": 7,
+            "manifest_version": 2,
+            "split": "train",
+            "view": "full_study",
         }
         yield from (b"\0" + line for line in encoded(state, {**state, "version": 2, "components": []}))
         yield b"\1" + self._state
@@ -348,5 +353,3 @@ class Viewer(Target):
         _Handler(connection, ("127.0.0.1", 2), self._server)
         if b"HTTP/1.1 500" in answer.answered:
             raise RuntimeError(answer.answered[-200:].decode(errors="replace"))
-
-

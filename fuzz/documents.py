@@ -200,13 +200,13 @@ class Conversations(Target):
                     inputs=CorpusInputsConfig(files=(Path("i"),)),
                     deid=CorpusDeidConfig(text="scrub"),
                     fields=fields,
-                    **tables,
+                    conversations=conversations,
                 ),
                 SecretKey(b"k" * 32),
             )
-            for fields, tables in (
-                (FieldsConfig(kind="conversations"), {"conversations": ConversationsConfig()}),
-                (FieldsConfig(kind="text"), {}),
+            for fields, conversations in (
+                (FieldsConfig(kind="conversations"), ConversationsConfig()),
+                (FieldsConfig(kind="text"), ConversationsConfig()),
             )
         ]
 

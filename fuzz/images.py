@@ -160,7 +160,7 @@ class Nifti(Target):
         for made in (nib.Nifti1Image, nib.Nifti2Image):
             for shape, dtype in (((5, 4, 3), "<i2"), ((4, 4, 2, 3), "<f4"), ((3, 3, 2), "u1")):
                 voxels = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
-                data = made(voxels, np.diag([2.0, 2.0, 5.0, 1.0])).to_bytes()
+                data = made(voxels, np.diag([2.0, 2.0, 5.0, 1.0])).to_bytes()  # type: ignore[no-untyped-call]
                 yield data
                 yield gzip.compress(data, mtime=0)
 

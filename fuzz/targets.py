@@ -50,7 +50,18 @@ FOUND: Final = Path(__file__).with_name("found")
 """Inputs that broke something once, ``TARGET-NUMBER``; seeds, and tests."""
 
 _TOKENS: Final = (
-    *(b"", b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\0\0\0\x80", b"-1", b"0", b"1e400", b"Infinity", b"null"),
+    *(
+        b"",
+        b"\0",
+        b"\xff" * 4,
+        b"\x7f\xff\xff\xff",
+        b"\0\0\0\x80",
+        b"-1",
+        b"0",
+        b"1e400",
+        b"Infinity",
+        b"null",
+    ),
     *(b"99999999999999999999", b"[" * 300, b'{"a":' * 300, b"\xed\xa0\x80", b"\\ud800", b"%", b'"', b"\n"),
     *(b"true", b"[]", b"{}", b"<a>", b"&lt;", b"^~\\&", b"\r\n\r\n", b"1.5", b"2014-02-30", b"\\x00"),
 )

@@ -1,4 +1,4 @@
-"""Reads and plans a dataset as macOS or Windows would have to: ``other_systems.py SYSTEM DATASET [EXECUTION]``.
+"""Reads and plans a dataset as macOS or Windows would have to: ``other_systems SYSTEM DATASET [EXECUTION]``.
 
 What these systems do not have is taken away before shardflow is imported: modules, functions and constants of
 `os`, `mmap` and `signal`, and everything below /proc and /sys. The paths that this cannot show are those that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import mmap
@@ -30,8 +31,30 @@ _MACOS = {
 _WINDOWS = {
     "os": (
         *_MACOS["os"],
-        *("fork", "forkpty", "getuid", "geteuid", "getgid", "getpgid", "killpg", "setsid", "sysconf", "uname"),
-        *("pread", "preadv", "pwrite", "pwritev", "readv", "writev", "statvfs", "fstatvfs", "fchmod", "mkfifo"),
+        *(
+            "fork",
+            "forkpty",
+            "getuid",
+            "geteuid",
+            "getgid",
+            "getpgid",
+            "killpg",
+            "setsid",
+            "sysconf",
+            "uname",
+        ),
+        *(
+            "pread",
+            "preadv",
+            "pwrite",
+            "pwritev",
+            "readv",
+            "writev",
+            "statvfs",
+            "fstatvfs",
+            "fchmod",
+            "mkfifo",
+        ),
         *("O_CLOEXEC", "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "O_SYNC", "chown", "nice", "getloadavg"),
     ),
     "mmap": (*_MACOS["mmap"], "PROT_READ", "PROT_WRITE", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"),
@@ -43,23 +66,47 @@ _WINDOWS = {
 }
 SYSTEMS = {"macos": (_MACOS, ()), "windows": (_WINDOWS, ("fcntl", "resource", "pwd", "grp", "termios"))}
 _KERNEL = ("/proc", "/sys")
+_PLAN = (
+    *("--split=train", "--seed=7", "--epoch=0", "--world-size=2"),
+    *("--micro-batch-size=2", "--micro-batches-per-step=2"),
+)
+    "--split",
+    "train",
+    "--seed",
+    "7",
+    "--epoch",
+    "0",
+    "--micro-batch-size",
+    "2",
+    "--micro-batches-per-step",
+    "2",
+    "--world-size",
+    "2",
+]
 
 
 def hide(system: str) -> None:
-    """Take away what a system does not have; what Python's own library has imported, it keeps."""
-    import multiprocessing.resource_tracker  # noqa: F401 - needs some of it itself
-    import subprocess  # noqa: F401
-    import tempfile  # noqa: F401
+    """Take away what a system does not have; libraries of others know their systems, and keep it."""
+    for module in (
+        "asyncio",
+        "multiprocessing.resource_tracker",
+        "subprocess",
+        "tempfile",
+        "blosc2",
+        "cv2",
+        "numpy",
+    ):
+        importlib.import_module(module)
 
     names, modules = SYSTEMS[system]
-    for module, gone in ((os, names["os"]), (mmap, names["mmap"]), (signal, names["signal"])):
+    for place, gone in ((os, names["os"]), (mmap, names["mmap"]), (signal, names["signal"])):
         for name in gone:
-            if hasattr(module, name):
-                delattr(module, name)
+            if hasattr(place, name):
+                delattr(place, name)
     for module_name in modules:
         sys.modules[module_name] = None  # type: ignore[assignment] # an import of it fails
-    for place, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "scandir"), (os, "listdir")):
-        setattr(place, name, _without_kernel(getattr(place, name)))
+    for owner, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "scandir"), (os, "listdir")):
+        setattr(owner, name, _without_kernel(getattr(owner, name)))
 
 
 def _without_kernel(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +129,7 @@ def read_and_plan(dataset: str, execution: str) -> dict[str, Any]:
     config = sf.LoaderConfig(execution=execution)  # type: ignore[arg-type]
     digest = hashlib.sha256()
     with sf.Loader(
-        opened, split="train", batch=spec, seed=7, fields=fields, where="num_slices >= 1", config=config
+        opened, split="train", batch=spec, seed=7, fields=fields, where="facts.num_slices >= 1", config=config
     ) as loader:
         keys = []
         for batch in loader:
@@ -95,10 +142,7 @@ def read_and_plan(dataset: str, execution: str) -> dict[str, Any]:
         codes = [
             main(["info", dataset, "--json"]),
             main(["verify", dataset]),
-            main(
-                ["plan", dataset, "--split", "train", "--seed", "7", "--micro-batch-size", "2"]
-                + ["--micro-batches-per-step", "2", "--world-size", "2"]
-            ),
+            main(["plan", dataset, *_PLAN]),
         ]
     return {
         "codes": codes,

@@ -112,7 +112,7 @@ def sample_process(pid: int) -> dict[str, float]:
         "pss_bytes": sizes["Pss"],
         "memory_bytes": sizes["Pss_Anon"] + sizes["Pss_Shmem"],
         "shared_bytes": sizes["Pss_Shmem"],
-        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "files": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
         "threads": int(status["Threads"]),
     }
 
@@ -133,6 +133,7 @@ class Series:
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, time_s: float, values: dict[str, float]) -> None:
+        """Take a sample in."""
         self.times_s.append(time_s)
         for name, value in values.items():
             self.values[name].append(value)
@@ -169,6 +170,7 @@ class Sampler(threading.Thread):
         self._is_over = threading.Event()
 
     def run(self) -> None:
+        """Sample until `stop`."""
         while not self._is_over.wait(SAMPLE_EVERY_S):
             now, total = time.monotonic(), Counter[str]()
             for pid in tree_of(self.pid):
@@ -179,6 +181,7 @@ class Sampler(threading.Thread):
             self.total.add(now, dict(total))
 
     def stop(self) -> None:
+        """End the sampling."""
         self._is_over.set()
         self.join()
 
@@ -229,7 +232,9 @@ def check_ledger(run: Path, dataset: sf.Dataset, num_steps: int) -> int:
             expected = planned_keys(dataset, "train", SPEC, seed=SEED, epoch=epoch)
         for micro in step.micro_batches:
             found = (step.epoch, step.step, micro.micro, micro.keys, micro.weights)
-            check(found == next(expected, None), f"step {step.global_step} of {run.name}: not the plan's rows")
+            check(
+                found == next(expected, None), f"step {step.global_step} of {run.name}: not the plan's rows"
+            )
             num_rows += len(micro.keys)
     return num_rows
 
@@ -401,7 +406,7 @@ def folder_numbers(work: Path, dataset: Path) -> dict[str, float]:
     """Count what jobs may leave on disk and in shared memory."""
     return {
         "temporary_files": sum(1 for _ in (work / "tmp").rglob("*")),
-        "shared_files": len(os.listdir("/dev/shm")),
+        "shared_files": sum(1 for _ in Path("/dev/shm").iterdir()),
         "dataset_bytes": sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file()),
     }
 
@@ -441,11 +446,15 @@ def soak(work: Path, minutes: float, *, is_alone: bool, say: Callable[[str], Non
             own.add(time.monotonic(), sample_process(os.getpid()))
             folders.add(time.monotonic(), folder_numbers(work, loop.case.output))
             check(running.process.poll() is None, f"steady run: {running._read(-1).text[-4000:]}")
-            say(f"{(time.monotonic() - began) / 60:.1f} min, {dict(loop.counts)}, steady {steps_done(steady)}")
+            say(
+                f"{(time.monotonic() - began) / 60:.1f} min, {dict(loop.counts)}, steady {steps_done(steady)}"
+            )
         sampler.stop()
         ranks = sorted(running.rank_pids().values())
         os.kill(ranks[0], signal.SIGKILL)
-        check(running.wait(WAIT_S).exit_code != 0, "the steady run must not end with 0 when a rank was killed")
+        check(
+            running.wait(WAIT_S).exit_code != 0, "the steady run must not end with 0 when a rank was killed"
+        )
     with job(work / "steady-log", "shardflow.training", words, num_ranks=1, passes_codes=True) as running:
         check(wait_for_steps(running, steady, steps_done(steady) + 50), "one rank must go on")
         running.process.send_signal(signal.SIGTERM)

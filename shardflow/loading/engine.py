@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,10 @@ _JOIN_TIMEOUT_S = 5.0
 _FINISH_ONLY = -1
 _STARVED_S = 1e-3
 """A longer wait means that no result was ready; a shorter one is the cost of the call."""
+# Windows knows anonymous memory alone, by its number of -1.
+_PRIVATE: Final[dict[str, int]] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 
 
 class Pool(Protocol):
@@ -114,7 +118,7 @@ class BufferPool:
             self._num_allocated += memory is None
         self._settle()  # buffers returned while the lock was held
         if memory is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, size, **_PRIVATE)
             if size >= _MIN_HUGE_BYTES:
                 _ask_for_huge_pages(memory)
         address = np.frombuffer(memory, np.uint8).ctypes.data

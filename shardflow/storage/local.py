@@ -40,7 +40,7 @@ _MAX_GAP_BYTES = 4096
 _MAX_OPEN_FILES = 4096
 # The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
 _MAX_BUFFERS = 1022
-# Windows has neither descriptors that a child inherits nor pipes among files, but changes bytes of text files.
+# Windows has neither of the first two, and without the third it changes line ends.
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _READ_FLAGS = os.O_RDONLY | _CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _SEEKING = threading.Lock()
@@ -464,5 +464,5 @@ def _seek_and_read(fileno: int, pieces: Sequence[memoryview | NDArray[np.uint8]]
     with _SEEKING:
         os.lseek(fileno, offset, os.SEEK_SET)
         data = os.read(fileno, len(pieces[0]))
-    pieces[0][: len(data)] = np.frombuffer(data, np.uint8) if isinstance(pieces[0], np.ndarray) else data
+    memoryview(pieces[0])[: len(data)] = data
     return len(data)

@@ -213,12 +213,20 @@ def check_bindings(
     """
     # Checkpoints from before a setting existed behaved as its default does.
     saved = {**_chosen_later(), **checkpoint.state["bindings"]}
+    if "image.num_slices" in saved:  # as 0.1.0 recorded it
+        saved.setdefault("places of fields.image", saved["image.num_slices"])
     for name in [*bindings, *sorted(_OPTIONAL & saved.keys() - bindings.keys())]:
         value = bindings.get(name)
         if accepts_content and name.startswith("fields."):
             continue
         if name in _NEWER and name not in saved:
             continue  # written before there was such a binding
+        if name.startswith("fields.") and not any(known.startswith("fields.") for known in saved):
+            raise StateError(
+                f"checkpoint {checkpoint.name} was written by a version that recorded [image] in place of "
+                "[fields]; write in [fields] what it was trained with, and go on with "
+                "run.accept_content_change=true, once."
+            )
         if saved.get(name) != value:
             raise StateError(
                 f"{name} is {value!r}, but checkpoint {checkpoint.name} was trained with "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.targets import FOUND, TARGETS, found_inputs, make_target, mutations
+from fuzz.targets import TARGETS, found_inputs, make_target, mutations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of parsers, about what is wrong with an input
 
@@ -20,7 +20,3 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
     seeds = list(target.seeds())
     for data in (*seeds, *found_inputs(name), *mutations(seeds, number, name)):
         target.run(data)
-
-
-def test_what_was_found_has_a_target() -> None:
-    assert all(path.name.rpartition("-")[0] in TARGETS for path in FOUND.iterdir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ def here(dataset: str) -> dict[str, Any]:
     finished = run("linux", dataset)
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads(finished.stdout)
+    assert (found["codes"], found["verified"]) == ([0, 0, 0], True)
     return found
 
 
