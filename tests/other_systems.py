@@ -70,19 +70,6 @@ _PLAN = (
     *("--split=train", "--seed=7", "--epoch=0", "--world-size=2"),
     *("--micro-batch-size=2", "--micro-batches-per-step=2"),
 )
-    "--split",
-    "train",
-    "--seed",
-    "7",
-    "--epoch",
-    "0",
-    "--micro-batch-size",
-    "2",
-    "--micro-batches-per-step",
-    "2",
-    "--world-size",
-    "2",
-]
 
 
 def hide(system: str) -> None:
