@@ -98,9 +98,9 @@ class SamplesTable:
         try:
             self.splits = {name: range(start, stop) for name, (start, stop) in table.meta["splits"].items()}
             self.modalities: tuple[str, ...] = tuple(table.meta["modalities"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+            self.num_samples = sum(len(rows) for rows in self.splits.values())
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise FormatError(f"{table.name} must name splits and modalities, got other meta data.") from None
-        self.num_samples = sum(len(rows) for rows in self.splits.values())
         lengths = {table.num_rows(name) for name in COLUMNS}
         if lengths != {self.num_samples}:
             raise FormatError(
@@ -120,7 +120,10 @@ class SamplesTable:
 
     def sample_key(self, row: int) -> str:
         """Return the key of a sample."""
-        return bytes(self._table.gather("sample_key", row)[()]).decode("ascii")
+        key = bytes(self._table.gather("sample_key", row)[()])
+        if not key.isascii():
+            raise FormatError(f"{self._table.name} must hold sample keys in ASCII, got other bytes.")
+        return key.decode("ascii")
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a whole column as a read-only view, see `Table.column`."""
@@ -132,7 +135,12 @@ class SamplesTable:
 
     def modality(self, row: int) -> str:
         """Return the modality of a sample's primary series."""
-        return self.modalities[int(self._table.gather("modality", row))]
+        code = int(self._table.gather("modality", row))
+        if code >= len(self.modalities):
+            raise FormatError(
+                f"{self._table.name} must name {len(self.modalities)} modalities at most, got number {code}."
+            )
+        return self.modalities[code]
 
     def find(self, key: str) -> int:
         """Return the row of a sample by its key; reads the whole key column.
