@@ -284,7 +284,7 @@ class LoaderConfig:
                 f"max_node_bytes must be at least 0 bytes, got {self.max_node_bytes}; correct it, or "
                 "leave it out for the memory of the machine."
             )
-        if self.execution != "threads" and not hasattr(os, "memfd_create"):
+        if self.execution in ("process", "workers") and not hasattr(os, "memfd_create"):
             raise ConfigError(
                 f"execution must be 'threads' on this system, got {self.execution!r}; loader processes need "
                 "Linux."
