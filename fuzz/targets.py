@@ -47,7 +47,7 @@ ROOMS: Final = {
 }
 """What libFuzzer sees the branches of."""
 FOUND: Final = Path(__file__).with_name("found")
-"""Inputs that broke something once, ``TARGET-NUMBER``; seeds, and tests."""
+"""Inputs that broke something once, ``TARGET-NUMBER.bin``; seeds, and tests."""
 
 _TOKENS: Final = (
     *(
