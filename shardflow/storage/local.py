@@ -464,5 +464,5 @@ def _seek_and_read(fileno: int, pieces: Sequence[memoryview | NDArray[np.uint8]]
     with _SEEKING:
         os.lseek(fileno, offset, os.SEEK_SET)
         data = os.read(fileno, len(pieces[0]))
-    memoryview(pieces[0])[: len(data)] = data
+    memoryview(pieces[0])[: len(data)] = data  # type: ignore[arg-type]  # a buffer
     return len(data)

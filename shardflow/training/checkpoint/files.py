@@ -323,7 +323,7 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
     if state.get("format_version") not in {FORMAT_VERSION, SHARDED_FORMAT_VERSION}:
         known = f"format version {FORMAT_VERSION} or {SHARDED_FORMAT_VERSION}"
         raise _damaged(name, known, repr(state.get("format_version")))
-    files = state.get("files")
+    files: Any = state.get("files")
     is_whole = isinstance(state.get("run"), dict) and isinstance(files, dict)
     if not is_whole or not all(
         isinstance(facts, dict) and {"num_bytes", "sha256"} <= facts.keys() for facts in files.values()
