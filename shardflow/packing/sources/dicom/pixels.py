@@ -192,6 +192,8 @@ def iter_slices(
             FILE_UNREADABLE
             or INVALID_IMAGE_DESCRIPTION.
     """
+    if header.is_slide:
+        raise source_error(Reason.DECODE_FAILED, "a slide is read tile by tile")
     form = form or form_of([header])
     frames = range(header.image.num_frames) if frames is None else frames
     lut = (

@@ -103,7 +103,7 @@ def test_the_real_monochrome1_radiograph_is_mirrored_once(shared_data: Path) -> 
         ("highdicom/seg_image_sm_control_labelmap.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("highdicom/seg_image_sm_dots_tiled_full.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("highdicom/sm_annotations.dcm", "UNSUPPORTED_SOP_CLASS"),
-        ("highdicom/sm_image.dcm", "UNSUPPORTED_SOP_CLASS"),
+        ("highdicom/sm_image_grayscale.dcm", "UNSUPPORTED_SLIDE"),
         ("highdicom/sr_document.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("dcmqi_ct_seg_sr/segmentations/partial_overlaps.dcm", "UNSUPPORTED_SOP_CLASS"),
         ("dcmqi_ct_seg_sr/sr-example/sr.dcm", "UNSUPPORTED_SOP_CLASS"),

@@ -248,7 +248,7 @@ def test_colour_slices_of_a_ct_are_captures(tmp_path: Path) -> None:
 
 
 def test_kinds_are_ranked_for_the_primary_series() -> None:
-    assert list(StackKind) == ["volume", "images", "frames", "secondary", "localizer"]
+    assert list(StackKind) == ["volume", "images", "frames", "slide", "secondary", "localizer"]
 
 
 def test_an_uncalibrated_projection_has_the_spacing_of_its_detector(tmp_path: Path) -> None:
