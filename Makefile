@@ -79,7 +79,7 @@ sbom: dist ## Write what the wheel installs for each image as CycloneDX into dis
 	$(call uv_of,.release-venv)
 	.release-venv/bin/uv pip install --quiet --python .release-venv/bin/python $(LOCKED) cyclonedx-bom
 	$(call sbom_of,pack,pack$(,)wfdb$(,)remote)
-	$(call sbom_of,train,train$(,)prometheus$(,)remote)
+	$(call sbom_of,train,train$(,)prometheus$(,)remote$(,)service)
 
 release: sbom ## Fill dist/ for a release: wheel, sources, bills of materials, licenses, digests
 	$(BIN)/python -m tests.architecture.licenses > dist/LICENSES.md

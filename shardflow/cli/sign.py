@@ -27,7 +27,7 @@ EXAMPLES = """\
 examples:
   ssh-keygen -t ed25519 -f release-key
   shardflow sign my-dataset --key release-key
-  shardflow sign s3://bucket/my-dataset --key ~/.ssh/id_ed25519.pub      (the key is in ssh-agent)
+  shardflow sign s3://bucket/my-dataset --key ~/.ssh/id_ed25519.pub
   shardflow verify my-dataset --signature --keys release-key.pub
   cd my-dataset && ssh-keygen -Y verify -n shardflow -I alice -f allowed_signers \\
       -s signatures/000001-001.sha256.sig < signatures/000001-001.sha256 &&

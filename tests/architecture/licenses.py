@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-IMAGES = {"pack": ("pack", "wfdb", "remote"), "train": ("train", "prometheus", "remote")}
+IMAGES = {"pack": ("pack", "wfdb", "remote"), "train": ("train", "prometheus", "remote", "service")}
 """Extras of each container image."""
 
 STATED = {
