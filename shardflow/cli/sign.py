@@ -25,13 +25,12 @@ no trusted key has signed.
 """
 EXAMPLES = """\
 examples:
-  ssh-keygen -t ed25519 -f release-key
   shardflow sign my-dataset --key release-key
   shardflow sign s3://bucket/my-dataset --key ~/.ssh/id_ed25519.pub
-  shardflow verify my-dataset --signature --keys release-key.pub
-  cd my-dataset && ssh-keygen -Y verify -n shardflow -I alice -f allowed_signers \\
-      -s signatures/000001-001.sha256.sig < signatures/000001-001.sha256 &&
-      sha256sum -c signatures/000001-001.sha256
+
+A key is made by ssh-keygen -t ed25519 -f release-key. Plain tools check a signature in the dataset's folder:
+ssh-keygen -Y verify -n shardflow -I alice -f allowed_signers -s signatures/000001-001.sha256.sig
+< signatures/000001-001.sha256, and then sha256sum -c signatures/000001-001.sha256.
 """
 
 
