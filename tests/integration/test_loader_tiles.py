@@ -95,6 +95,25 @@ def test_tiles_are_the_pixels_of_the_slide_and_the_same_everywhere(dataset: Data
     assert len(starts) > 10
 
 
+def test_a_grid_of_a_broken_ratio_covers_every_slide(dataset: Dataset) -> None:
+    covered: dict[int, NDArray[np.bool_]] = {}
+    batch_spec = sf.BatchSpec(micro_batch_size=64, micro_batches_per_step=4, tail="mask")
+    settings = {"size": (3, 3), "mpp": 0.25 * 1.973, "center": "grid", "loader": {"unit": "window"}}
+    with tiles_of(dataset, batch_spec, **settings) as loader:
+        for batch in loader:
+            for slot, key in enumerate(batch.info.sample_keys):
+                if key is None:
+                    continue
+                number = number_of(key)
+                seen = covered.setdefault(number, np.zeros(pixels_of(number).shape[:2], bool))
+                row, column = batch["tile_start"][slot].tolist()
+                assert 0 <= row <= seen.shape[0] - 6
+                assert 0 <= column <= seen.shape[1] - 6
+                seen[row : row + 6, column : column + 6] = True
+    assert len(covered) == NUM_SAMPLES - 1
+    assert all(seen.all() for seen in covered.values())
+
+
 @pytest.mark.parametrize(("mpp", "level"), [(0.5, 1), (1.0, 4), (2.0, 4)])
 def test_a_resolution_comes_from_the_coarsest_level_that_is_fine_enough(
     dataset: Dataset, mpp: float, level: int

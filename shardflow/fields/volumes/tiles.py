@@ -510,10 +510,23 @@ class BoundTiles(BoundField):
         if self.spec.has_windows:
             whole = self._lengths(slide)
             _, row, column = window_start(whole, self._window_size, self._overlap, self._window(request))
-            return (
-                math.floor(row * span[0] / self.spec.size[0] + 0.5),
-                math.floor(column * span[1] / self.spec.size[1] + 0.5),
+            mpp = self.spec.mpp
+            down, across = (
+                _grid_start(
+                    at, length - tile, side - covered, 1.0 if mpp is None else mpp * side / (own * each)
+                )
+                for at, length, tile, side, covered, own, each in zip(
+                    (row, column),
+                    whole[1:],
+                    self.spec.size,
+                    level.shape[:2],
+                    span,
+                    (slide.rows, slide.columns),
+                    slide.mpp,
+                    strict=True,
+                )
             )
+            return down, across
         place = None
         if self._turns is None or self._turns.is_turn(request.draw, request.component):
             place = self._place(request, level)
@@ -547,6 +560,20 @@ class BoundTiles(BoundField):
         samples = self._samples.datasets[request.component].samples
         assert isinstance(samples, WindowTable)  # noqa: S101 - checked when the fields were bound
         return int(samples.numbers(np.array([request.table_row]))[0])
+
+
+def _grid_start(at: int, last: int, most: int, ratio: float) -> int:
+    """Return where a tile of a grid begins in a level.
+
+    Args:
+        at: Where it begins, in delivered pixels.
+        last: Where the last one begins, in delivered pixels.
+        most: Where the last one begins in the level; negative where a tile is larger than the slide.
+        ratio: Pixels of the level in a delivered pixel. A tile's rounded span would add up its error.
+    """
+    if at >= last > 0:
+        return max(most, 0)
+    return min(max(math.floor(at * ratio + 0.5), min(most, 0)), max(most, 0))
 
 
 def _is_fine(span: tuple[int, int], size: tuple[int, int]) -> bool:

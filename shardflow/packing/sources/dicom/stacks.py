@@ -124,7 +124,7 @@ def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
 
 
 def _slides(instances: Iterable[InstanceHeader]) -> list[tuple[InstanceHeader, ...]]:
-    """Group levels into slides, of which each has one of a size."""
+    """Group levels into slides, of which each has one frame of reference, and one level of a size."""
     slides: list[list[InstanceHeader]] = []
     sizes: list[set[tuple[int, int]]] = []
     ordered = sorted(
@@ -132,7 +132,15 @@ def _slides(instances: Iterable[InstanceHeader]) -> list[tuple[InstanceHeader, .
     )
     for each in ordered:
         size = each.image.rows, each.image.columns
-        at = next((at for at, known in enumerate(sizes) if size not in known), len(slides))
+        frame = each.frame_of_reference_uid
+        at = next(
+            (
+                at
+                for at, known in enumerate(sizes)
+                if size not in known and slides[at][0].frame_of_reference_uid == frame
+            ),
+            len(slides),
+        )
         if at == len(slides):
             slides.append([])
             sizes.append(set())

@@ -1,7 +1,8 @@
 """Reader of slides in TIFF pyramids: Aperio SVS, OME-TIFF, and any tiled TIFF in 8-bit RGB.
 
-tifffile finds the images of a file; the levels are the tiled ones of the proportions of the first. Whatever
-else a file holds (label, macro image, thumbnail) is left out, and no text of it is read but the scale.
+tifffile finds the images of a file; the levels are the largest tiled one and those of its own pyramid, whose
+sides are its sides divided by a whole number. Whatever else a file holds (label, macro image, thumbnail) is
+left out, and no text of it is read but the scale.
 
 Source: TIFF 6.0, section 15 (tiles); TIFF technical note 2 (JPEG); the Aperio and OME-TIFF specifications.
 """
@@ -13,12 +14,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.dictionary import WHOLE_SLIDE
@@ -26,6 +28,7 @@ from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.slides import slide_limits
+from shardflow.packing.sources.documents.bounded import XmlNode, parse_xml
 from shardflow.packing.sources.placement import make_header
 from shardflow.packing.sources.slides.levels import Array, Place, SlideLevel, plain_jpeg
 
@@ -39,11 +42,8 @@ _MPP_RANGE: Final = (0.02, 50.0)
 """Microns per pixel of the finest level that are believed: resolutions of 72 or 300 dpi are of printers."""
 _APERIO_MPP: Final = re.compile(r"\|\s*MPP\s*=\s*([0-9.]+)")
 _APERIO_POWER: Final = re.compile(r"\|\s*AppMag\s*=\s*([0-9.]+)")
-_OME_SIZE: Final = re.compile(r'PhysicalSize([XY])="([0-9.eE+-]+)"')
-_OME_UNIT: Final = re.compile(r'PhysicalSize[XY]Unit="([^"]*)"')
-_OME_POWER: Final = re.compile(r'NominalMagnification="([0-9.]+)"')
-_LABEL_WORDS: Final = re.compile(r"\b(label|macro|overview|thumbnail)\b", re.IGNORECASE)
-_RATIO_TOLERANCE: Final = 0.02
+_LABEL_WORDS: Final = re.compile(r"label|macro|overview|barcode|thumbnail", re.IGNORECASE)
+_MICRONS: Final = frozenset({"", "um", "\u00b5m", "\u03bcm"})
 _JPEG: Final = 7
 _RGB, _YCBCR = 2, 6
 _COLORS: Final = 3
@@ -109,26 +109,122 @@ def open_levels(path: Path) -> Iterator[tuple[list[TiffLevel], int]]:
         raise source_error(Reason.HEADER_UNREADABLE, f"TIFF: {type(error).__name__}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Ome:
+    """What OME-XML says of the images of a file."""
+
+    root: XmlNode | None
+    """None where it cannot be read."""
+
+    def image_of(self, number: int) -> XmlNode | None:
+        """Return the image that a page belongs to; None where nothing says so."""
+        images = [] if self.root is None else [*self.root.elements("Image")]
+        if len(images) == 1:
+            return images[0]
+        for image in images:
+            for data in image.find_all("Pixels/TiffData"):
+                first = _int_of(data.get("IFD"), 0)
+                if first <= number < first + _int_of(data.get("PlaneCount"), 1):
+                    return image
+        return None
+
+    def power_of(self, image: XmlNode | None) -> float | None:
+        """Return the magnification of the objective of an image."""
+        if image is None or self.root is None:
+            return None
+        used = {one.get("ID") for one in image.elements("ObjectiveSettings")}
+        powers = {
+            _float_of(one.get("NominalMagnification"))
+            for one in self.root.find_all("Instrument/Objective")
+            if not used or one.get("ID") in used
+        }
+        return powers.pop() if len(powers) == 1 else None
+
+
+def _int_of(text: str, default: int) -> int:
+    return int(text) if text.isascii() and text.isdigit() else default
+
+
+def _float_of(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read_ome(file: Any) -> _Ome | None:
+    """Return what the first page says in OME-XML; None where it has none."""
+    text = file.pages.first.description or ""
+    if not file.is_ome and not (text.lstrip().startswith("<") and "<OME" in text):
+        return None
+    try:
+        return _Ome(parse_xml(text.strip().encode()))
+    except SourceError:
+        return _Ome(None)
+
+
+def _is_label(page: Any, number: int) -> bool:
+    """Return whether the text of a page says that it is no scan; XML of the first page tells of all pages."""
+    text = (page.description or "").split("|")[0]
+    return not (number == 0 and text.lstrip().startswith("<")) and bool(_LABEL_WORDS.search(text))
+
+
+def _is_level(page: Any, finest: Any) -> bool:
+    """Return whether the sides of a page are those of the finest divided by one whole number."""
+    whole, sides = ((int(one.imagelength), int(one.imagewidth)) for one in (finest, page))
+    if min(sides) < 1:
+        return False
+    factor = max(whole) // max(sides)
+    return any(
+        each >= 2 and all(abs(most - side * each) <= each for most, side in zip(whole, sides, strict=True))
+        for each in (factor, factor + 1)
+    )
+
+
 def _levels(file: Any) -> tuple[list[TiffLevel], int]:
-    pages = [page for first in file.pages for page in (first, *(first.pages or ()))]
-    tiled = [
-        page for page in pages if page.is_tiled and not _LABEL_WORDS.search(page.description.split("|")[0])
-    ]
+    ome = _read_ome(file)
+    groups: list[list[Any]] = []
+    firsts: list[Any] = []
+    num_pages = 0
+    for number, first in enumerate(file.pages):
+        pages = [first, *(first.pages or ())]
+        num_pages += len(pages)
+        firsts.append(first)
+        image = None if ome is None else ome.image_of(number)
+        is_label = _is_label(first, number) or (image is not None and _LABEL_WORDS.search(image.get("Name")))
+        # An image inside of a label shows it too.
+        groups.append(
+            []
+            if is_label
+            else [page for page in pages if page.is_tiled and (page is first or not _is_label(page, -1))]
+        )
+    tiled = [(page, number) for number, group in enumerate(groups) for page in group]
     if not tiled:
         raise source_error(Reason.UNSUPPORTED_SLIDE, "no tiled image")
-    finest = max(tiled, key=lambda page: page.imagelength * page.imagewidth)
-    ratio = finest.imagelength / finest.imagewidth
-    found: dict[tuple[int, int], Any] = {}
-    for page in tiled:
-        # A level of few pixels has rounded sides.
-        tolerance = _RATIO_TOLERANCE + 1 / min(page.imagelength, page.imagewidth)
-        if abs(page.imagelength / page.imagewidth / ratio - 1) <= tolerance:
+    finest, own = max(tiled, key=lambda found: found[0].imagelength * found[0].imagewidth)
+    image = None if ome is None else ome.image_of(own)
+    tops = [
+        group[0]
+        for number, group in enumerate(groups)
+        if group
+        and group[0] is firsts[number]
+        and number != own
+        and (ome is None or (image is not None and ome.image_of(number) is image))
+    ]
+    found = {(finest.imagelength, finest.imagewidth): finest}
+    for page in (*groups[own], *tops):
+        if _is_level(page, finest):
             found.setdefault((page.imagelength, page.imagewidth), page)
     levels = [found[size] for size in sorted(found, reverse=True)]
     for page in levels:
         _check_page(page)
-    spacing = _spacing_mm(finest)
-    return [TiffLevel(page, finest, spacing) for page in levels], len(pages) - len(levels)
+    if ome is None:
+        power = _APERIO_POWER.search(finest.description or "")
+        objective = _float_of(power[1]) if power else None
+    else:
+        objective = ome.power_of(image)
+    spacing = _spacing_mm(finest, image)
+    return [TiffLevel(page, finest, spacing, objective) for page in levels], num_pages - len(levels)
 
 
 def _check_page(page: Any) -> None:
@@ -142,17 +238,27 @@ def _check_page(page: Any) -> None:
         )
     if int(page.compression) in _UNSUPPORTED_COMPRESSIONS:
         raise source_error(Reason.UNSUPPORTED_SLIDE, f"compression {int(page.compression)}")
+    if page.photometric == _YCBCR and int(page.compression) != _JPEG:
+        # Only the decoder of JPEG makes RGB of it.
+        raise source_error(Reason.UNSUPPORTED_SLIDE, f"YCbCr in compression {int(page.compression)}")
 
 
-def _spacing_mm(page: Any) -> tuple[float, float] | None:
-    """Return the distance of pixels between rows and columns; None where no plausible one is stated."""
-    text = page.description or ""
+def _spacing_mm(page: Any, image: XmlNode | None) -> tuple[float, float] | None:
+    """Return the distance of pixels between rows and columns; None where no plausible one is stated.
+
+    Args:
+        page: The finest level.
+        image: What OME-XML says of it.
+    """
     found: tuple[float, float] | None = None
-    if match := _APERIO_MPP.search(text):
+    pixels = None if image is None else image.find("Pixels")
+    if pixels is not None and (pixels.get("PhysicalSizeX") or pixels.get("PhysicalSizeY")):
+        down, across = (_float_of(pixels.get(f"PhysicalSize{axis}")) for axis in "YX")
+        units = {pixels.get(f"PhysicalSize{axis}Unit") for axis in "YX"}
+        if down is not None and across is not None and units <= _MICRONS:
+            found = down, across
+    elif match := _APERIO_MPP.search(page.description or ""):
         found = (float(match[1]), float(match[1]))
-    elif sizes := dict(_OME_SIZE.findall(text)):
-        if set(_OME_UNIT.findall(text)) <= {"µm", "um", "&#181;m", "&#xB5;m"} and {"X", "Y"} <= sizes.keys():
-            found = (float(sizes["Y"]), float(sizes["X"]))
     else:
         unit = _BYTES_PER_MM.get(int(page.resolutionunit))
         x, y = page.resolution
@@ -171,9 +277,16 @@ class TiffLevel(SlideLevel):
         page: The image, of tifffile.
         finest: That of the finest level.
         spacing_mm: Distance of pixels in the finest level.
+        objective_power: Magnification of the objective.
     """
 
-    def __init__(self, page: Any, finest: Any, spacing_mm: tuple[float, float] | None) -> None:
+    def __init__(
+        self,
+        page: Any,
+        finest: Any,
+        spacing_mm: tuple[float, float] | None,
+        objective_power: float | None,
+    ) -> None:
         self._page = page
         self.rows, self.columns = int(page.imagelength), int(page.imagewidth)
         self.tile_rows, self.tile_columns = int(page.tilelength), int(page.tilewidth)
@@ -182,9 +295,7 @@ class TiffLevel(SlideLevel):
                 spacing_mm[0] * finest.imagelength / self.rows,
                 spacing_mm[1] * finest.imagewidth / self.columns,
             )
-        text = finest.description or ""
-        power = _APERIO_POWER.search(text) or _OME_POWER.search(text)
-        self.objective_power = float(power[1]) if power else None
+        self.objective_power = objective_power
         self.is_jpeg = int(page.compression) == _JPEG
 
     def _tiles(self, places: Sequence[Place]) -> Iterator[tuple[int, bytes | None]]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.format.reasons import PHASE_NAMES
+from shardflow.packing.sources.dicom.dictionary import WHOLE_SLIDE
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.stacks import Stack, StackKind, split_series
 from tests.unit.packing.sources.dicom.factory import AXIAL, UID_ROOT, make_header
@@ -274,3 +275,21 @@ def test_planes_a_few_micrometres_apart_are_planes_where_pixels_are_as_fine(
         for each in headers
     ]
     assert len(split_series(fine)) == num_stacks
+
+
+def test_levels_of_two_frames_of_reference_are_two_slides(template: InstanceHeader) -> None:
+    levels = [
+        replace(
+            _instance(template, number, (0.0, 0.0, 0.0)),
+            sop_class_uid=WHOLE_SLIDE,
+            frame_of_reference_uid=f"1.2.{slide}",
+            image=replace(template.image, rows=side, columns=side),
+        )
+        for number, (slide, side) in enumerate([(1, 512), (1, 128), (2, 500), (2, 125)])
+    ]
+    slides = [
+        {each.frame_of_reference_uid for each in stack.levels}
+        for stack in split_series(levels)
+        if stack.kind is StackKind.SLIDE
+    ]
+    assert sorted(map(sorted, slides)) == [["1.2.1"], ["1.2.2"]]
