@@ -64,7 +64,8 @@ def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None)
         state: What the checkpoint holds beside tensors; None for a fresh start.
 
     Raises:
-        ConfigError: The newest version is none that the run can adopt; the message says why.
+        ConfigError: The newest version is none that the run can adopt, or the version that an epoch began
+            with was replaced; the message says why.
         ManifestError: A version cannot be read or trusted.
         StorageError: Reading failed.
     """
@@ -74,12 +75,23 @@ def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None)
     global_step = 0 if state is None else state["global_step"]
     for line in reversed(recorded_versions(run)):
         if (line["global_step"], line["epoch"]) == (global_step, position["epoch"]):
-            return int(line["manifest_version"])
+            return _began_with(data, line)
     if state is None:
         return latest_version(open_store(data.dataset))
     if "meanings" not in state:  # of a run that did not adopt versions yet: there is nothing to compare
         return int(position["manifest_version"])
     return newest_descendant(data, run, int(position["manifest_version"]), position["dataset_id"])
+
+
+def _began_with(data: DataConfig, line: Mapping[str, Any]) -> int:
+    """Return the version that an epoch began with; another one of the same number is refused."""
+    number = int(line["manifest_version"])
+    if load_shared(open_store(data.dataset), number).dataset_id != line["dataset_id"]:
+        raise ConfigError(
+            f"version {number} of the dataset is not the one that epoch {line['epoch']} of the run began "
+            "with: it was replaced; restore that version, or start a new run."
+        )
+    return number
 
 
 def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str) -> int:
@@ -109,8 +121,9 @@ def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str
                 _LOGGER.info("version %d is not adopted: %s", number, error.message)
                 continue
         _check_descent(store, manifest, current, dataset_id)
-        first = min([current, *(int(line["manifest_version"]) for line in recorded_versions(run))])
-        _check_removed(store, first, manifest)
+        trained = {int(line["manifest_version"]): line["dataset_id"] for line in recorded_versions(run)}
+        # Digests bind the versions in between, which nobody needs to have signed.
+        _check_removed(open_store(data.dataset), {**trained, current: dataset_id}, manifest)
         return number
     return current
 
@@ -161,12 +174,24 @@ def _check_descent(store: ByteStore, manifest: Manifest, current: int, dataset_i
         manifest = parent
 
 
-def _check_removed(store: ByteStore, first: int, manifest: Manifest) -> None:
-    """Refuse a version with samples that a version of the run had and a later one had not any more."""
-    numbers = [one for one in versions(store) if first <= one <= manifest.manifest_version]
+def _check_removed(store: ByteStore, trained: Mapping[int, str], manifest: Manifest) -> None:
+    """Refuse a version with samples that a version of the run had and a later one had not any more.
+
+    Args:
+        store: The dataset's, without trusted keys.
+        trained: Digests of the versions that the run was trained on.
+        manifest: The version to adopt, a descendant of the newest of those.
+    """
+    line = [manifest]
+    for number in reversed(
+        [one for one in versions(store) if min(trained) <= one < line[0].manifest_version]
+    ):
+        older = load_shared(store, number)
+        if older.dataset_id in (line[-1].parent, trained.get(number)):
+            line.append(older)
     before = gone = np.zeros(0, "S1")
-    for number in numbers:
-        keys = Dataset(store, load_shared(store, number)).samples.column("sample_key")
+    for one in reversed(line):
+        keys = Dataset(store, one).samples.column("sample_key")
         gone = np.union1d(gone, np.setdiff1d(before, keys))
         before = keys
     num_back = int(np.isin(gone, before).sum())

@@ -662,7 +662,8 @@ def _decide(
             monitor = config.monitor
             check_outlets(monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
             checkpoints.remove_unfinished()
-            run = config.run
+            # A start that adopts a version continues from the checkpoint that was saved for it.
+            run = config.run if lock is not None else replace(config.run, resume="auto")
             decision = decide_start(run, checkpoints)
             if config.data.adopt_new_versions == "epoch":
                 state = read_run_state(Path(decision.checkpoint)) if decision.checkpoint else None

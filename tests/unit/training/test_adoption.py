@@ -14,6 +14,7 @@ import pytest
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format import Dataset, Manifest
+from shardflow.format.copies.signing import sign_dataset
 from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, commit, load, manifest_path
@@ -22,9 +23,11 @@ from shardflow.packing.tables.joining import TableSettings, attach_table
 from shardflow.packing.versions.base import sample_entries
 from shardflow.storage import LocalStore
 from shardflow.training import adoption
-from shardflow.training.adoption import recorded_versions
+from shardflow.training.adoption import newest_descendant, recorded_versions
+from shardflow.training.config import DataConfig
 from shardflow.training.ledger import compare_ledgers, read_ledger, read_records
 from shardflow.training.run import TrainSummary, train
+from tests.packages import install_programs
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
 ADOPT = "data.adopt_new_versions=epoch"
@@ -158,6 +161,48 @@ def test_a_killed_run_repeats_an_epoch_with_its_own_version(
         run(other, output, *settings, at={8: third} if early else None)
     assert drawn(output) == drawn(undisturbed)
     assert read_ledger(output)[-1].digest == read_ledger(undisturbed)[-1].digest
+
+
+def test_a_replaced_version_is_not_taken_for_the_one_that_an_epoch_began_with(
+    tiny: TinyInput, tmp_path: Path
+) -> None:
+    keys = keys_of(tiny)
+    at = {3: lambda: write_version(tiny, 2, keys[::3]), 7: kill}
+    settings = (ADOPT, "run.num_epochs=2", "run.checkpoint_every_steps=6")
+    with pytest.raises(Killed):
+        run(tiny, tmp_path / "run", *settings, at=at)
+    (tiny.dataset / manifest_path(2)).unlink()
+    (tiny.dataset / "samples" / "samples-000002.tbl").unlink()
+    write_version(tiny, 2, keys[:2])
+    with pytest.raises(ConfigError, match="version 2 of the dataset is not the one that epoch 1"):
+        run(tiny, tmp_path / "run", *settings)
+
+
+def test_a_new_run_that_adopts_goes_on_from_its_own_checkpoint(tiny: TinyInput, tmp_path: Path) -> None:
+    at = {3: lambda: write_version(tiny, 2, keys_of(tiny)[::3])}
+    run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2", "run.resume=never", at=at)
+    assert of_epochs(tmp_path / "run") == [(0, 1), (1, 2)]
+
+
+def test_an_unsigned_version_in_between_is_passed_over(tiny: TinyInput, tmp_path: Path) -> None:
+    install_programs(["ssh-keygen"], ["openssh-client"], otherwise="OpenSSH's client cannot be installed")
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    store, keys = LocalStore(tiny.dataset), keys_of(tiny)
+    data = DataConfig(
+        dataset=str(tiny.dataset), trusted_keys=tmp_path / "key.pub", adopt_new_versions="epoch"
+    )
+    first = load(store)
+    sign_dataset(store, key)
+    write_version(tiny, 2, keys[:2])
+    assert newest_descendant(data, tmp_path, 1, first.dataset_id) == 1
+    write_version(tiny, 3, keys[:3])
+    sign_dataset(store, key)
+    assert newest_descendant(data, tmp_path, 1, first.dataset_id) == 3
+    write_version(tiny, 4, keys[:1])
+    sign_dataset(store, key)
+    with pytest.raises(ConfigError, match="brings back 2 samples"):
+        newest_descendant(data, tmp_path, 1, first.dataset_id)
 
 
 def test_what_cannot_be_adopted_is_refused_in_a_sentence(tiny: TinyInput, tmp_path: Path) -> None:
