@@ -273,6 +273,11 @@ class Trust:
         """Leave out what was found: another process checks for itself."""
         return type(self), (self._keys,)
 
+    @property
+    def keys(self) -> frozenset[bytes]:
+        """The public keys."""
+        return frozenset(self._keys)
+
     def admit(self, store: ByteStore, manifest: Manifest) -> Signature:
         """Check that a trusted key signed a version, and note what it signed.
 

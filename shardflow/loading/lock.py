@@ -19,7 +19,7 @@ from shardflow.fields.registry import FieldSet
 from shardflow.format import Dataset
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import load
-from shardflow.format.signatures import trust_of, trust_only
+from shardflow.format.signatures import read_keys, trust_of
 from shardflow.format.tokens import open_manifest
 from shardflow.loading.selection import Selection
 from shardflow.sampling import LoaderState
@@ -143,11 +143,12 @@ def signed(source: Dataset | Selection, signed_by: str | os.PathLike[str]) -> Da
     """Return a dataset that a key must have signed, see `Dataset.signed`; a selection must be one already.
 
     Raises:
-        ConfigError: A dataset of the selection was opened without keys.
+        ConfigError: A dataset of the selection was opened without keys, or with one that is not among these.
         SignatureError: The dataset is not signed by one of the keys.
     """
     if isinstance(source, Dataset):
         return source.signed(signed_by)
+    keys = read_keys(signed_by)
     for dataset in source.datasets:
         trust = trust_of(dataset.store)
         if trust is None:
@@ -155,7 +156,12 @@ def signed(source: Dataset | Selection, signed_by: str | os.PathLike[str]) -> Da
                 "signed_by= of a loader takes a dataset, got a blend or a selection that was opened without "
                 "keys; write sf.blend(path, signed_by=...) or sf.open(path, signed_by=...)."
             )
-        trust_only(dataset.store, signed_by).admit(dataset.store, dataset.manifest)
+        if not trust.keys <= keys.keys():  # what is open already was signed by one of those
+            raise ConfigError(
+                "signed_by= of a loader must have all keys that the blend or the selection was opened with; "
+                "pass it to sf.blend or sf.open instead."
+            )
+        trust.admit(dataset.store, dataset.manifest)
     return source
 
 

@@ -218,6 +218,11 @@ def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, t
         sf.blend(blend, signed_by=keys / "allowed"), batch=_SPEC, seed=1, signed_by=keys / "ours.pub"
     ) as loader:
         assert len(list(loader)) == 6
+    _sign(data, keys, "theirs")
+    _sign(other, keys, "theirs")
+    opened = sf.blend(blend, signed_by=keys / "allowed")
+    with pytest.raises(ConfigError, match="must have all keys that the blend"):
+        sf.Loader(opened, batch=_SPEC, seed=1, signed_by=keys / "theirs.pub")
 
 
 def test_object_stores_and_plain_http(s3: str, data: Path, keys: Path) -> None:
