@@ -167,7 +167,7 @@ def test_a_replaced_version_is_not_taken_for_the_one_that_an_epoch_began_with(
     tiny: TinyInput, tmp_path: Path
 ) -> None:
     keys = keys_of(tiny)
-    at = {3: lambda: write_version(tiny, 2, keys[::3]), 7: kill}
+    at: dict[int, object] = {3: lambda: write_version(tiny, 2, keys[::3]), 7: kill}
     settings = (ADOPT, "run.num_epochs=2", "run.checkpoint_every_steps=6")
     with pytest.raises(Killed):
         run(tiny, tmp_path / "run", *settings, at=at)
@@ -179,7 +179,7 @@ def test_a_replaced_version_is_not_taken_for_the_one_that_an_epoch_began_with(
 
 
 def test_a_new_run_that_adopts_goes_on_from_its_own_checkpoint(tiny: TinyInput, tmp_path: Path) -> None:
-    at = {3: lambda: write_version(tiny, 2, keys_of(tiny)[::3])}
+    at: dict[int, object] = {3: lambda: write_version(tiny, 2, keys_of(tiny)[::3])}
     run(tiny, tmp_path / "run", ADOPT, "run.num_epochs=2", "run.resume=never", at=at)
     assert of_epochs(tmp_path / "run") == [(0, 1), (1, 2)]
 
