@@ -116,7 +116,7 @@ def test_bad_key_files_are_refused_without_naming_them(tmp_path: Path) -> None:
         "short": "at least 32 bytes, got 8",
         "long": "at most 4096",
         "folder": "regular file",
-        "absent": "FileNotFoundError; give its path, or for a new dataset make one with",
+        "absent": "No such file or directory; give its path, or for a new dataset make one with",
     }.items():
         with pytest.raises(ConfigError, match=message) as caught:
             SecretKey.load(tmp_path / name)
