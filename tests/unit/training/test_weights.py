@@ -36,7 +36,7 @@ def stored(family: str, folder: Path) -> Any:
 def built(family: str, folder: Path, **named: Any) -> Any:
     """The model of a run."""
     tokens = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones((1, 3), dtype=torch.int64)}
-    arguments = {"lora": LoraConfig(), "has_score": False, "seed": 3, **named}
+    arguments = {"lora": LoraConfig(), "has_score": False, "is_packed": False, "seed": 3, **named}
     example = {"tokens": tokens, "pictures": {}}
     return build_conversation_model(ModelConfig(path=folder), example=example, **arguments)
 
