@@ -23,8 +23,9 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
@@ -199,6 +200,22 @@ class _Place:
 
     def error(self, expected: str, found: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self.name} must be {expected}, got {found} ({self.file_name}); {remedy}.")
+
+
+_KEEPS_INTEGERS: Final = ContextVar("keeps_integers", default=False)
+
+
+@contextmanager
+def keeping_integers() -> Iterator[None]:
+    """Load settings in this context as `dump_config` wrote them: an integer for a float stays one.
+
+    The identity of a run tells 500 from 500.0, and who reads its settings must find the same.
+    """
+    token = _KEEPS_INTEGERS.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_INTEGERS.reset(token)
 
 
 def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) -> _T:
@@ -428,6 +445,8 @@ def _bind_scalar(base: Any, marks: tuple[Any, ...], value: Any, place: _Place) -
         path = place.folder / Path(value).expanduser()
         return path if base is Path else str(path)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
+        if _KEEPS_INTEGERS.get():
+            return value
         value = float(value)
     if base is float and isinstance(value, float) and not math.isfinite(value):
         raise place.error("a finite number", repr(value), "correct it")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardflow._version import __version__
-from shardflow.config import check_fields, dump_config, load_config
+from shardflow.config import check_fields, dump_config, keeping_integers, load_config
 from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.fields.outputs import Output, OutputContract
 from shardflow.fields.registry import FIELD_GROUP, FieldSet, FieldTables
@@ -187,7 +187,8 @@ def loader_arguments(
     file = folder / _SETTINGS_NAME
     file.write_text(message["settings"], encoding="utf-8")
     _check_types(message["settings"], allowed)
-    settings = load_config(RunSettings, file)
+    with keeping_integers():
+        settings = load_config(RunSettings, file)
     for name in (*settings.transform, *filter(None, [settings.collate])):
         check_allowed(name, allowed)
     keys: dict[int, str] = {}

@@ -231,6 +231,7 @@ TYPES: dict[str, tuple[str, sf.Field]] = {
         sf.Image(size=(8, 6), num_images="all", windows=("lung",), fill=0.0, dtype="int16"),
     ),
     "slices": ('num_slices = 3\nsampling = "slab"', sf.Slices(num_slices=3, sampling="slab")),
+    "tiles": ("size = [64, 64]\nmpp = 0.25", sf.Tiles(size=(64, 64), mpp=0.25)),
     "mask": (
         'like = "a"\nlabels = ["mass"]\nmerge = "stack"',
         sf.Mask(like="a", labels=["mass"], merge="stack"),
