@@ -440,7 +440,7 @@ class FieldReader:
                 with self._counters.timed("read", plan.read_num_bytes, plan.num_stored):
                     plan.read(shard.store, shard.path, memory, afresh=afresh)
                 thread.enter("decode", shard.place)
-                with self._counters.timed("decode", plan.decoded_num_bytes):
+                with self._counters.timed("decode", plan.decoded_num_bytes(memory)):
                     plan.decode(memory, out)
             except ShortReadError:
                 return shard.bad(BadSampleReason.FIELD_TRUNCATED, field)

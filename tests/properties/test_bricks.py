@@ -18,6 +18,7 @@ from shardflow.errors import ChecksumError, FormatError
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.slice_codecs.b2nd import OpenFrame
 from shardflow.format.table import Table, crc32c
+from shardflow.format.volumes import bricks
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan, StoredVolume
 from shardflow.format.volumes.encoder import encode_volume
 from shardflow.storage import ByteRange
@@ -77,7 +78,13 @@ def regions(draw: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
 @given(st.data())
 def test_a_region_equals_that_of_blosc2(data: st.DataObject) -> None:
     array, brick_shape = data.draw(arrays()), data.draw(BRICK_SHAPES)
-    volume, shard = opened(array, brick_shape)
+    # Bricks so small are in one block otherwise.
+    with patch.object(bricks, "_MIN_BLOCK_NUM_BYTES", data.draw(st.sampled_from([1, 1 << 20]))):
+        volume, shard = opened(array, brick_shape)
+        check_a_region(data, array, volume, shard)
+
+
+def check_a_region(data: st.DataObject, array: NDArray[Any], volume: BrickVolume, shard: bytes) -> None:
     start, stop = regions(data.draw, array.shape)
     box = tuple(slice(low, high) for low, high in zip(start, stop, strict=True))
     whole = blosc2.ndarray_from_cframe(shard[len(HEAD) :])[...]
@@ -137,16 +144,21 @@ def test_a_flipped_bit_of_a_brick_is_found(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize(
-    ("at", "what"), [(4, "hold one block of 49152"), (8, "hold one block"), (33, "decode"), (44, "decode")]
+    ("at", "what"),
+    [(4, "hold 49152 bytes"), (8, "hold 49152 bytes in blocks"), (33, "decode"), (44, "decode")],
 )
+@pytest.mark.parametrize("least", [1, 1 << 20])
 def test_a_brick_of_other_bytes_with_the_right_checksum_is_refused(
-    at: int, what: str, is_native: bool
+    at: int, what: str, is_native: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bricks, "_MIN_BLOCK_NUM_BYTES", least)  # in four blocks, or in one
     array = np.arange(6 * 64 * 64, dtype="<i4").reshape(6, 64, 64) % 100
     volume, shard = opened(array, (3, 64, 64))
     plan = volume.plan((0, 0, 0), array.shape)
     buffer = read(plan, shard)
     first, size = int(plan.places[0]), int(volume.columns["num_bytes"][plan.bricks[0]])
+    # Where a quarter begins is told before its bytes.
+    at += 12 * (at > 32 and least == 1)
     buffer[first + at : first + at + 3] = 255
     checksums = volume.columns["crc32c"].copy()
     checksums[plan.bricks[0]] = crc32c(buffer[first : first + size].tobytes())

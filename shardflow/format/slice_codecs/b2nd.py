@@ -151,12 +151,16 @@ def _parameters(itemsize: int, is_fast: bool) -> dict[str, Any]:
 
 
 def _layout(
-    shape: tuple[int, ...], itemsize: int, chunk_shape: tuple[int, ...] | None, is_fast: bool
+    shape: tuple[int, ...],
+    itemsize: int,
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    is_fast: bool,
 ) -> dict[str, Any]:
-    """One chunk of full-width blocks, or chunks of one block each."""
+    """One chunk of full-width blocks, or ``parts``: the shapes of chunks and of their blocks."""
+    chunk_shape, block_shape = parts or (shape, (_block_rows(shape, itemsize), *shape[1:]))
     return {
-        "chunks": chunk_shape or shape,
-        "blocks": chunk_shape or (_block_rows(shape, itemsize), *shape[1:]),
+        "chunks": chunk_shape,
+        "blocks": block_shape,
         "cparams": _blosc2().CParams(**_parameters(itemsize, is_fast)),
         # A header names the threads to decode with; by default as many as the writing machine has.
         "dparams": _blosc2().DParams(nthreads=1),
@@ -165,32 +169,63 @@ def _layout(
 
 @functools.lru_cache(maxsize=256)
 def _empty_header(
-    shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...] | None, is_fast: bool
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    is_fast: bool,
 ) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    layout = _layout(shape, dtype.itemsize, chunk_shape, is_fast)
+    layout = _layout(shape, dtype.itemsize, parts, is_fast)
     empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **layout)
     frame = bytes(empty.to_cframe())
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
 
 
-def encode_chunk(array: NDArray[Any], *, is_fast: bool) -> bytes:
-    """Encode a C-contiguous, little-endian array as one chunk of a frame; empty for zeros."""
+def encode_chunk(array: NDArray[Any], block_shape: Sequence[int], *, is_fast: bool) -> bytes:
+    """Encode a C-contiguous, little-endian array as one chunk of a frame; empty for zeros.
+
+    Args:
+        array: Of the chunk.
+        block_shape: Of its blocks, each compressed alone; divides the array's shape.
+        is_fast: How it is compressed.
+    """
     parameters = _parameters(array.itemsize, is_fast)
-    chunk: bytes = _blosc2().compress2(array, **parameters, blocksize=array.nbytes)
+    block_num_bytes = math.prod(block_shape) * array.itemsize
+    blocks = np.ascontiguousarray(_by_block(array, block_shape))
+    chunk: bytes = _blosc2().compress2(blocks, **parameters, blocksize=block_num_bytes)
     return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
 
 
+def _by_block(array: NDArray[Any], block_shape: Sequence[int]) -> NDArray[Any]:
+    """Return a view of an array block by block: the axes of the blocks' grid, and those of a block."""
+    axes = range(array.ndim)
+    both = zip(array.shape, block_shape, strict=True)
+    parts = [extent for size, part in both for extent in (size // part, part)]
+    return array.reshape(parts).transpose([2 * axis for axis in axes] + [2 * axis + 1 for axis in axes])
+
+
+def block_num_bytes(data: NDArray[np.uint8], place: int) -> int:
+    """Return the size of the blocks of a chunk, as it says itself; 0 of what is too short for one."""
+    told = data[place : place + _CHUNK_HEADER.size].tobytes()
+    return _CHUNK_HEADER.unpack(told)[1] if len(told) == _CHUNK_HEADER.size else 0
+
+
 def check_chunks(
-    data: NDArray[np.uint8], places: NDArray[np.int64], sizes: NDArray[np.int64], num_bytes: int
+    data: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    *,
+    num_bytes: int,
+    block_num_bytes: int,
 ) -> None:
-    """Check that chunks hold one block each: what decodes them writes as many bytes as they say.
+    """Check that chunks are of one size: what decodes them writes as many bytes as they say.
 
     Args:
         data: Holds the chunks.
         places: ``(n,)`` where each begins.
         sizes: ``(n,)`` sizes of the chunks.
-        num_bytes: Size of each block, decoded.
+        num_bytes: Size of each chunk, decoded.
+        block_num_bytes: Size of each of its blocks, decoded.
 
     Raises:
         FormatError: One is no such chunk.
@@ -198,20 +233,30 @@ def check_chunks(
     is_long = sizes >= _CHUNK_HEADER.size
     starts = np.where(is_long, places, places[:1] if is_long[:1].all() else 0)
     told = data[starts[:, None] + np.arange(_CHUNK_HEADER.size)].view("<i4")[:, 1:]
-    if not (is_long & (told[:, :2] == num_bytes).all(axis=1) & (told[:, 2] == sizes)).all():
-        raise FormatError(f"a chunk must hold one block of {num_bytes} bytes, got another.")
+    expected = np.array([num_bytes, block_num_bytes])
+    if not (is_long & (told[:, :2] == expected).all(axis=1) & (told[:, 2] == sizes)).all():
+        raise FormatError(f"a chunk must hold {num_bytes} bytes in blocks of {block_num_bytes}, got another.")
 
 
-def decode_chunk(chunk: memoryview, out: NDArray[Any]) -> None:
+def decode_chunk(chunk: memoryview, out: NDArray[Any], block_shape: Sequence[int]) -> None:
     """Decode a chunk that `check_chunks` accepted into a C-contiguous array of its size, without the GIL.
+
+    Args:
+        chunk: As `encode_chunk` has it.
+        out: Of the chunk's shape and dtype.
+        block_shape: Of the chunk's blocks.
 
     Raises:
         FormatError: It cannot be decoded.
     """
+    target = _by_block(out, block_shape)
+    blocks = target if target.flags.c_contiguous else np.empty(target.shape, out.dtype)
     try:
-        _blosc2().decompress2(chunk, dst=out, nthreads=1)
+        _blosc2().decompress2(chunk, dst=blocks, nthreads=1)
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
+    if blocks is not target:
+        target[...] = blocks
 
 
 class OpenFrame:
@@ -294,23 +339,25 @@ def frame_around(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     chunk_shape: tuple[int, ...],
+    block_shape: tuple[int, ...],
     chunk_offsets: NDArray[np.int64],
     chunks_num_bytes: int,
     *,
     is_fast: bool,
 ) -> tuple[bytes, bytes]:
-    """Return what precedes and what follows the chunks of a frame of several chunks of one block each.
+    """Return what precedes and what follows the chunks of a frame of several chunks.
 
     Args:
         shape: Of the array.
         dtype: Of the array, little-endian.
         chunk_shape: Of each chunk; those at the edges are whole, too.
+        block_shape: Of each block of a chunk; divides that of the chunk.
         chunk_offsets: ``(n,)`` where each chunk begins behind the header, by its position in C order;
             `ZEROS_OFFSET` for one of zeros, which is left out.
         chunks_num_bytes: Size of all chunks.
         is_fast: How the chunks are compressed.
     """
-    header = bytearray(_empty_header(shape, dtype, chunk_shape, is_fast))
+    header = bytearray(_empty_header(shape, dtype, (chunk_shape, block_shape), is_fast))
     offsets: bytes = _blosc2().compress2(chunk_offsets, **_parameters(chunk_offsets.itemsize, False))
     ending = offsets + _frame_trailer(is_fast)
     _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))

@@ -25,6 +25,7 @@ from shardflow.format.volumes.bricks import (
     EncodedVolume,
     Extents,
     StoredVolume,
+    block_shape,
     frame_around,
     grid_of,
     morton_order,
@@ -55,16 +56,22 @@ def suits_bricks(*, kind: Any, num_slices: int, num_samples: Any) -> bool:
 def fitting_brick_shape(shape: Sequence[int], wanted: Sequence[int] = BRICK_SHAPE) -> Extents:
     """Return the brick size for a volume: at most the wanted one, and as even as the shape allows.
 
+    Where there are several along rows or columns, their sizes are even numbers, see `block_shape`.
+
     Args:
         shape: ``(D, H, W)`` of the volume.
         wanted: Largest size of a brick, in voxels.
 
     Example:
         >>> fitting_brick_shape((20, 512, 500))
-        (10, 64, 63)
+        (10, 64, 64)
     """
     z, y, x = (-(-size // -(-size // min(most, size))) for size, most in zip(shape, wanted, strict=True))
-    return z, y, x
+    rows, columns = (
+        min(size + size % 2, most) if size < whole else size
+        for size, whole, most in zip((y, x), shape[1:], wanted[1:], strict=True)
+    )
+    return z, rows, columns
 
 
 class VolumeEncoder:
@@ -170,7 +177,8 @@ class VolumeEncoder:
 
     def _add_brick(self, brick: NDArray[Any]) -> None:
         number = self._num_bricks
-        chunk = b2nd.encode_chunk(brick, is_fast=self._is_fast)
+        blocks = block_shape(self._brick_shape, self._dtype.itemsize)
+        chunk = b2nd.encode_chunk(brick, blocks, is_fast=self._is_fast)
         self._spool.write(chunk)
         self._lowest[number] = np.fmin.reduce(brick, axis=None)  # NaN is above everything
         self._num_at_lowest[number] = np.count_nonzero(brick == self._lowest[number])
