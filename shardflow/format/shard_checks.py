@@ -103,15 +103,15 @@ def open_table(store: ByteStore, expected: ExpectedFile) -> Table:
     return table
 
 
-def check_tar(store: ByteStore, path: str, index: ShardIndex | None, sha256: str | None) -> None:
+def check_tar(store: ByteStore, tar: ExpectedFile, index: ShardIndex | None) -> None:
     """Check every byte of a shard.
 
     Args:
         store: Where the shard lies.
-        path: Its path.
+        tar: The shard.
         index: Its index; None where that is damaged itself, and payloads can only be judged by the digest.
-        sha256: The digest in the manifest; None where that is damaged itself.
     """
+    path, sha256 = tar.path, tar.sha256
     with checking(path):
         stream = HashedStream(store, path)
         walk = _Walk(path, stream)

@@ -15,7 +15,7 @@ from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LedgerRow, encode_ledger
 from shardflow.format.manifest import FileEntry, LedgerEntry, commit
 from shardflow.format.samples import COLUMNS
-from shardflow.format.shard_checks import DamageError, check_tar
+from shardflow.format.shard_checks import DamageError, ExpectedFile, check_tar
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import member_num_bytes
 from shardflow.storage import ByteRange, LocalStore
@@ -88,6 +88,25 @@ def test_a_whole_dataset_is_counted_and_has_no_damage(folder: Path) -> None:
     json.dumps(report.to_json())
 
 
+@pytest.mark.fast
+def test_sizes_of_shards_are_compared_where_their_bytes_are_not_read(folder: Path) -> None:
+    tar = folder / TAR
+    flip(tar, 8 * 600)
+    report = verify(folder, reads_shards=False)
+    assert report.is_whole
+    assert (report.reads_shards, report.num_samples, report.num_fields) == (False, 7, 28)
+
+    with tar.open("ab") as file:
+        file.write(b"x")
+    (folder / "shards/train-000001.tar").unlink()
+    flip(folder / "samples/samples-000001.tbl", 8 * 700)
+    found = {damage.path: damage.problem for damage in verify(folder, reads_shards=False).damages}
+
+    assert set(found) == {TAR, "shards/train-000001.tar", "samples/samples-000001.tbl"}
+    assert found[TAR].endswith(f"bytes instead of {tar.stat().st_size - 1}")
+    assert found["shards/train-000001.tar"] == "missing"
+
+
 # ---- one wrong bit anywhere ---------------------------------------------------------------------
 
 
@@ -127,12 +146,12 @@ def test_every_flipped_bit_of_a_shard_is_found_by_its_index_alone(tiny: Path) ->
     for bit in range(8 * len(store.data)):
         store.data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamageError) as caught:
-            check_tar(store, TAR, index, None)
+            check_tar(store, ExpectedFile(TAR), index)
         store.data[bit // 8] ^= 1 << bit % 8
         found = caught.value.damage
         assert found.offset is not None
         assert found.offset == bit // 8 or (found.offset <= bit // 8 and "payload" in found.place)
-    check_tar(store, TAR, index, None)
+    check_tar(store, ExpectedFile(TAR), index)
 
 
 @pytest.mark.slow
