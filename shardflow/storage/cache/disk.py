@@ -121,14 +121,20 @@ class DiskTier:
             return claims
         with self._guarded():
             known = self._catalog.object_of(blocks)
-            first, stop = blocks.unit_first[list(numbers)], blocks.unit_stop[list(numbers)]
+            # In later epochs most blocks are there. Reading ahead needs no lock to see that: of a block whose
+            # file was deleted from outside, the read itself takes notice.
+            is_kept = [is_ahead and self._is_ready(known.first_row + number) for number in numbers]
+            claims = [Claim.KEPT if kept else Claim.REFUSED for kept in is_kept]
+            places = [place for place, kept in enumerate(is_kept) if not kept]
+            if not places:
+                return claims
+            wanted = [numbers[place] for place in places]
+            first, stop = blocks.unit_first[wanted], blocks.unit_stop[wanted]
             distances = self.forecast.distances(blocks.space, first, stop, is_scan=is_ahead).tolist()
             with self._catalog.locked():
                 header = self._catalog.header()
-                claims = [
-                    self._claim(header, known, blocks, number, distance)
-                    for number, distance in zip(numbers, distances, strict=True)
-                ]
+                for place, distance in zip(places, distances, strict=True):
+                    claims[place] = self._claim(header, known, blocks, numbers[place], distance)
                 self._catalog.write_header(header)
                 self._clock = header.clock
         return claims
@@ -261,6 +267,10 @@ class DiskTier:
         rows["last_use"], rows["frequency"] = header.clock & 0xFFFFFFFF, 1.0
         self._catalog.write_rows(row, rows)
         return Claim.OURS
+
+    def _is_ready(self, row: int) -> bool:
+        """Return whether the catalog has a block, without its lock."""
+        return bool(self._catalog.rows(row, 1)["state"][0] == READY)
 
     def _is_there(self, name: str, number: int) -> bool:
         """Return whether anything exists in a block's place, ours or not."""
