@@ -32,12 +32,13 @@ from benchmarks.about import REPOSITORY, about_run
 from shardflow.config import load_config
 from shardflow.format import Dataset
 from shardflow.training.checkpoint.files import CheckpointFolder
+from shardflow.training.checkpoint.start import StartDecision
 from shardflow.training.config import TimeoutConfig, TrainConfig
 from shardflow.training.distributed import StopRequest, join_ranks
 from shardflow.training.inputs import DeviceFeed
 from shardflow.training.interval import RunMeasures
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
-from shardflow.training.run import StartDecision, prepare_run
+from shardflow.training.run import prepare_run
 from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 from tests.tiny_runs import make_tiny_input

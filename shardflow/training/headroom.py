@@ -28,12 +28,13 @@ import torch
 
 from shardflow.telemetry import STAGES
 from shardflow.training.checkpoint.files import CheckpointFolder
+from shardflow.training.checkpoint.start import StartDecision
 from shardflow.training.config import MonitorConfig, TrainConfig
 from shardflow.training.distributed import Ranks, StopRequest, join_ranks, prefer_determinism
 from shardflow.training.inputs import DeviceFeed, FedMicroBatch
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.metrics import StepMetrics
-from shardflow.training.run import StartDecision, prepare_run
+from shardflow.training.run import prepare_run
 
 Contestant = Literal["loader", "compute", "together"]
 _CONTESTANTS: Final[tuple[Contestant, ...]] = ("loader", "compute", "together")

@@ -9,50 +9,41 @@ the loader. Nothing depends on the number of ranks: one process without torchrun
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+from torch import nn
 
 from shardflow.config import dump_config
 from shardflow.errors import (
-    CheckpointError,
-    ConfigError,
-    FormatError,
-    ManifestError,
-    NoProgressError,
-    SignatureError,
     StateError,
-    StorageError,
 )
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.types.masks import Mask
 from shardflow.loading import Loader, LoaderConfig, Selection, World
 from shardflow.loading.lock import encode_lock
-from shardflow.monitoring import check_outlets, open_outlets, read_settings
+from shardflow.monitoring import open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
-from shardflow.training.adoption import Adoption, check_meanings, choose_version
+from shardflow.training.adoption import Adoption, check_meanings
 from shardflow.training.checkpoint.files import (
-    STATE_FILE,
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
-    read_run_state,
 )
 from shardflow.training.checkpoint.saving import CheckpointSaver
+from shardflow.training.checkpoint.start import StartDecision, agree_on_start
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import AugmentConfig, RunConfig, TrainConfig
+from shardflow.training.config import AugmentConfig, TrainConfig
 from shardflow.training.data import open_data
 from shardflow.training.distributed import (
     Ranks,
@@ -65,10 +56,11 @@ from shardflow.training.distributed import (
     replicate,
     shard,
 )
-from shardflow.training.faults import monitor_health, record_start, refuse_crash_loop
+from shardflow.training.faults import monitor_health
 from shardflow.training.health.heartbeat import HEALTH_FOLDER
+from shardflow.training.inputs import InputSource
 from shardflow.training.interval import CacheUse, RunMeasures
-from shardflow.training.ledger import LedgerWriter, next_attempt
+from shardflow.training.ledger import LedgerWriter
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
 from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segment_volumes
@@ -87,60 +79,6 @@ _OPTIONAL = {"model.path digest", "model.frozen", "model.frozen_dtype", "lora.ra
 """Bindings that exist only where the setting does; one that a checkpoint has must not be removed."""
 _NEWER = {"model.path weights"}
 """Bindings that older checkpoints have not, which resume without."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartDecision:
-    """Decision of rank 0, broadcast to the others; plain JSON values."""
-
-    attempt: int
-    """Number of this start of the job, from 1."""
-    checkpoint: str | None
-    """Absolute folder to resume from; None for a fresh start."""
-    damaged: Sequence[str]
-    """A sentence for each newer checkpoint that was skipped."""
-    version: int | None = None
-    """Of the dataset, where newer ones are adopted."""
-
-
-def decide_start(run: RunConfig, folder: CheckpointFolder) -> StartDecision:
-    """Find where the run starts; only on rank 0, which holds the lock, before anybody waits in a collective.
-
-    Newer checkpoints that are damaged are set aside, so that they are never taken for the run's newest.
-
-    Raises:
-        ConfigError: ``run.resume`` names no folder, or is ``never`` and the run has checkpoints.
-        CheckpointError: the run has checkpoints and none of them is sound; or the named one is damaged.
-    """
-    attempt = next_attempt(run.output)
-    own = folder.names()
-    if run.resume == "never" and own:
-        raise ConfigError(
-            f"run.resume is 'never', but run.output holds {len(own)} checkpoints, {own[0]} the newest; "
-            "choose another folder, or resume with 'auto'."
-        )
-    if own:
-        sound, problems = folder.newest_sound()
-        if sound is None:
-            raise CheckpointError(
-                f"none of the run's {len(own)} checkpoints can be used: {' '.join(problems)} Restore one, or "
-                "start a new run in another folder."
-            )
-        for problem in problems:
-            _LOGGER.warning("%s Falling back to %s.", problem, sound.name)
-        folder.resume_from(sound.name)
-        return StartDecision(attempt=attempt, checkpoint=str(folder.path / sound.name), damaged=problems)
-    if run.resume in {"auto", "never"}:
-        return StartDecision(attempt=attempt, checkpoint=None, damaged=())
-    foreign = Path(run.resume).expanduser().resolve()
-    if not (foreign / STATE_FILE).is_file():
-        found = "a folder without a checkpoint" if foreign.is_dir() else "no folder"
-        raise ConfigError(
-            f"run.resume must be 'auto', 'never' or a checkpoint folder, got {found} of the name "
-            f"{foreign.name!r}; correct it."
-        )
-    read_checkpoint(foreign)
-    return StartDecision(attempt=attempt, checkpoint=str(foreign), damaged=())
 
 
 def open_task(config: TrainConfig) -> Task:
@@ -243,43 +181,6 @@ def _chosen_later() -> dict[str, Any]:
     return defaults
 
 
-class RunLock:
-    """Lock that keeps a second job out of the run folder for as long as this process lives.
-
-    The kernel frees it when the process ends, however it ends, so a restart after SIGKILL finds it free.
-
-    Raises:
-        ConfigError: Another job holds it, or the folder cannot be written.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._descriptor = -1
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(
-                f"run.output cannot be written ({os.strerror(error.errno or 0)}); name a writable folder."
-            ) from None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise ConfigError(
-                "another job is running in run.output; stop it, or choose another folder."
-            ) from None
-        except OSError as error:
-            _LOGGER.warning(
-                "run.output cannot be locked (%s); start no second job in it", os.strerror(error.errno or 0)
-            )
-
-    def release(self) -> None:
-        """Release the lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 def prepare_run(
     config: TrainConfig,
     ranks: Ranks,
@@ -325,15 +226,7 @@ def prepare_run(
         model = task.make_model(loader, data.evaluation)
     compute = COMPUTE_TYPES[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
-    if config.run.compile:
-        compile_blocks(model)
-    for one in (model, *task.references):
-        hold_frozen(one, config.model.frozen_dtype)
-        if is_sharded:
-            shard(one, ranks, config.parallel, compute=compute)
-        load_weights(one, ranks.device)
-        if not is_sharded:
-            one.to(ranks.device)
+    _place_weights(config, ranks, model, task.references)
     optimizer = build_optimizer(model, config.optimizer)
     updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:
@@ -366,28 +259,7 @@ def prepare_run(
     stack.callback(saver.close)
     inputs = task.open_inputs(loader, ranks.device, pinned_bytes=config.loader.pinned_bytes)
     warm_up(wrapped, task.padding(inputs, ranks.device), autocast=autocast)
-    measures = RunMeasures(
-        config.monitor.interval_s,
-        ranks,
-        loader,
-        wrapped,
-        inputs.transfer,
-        metrics,
-        pinned_bytes=config.loader.pinned_bytes,
-    )
-    stack.callback(measures.close)
-    if metrics is not None:
-        judge = VerdictReporter(metrics.write_verdict, config=read_settings(config.run.output))
-        measures.listeners.append(judge)
-    open_tuning = partial(
-        Tuning,
-        config.tune,
-        ranks,
-        loader,
-        metrics,
-        run=config.run.output,
-        given=given_settings(config.loader, config.cache),
-    )
+    measures = _open_measures(config, ranks, loader, wrapped, inputs, metrics, stack)
     return RunParts(
         run=config.run,
         optimization=config.optimizer,
@@ -408,7 +280,9 @@ def prepare_run(
         open_evaluation=(
             None if evaluation is None else partial(open_loader, config, task, ranks, evaluation, tail="mask")
         ),
-        open_tuning=None if config.tune.mode == "off" else open_tuning,
+        open_tuning=None
+        if config.tune.mode == "off"
+        else partial(_open_tuning, config, ranks, loader, metrics),
         inputs=inputs,
         task=task,
         autocast=autocast,
@@ -425,6 +299,53 @@ def prepare_run(
             "config_digest": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         },
     )
+
+
+def _place_weights(
+    config: TrainConfig, ranks: Ranks, model: nn.Module, references: Sequence[nn.Module]
+) -> None:
+    """Bring a model, and those that it is compared with, onto the device; in shares for FSDP2."""
+    if config.run.compile:
+        compile_blocks(model)
+    is_sharded = config.parallel.strategy == "fsdp2"
+    for one in (model, *references):
+        hold_frozen(one, config.model.frozen_dtype)
+        if is_sharded:
+            shard(one, ranks, config.parallel, compute=COMPUTE_TYPES[config.run.precision])
+        load_weights(one, ranks.device)
+        if not is_sharded:
+            one.to(ranks.device)
+
+
+def _open_measures(
+    config: TrainConfig,
+    ranks: Ranks,
+    loader: Loader,
+    wrapped: nn.Module,
+    inputs: InputSource,
+    metrics: MetricsWriter | None,
+    stack: ExitStack,
+) -> RunMeasures:
+    """Begin to measure; on rank 0 the verdicts on it too."""
+    measures = RunMeasures(
+        config.monitor.interval_s,
+        ranks,
+        loader,
+        wrapped,
+        inputs.transfer,
+        metrics,
+        pinned_bytes=config.loader.pinned_bytes,
+    )
+    stack.callback(measures.close)
+    if metrics is not None:
+        judge = VerdictReporter(metrics.write_verdict, config=read_settings(config.run.output))
+        measures.listeners.append(judge)
+    return measures
+
+
+def _open_tuning(config: TrainConfig, ranks: Ranks, loader: Loader, metrics: MetricsWriter | None) -> Tuning:
+    given = given_settings(config.loader, config.cache)
+    return Tuning(config.tune, ranks, loader, metrics, run=config.run.output, given=given)
 
 
 def _adopt(loader: Loader, checkpoint: Checkpoint) -> None:
@@ -498,17 +419,6 @@ def _open_metrics(
         open_outlets(config.run.output, monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
     )
     return metrics
-
-
-_REFUSALS: Final = (
-    ConfigError,
-    CheckpointError,
-    NoProgressError,
-    SignatureError,
-    ManifestError,
-    FormatError,
-    StorageError,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -607,7 +517,7 @@ def _train_once(
     with ExitStack() as stack:
         checkpoints = CheckpointFolder(config.run.output / "checkpoints", keep_last=config.run.keep_last)
         ranks.health.enter("choosing a checkpoint", ranks.timeouts.startup_s)
-        decision = _decide(config, ranks, checkpoints, stack, None if is_locked else lock)
+        decision = agree_on_start(config, ranks, checkpoints, stack, None if is_locked else lock)
         ranks.health.enter("preparing", ranks.timeouts.startup_s)
         checkpoint = read_checkpoint(Path(decision.checkpoint)) if decision.checkpoint else None
         progress = _progress(checkpoint)
@@ -636,51 +546,6 @@ def _train_once(
             num_masked_samples=len(parts.loader.masks()),
             elapsed_s=time.perf_counter() - started,
         )
-
-
-def _decide(
-    config: TrainConfig,
-    ranks: Ranks,
-    checkpoints: CheckpointFolder,
-    stack: ExitStack,
-    lock: ExitStack | None,
-) -> StartDecision:
-    """Let rank 0 lock the run folder and choose the start, then broadcast it, a refusal included.
-
-    Args:
-        config: All settings.
-        ranks: The ranks of the run.
-        checkpoints: The run's checkpoints.
-        stack: Holds the record of this start.
-        lock: Holds the lock of the run folder; None if that is held already.
-    """
-    answer: dict[str, Any] = {}
-    if ranks.rank == 0:
-        try:
-            if lock is not None:
-                lock.callback(RunLock(config.run.output).release)
-            monitor = config.monitor
-            check_outlets(monitor.prometheus, monitor.sinks, monitor.prometheus_token_file)
-            checkpoints.remove_unfinished()
-            # A start that adopts a version continues from the checkpoint that was saved for it.
-            run = config.run if lock is not None else replace(config.run, resume="auto")
-            decision = decide_start(run, checkpoints)
-            if config.data.adopt_new_versions == "epoch":
-                state = read_run_state(Path(decision.checkpoint)) if decision.checkpoint else None
-                decision = replace(decision, version=choose_version(config.data, run.output, state))
-            refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
-            stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
-            answer["decision"] = asdict(decision)
-        except _REFUSALS as error:
-            kind = next(one for one in _REFUSALS if isinstance(error, one))
-            answer[kind.__name__] = error.message
-    # Rank 0 may verify large checkpoints; the others wait here, not within the timeout of a collective.
-    ranks.barrier("choosing a checkpoint", ranks.timeouts.startup_s)
-    answer = ranks.broadcast(answer)
-    for kind in _REFUSALS:
-        if kind.__name__ in answer:
-            raise kind(answer[kind.__name__])
-    return StartDecision(**answer["decision"])
 
 
 def _progress(checkpoint: Checkpoint | None) -> LoopProgress:

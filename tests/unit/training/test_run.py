@@ -506,7 +506,7 @@ def test_second_job_in_the_same_run_folder_is_refused(tiny: TinyInput, tmp_path:
     refused: list[str] = []
 
     def start_another(metrics: StepMetrics, num_steps: int) -> None:
-        from shardflow.training.run import RunLock
+        from shardflow.training.checkpoint.start import RunLock
 
         with pytest.raises(ConfigError) as error:
             RunLock(tmp_path)
