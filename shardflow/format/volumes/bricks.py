@@ -358,7 +358,7 @@ class BrickVolume:
         offsets = _chunk_offsets(self.shape, self.brick_shape, self.columns["num_bytes"])
         return (
             found is not None
-            and found[0] in ((self.shape, self.brick_shape, each, self.dtype) for each in blocks)
+            and any(found[0] == (self.shape, self.brick_shape, each, self.dtype) for each in blocks)
             and np.array_equal(found[1], offsets)
         )
 
