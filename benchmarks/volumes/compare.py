@@ -156,6 +156,8 @@ def _write_volumes(content: Path, kind: str) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a cell of shardflow: the first places once, compared by crc32, and then until the time is over."""
+    from shardflow.storage import RemoteStore
+
     load = os.getloadavg()[0]
     folder = arguments.content / FOLDERS[arguments.cell]
     url = os.environ.get("BENCHMARK_URL", str(folder))
@@ -173,11 +175,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         with open_loader(url, arguments, NUM_CROPS_PER_EPOCH) as loader:
             batches = itertools.chain.from_iterable(itertools.repeat(loader))
             num_crops = sum(1 for _ in itertools.islice(batches, NUM_PLACES)) - NUM_PLACES
+            store, link_bytes = loader.dataset.store, 0
+            if isinstance(store, RemoteStore):
+                link_bytes = -store.counts.num_bytes
             window, start, start_cpu = loader.counters.window(), time.perf_counter(), time.process_time()
             while time.perf_counter() - start < arguments.seconds:
                 num_crops += len(next(batches)["image"])
             seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
             stages, _ = window.take()
+            if isinstance(store, RemoteStore):
+                link_bytes += store.counts.num_bytes
     if arguments.places is not None and not arguments.places.exists():
         arguments.places.write_text(json.dumps({"crop": arguments.crop, "places": places}))
     found = {
@@ -192,6 +199,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         found["decoded_by_crop"] = round(stages["decode"].num_bytes / num_crops / crop_bytes, 3)
         found["read_mb_per_crop"] = round(stages["read"].num_bytes / num_crops / 1e6, 3)
         found["read_mb_per_s"] = round(stages["read"].num_bytes / seconds / 1e6, 3)
+        if link_bytes:
+            found["link_mb_per_s"] = round(link_bytes / seconds / 1e6, 3)
     return found
 
 
