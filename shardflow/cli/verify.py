@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -89,15 +88,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_signature(url: str, keys: str) -> Signature:
     """Check the signature of the newest version, and that it covers every sidecar."""
     from shardflow.format.copies.copying import find_sidecars
-    from shardflow.format.manifest import load
+    from shardflow.format.manifest import load, manifest_path
     from shardflow.format.signatures import trust_only
     from shardflow.storage import open_store
 
-    store = open_store(url)
+    store, trust = trust_only(open_store(url), keys)
     manifest = load(store)
-    signature = trust_only(store, keys).admit(store, manifest)
-    with suppress(NoListingError):
+    signature = trust.admit(store, manifest)
+    try:
         find_sidecars(store, [manifest])  # each is compared with the signed list
+    except NoListingError:  # what the list names is there, see `Trust.admit`
+        for path in signature.files.keys() - {manifest_path(manifest.manifest_version)}:
+            trust.check(path, store.read(path))
     return signature
 
 

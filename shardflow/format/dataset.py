@@ -232,7 +232,7 @@ class Dataset:
             raise ConfigError("tables= is a list of folders; write tables=[folder].")
         store = open_store(url, cache=cache)
         if signed_by is not None:
-            trust_only(store, signed_by)
+            store, _ = trust_only(store, signed_by)
             if tables:
                 raise _not_covered()
         manifest = load_shared(store, version)
@@ -321,6 +321,8 @@ class Dataset:
     def signed(self, signed_by: str | os.PathLike[str]) -> Dataset:
         """Return the same dataset, which a key must have signed; nothing that was read before is taken over.
 
+        This one, and others of its store, stay as they are.
+
         Args:
             signed_by: File of public keys, see `open`.
 
@@ -333,13 +335,13 @@ class Dataset:
                 "signed_by= of a loader takes a dataset as sf.open returns it, whose rows are studies; pass "
                 "signed_by to sf.open or sf.blend instead."
             )
-        trust = trust_only(self.store, signed_by)
-        trust.admit(self.store, self.manifest)
-        for place in self._tables.places.values() if self._tables is not None else ():
+        store, trust = trust_only(self.store, signed_by)
+        found = Dataset(store, self.manifest, self._tables)
+        for place in found.tables.places.values():
             if place.store is not None:
                 raise _not_covered()
             trust.check(f"{place.manifest.folder}/{place.manifest.file_name}", place.manifest.encode())
-        return self.reopened()
+        return found
 
     def reopened(self) -> Self:
         """Return the same dataset with maps and locks of its own, for a process that was forked."""

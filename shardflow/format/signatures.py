@@ -7,14 +7,15 @@ verify`` and ``sha256sum -c`` check it without shardflow. SSHSIG was chosen over
 these keys and files of allowed signers already, in agents and on hardware, and the program is on every host.
 
 ``signatures/000003-001.sha256`` and ``.sha256.sig`` are the first signature of version 3; as all objects
-they are written once, so a table that is attached later is covered by the next number. A store whose `trust`
-is set opens only what the newest signature of a trusted key lists: a dataset asks when it is made, a sidecar
-when its manifest is read, in every process.
+they are written once, so a table that is attached later is covered by the next number. A store of
+`trust_only` opens only what the newest signature of a trusted key lists: a dataset asks when it is made, a
+sidecar when its manifest is read, in every process. Other stores of the same place know nothing of it.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import itertools
 import os
@@ -52,6 +53,8 @@ _NAME: Final = re.compile(rf"{FOLDER}/\d{{6}}-(\d{{3,}})\.sha256", re.ASCII)
 _MAX_LIST_BYTES: Final = 16 << 20
 _MAX_SIGNATURE_BYTES: Final = 4096
 _MAX_TRIED: Final = 64
+_MAX_MISSING: Final = 16
+"""Numbers that a store that cannot list may lack in a row: a copy leaves out signatures of other tables."""
 
 
 # ---- keys ----------------------------------------------------------------------------------------------
@@ -230,12 +233,14 @@ def signature_numbers(store: ByteStore, version: int) -> list[int]:
 
 
 def _probed(store: ByteStore, version: int) -> Iterator[int]:
+    last = 0
     for number in itertools.count(1):
-        try:
-            store.size(list_path(version, number))
-        except NotFoundError:
+        if number > last + _MAX_MISSING:
             return
-        yield number
+        with suppress(NotFoundError):
+            store.size(list_path(version, number))
+            last = number
+            yield number
 
 
 def list_path(version: int, number: int) -> str:
@@ -257,7 +262,7 @@ class Signature:
 class Trust:
     """Keys that must have signed what a store holds. Crosses process boundaries as its keys.
 
-    Set as `trust` of a store, it is asked by each dataset and sidecar that is opened from it.
+    Each dataset and sidecar that is opened from a store of `trust_only` asks it.
 
     Args:
         keys: Names of the signers by public key, see `read_keys`.
@@ -310,6 +315,7 @@ class Trust:
         version = manifest.manifest_version
         numbers = signature_numbers(store, version)[-_MAX_TRIED:]
         if not numbers:
+            _check_can_list(store, version)
             raise SignatureError(
                 f"version {version} of the dataset is not signed, and only signed ones are trusted here; "
                 "sign it (shardflow sign DATASET --key FILE), open a signed version, or remove signed_by or "
@@ -342,6 +348,18 @@ class Trust:
         if listed.dataset_id != manifest.dataset_id or name not in listed.files:
             raise SignatureError("it is the signature of another version or dataset.")
         return Signature(path=path, signer=self._keys[key], files=listed.files)
+
+
+def _check_can_list(store: ByteStore, version: int) -> None:
+    """Refuse to call a version unsigned that may have a signature where nobody looked."""
+    try:
+        store.list(f"{FOLDER}/{version:06d}-")
+    except NoListingError:
+        raise SignatureError(
+            f"version {version} of the dataset has no signature from {list_path(version, 1)} to "
+            f"{list_path(version, _MAX_MISSING)}, and its store cannot list others; sign it, or if it is "
+            "signed, open it where files can be listed, or copy it again (shardflow copy)."
+        ) from None
 
 
 def _read(store: ByteStore, path: str, max_bytes: int) -> bytes:
@@ -380,16 +398,25 @@ def trust_of(store: ByteStore) -> Trust | None:
     return found
 
 
-def trust_only(store: ByteStore, signed_by: str | os.PathLike[str]) -> Trust:
-    """Let a store open signed versions only, from now on.
+def trust_only(store: ByteStore, signed_by: str | os.PathLike[str]) -> tuple[ByteStore, Trust]:
+    """Return a store of the same objects from which signed versions alone are opened, and its keys.
 
     Args:
-        store: The store.
+        store: The store, which stays as it is: others read from it too.
         signed_by: File of public keys, see `read_keys`.
 
     Raises:
         ConfigError: The keys cannot be read.
     """
-    origin: Any = origin_of(store)
-    origin.trust = trust = Trust(read_keys(signed_by))
-    return trust
+    trust = Trust(read_keys(signed_by))
+    return _trusting(store, trust), trust
+
+
+def _trusting(store: Any, trust: Trust) -> Any:
+    """Return a copy as another process would get it, whose innermost store has the keys."""
+    found = copy.copy(store)
+    if getattr(store, "origin", None) is None:
+        found.trust = trust
+    else:
+        found.origin = _trusting(store.origin, trust)
+    return found

@@ -19,7 +19,7 @@ from shardflow.errors import ConfigError, ManifestError, ShardflowError, Signatu
 from shardflow.format import Dataset, Manifest
 from shardflow.format.manifest import latest_version, versions
 from shardflow.format.manifest_table import load_shared
-from shardflow.format.signatures import trust_of, trust_only
+from shardflow.format.signatures import trust_only
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import ByteStore, fsync_directory, open_store
 from shardflow.storage.local import make_directories
@@ -109,11 +109,11 @@ def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str
         ConfigError: The newest version is no descendant, or brings back samples that were removed.
     """
     store = open_store(data.dataset)
+    trust = None
     if data.trusted_keys is not None:
-        trust_only(store, data.trusted_keys)
+        store, trust = trust_only(store, data.trusted_keys)
     for number in reversed([one for one in versions(store) if one > current]):
         manifest = load_shared(store, number)
-        trust = trust_of(store)
         if trust is not None:
             try:
                 trust.admit(store, manifest)

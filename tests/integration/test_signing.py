@@ -20,7 +20,7 @@ from shardflow.format.manifest import commit, load
 from shardflow.format.signatures import fingerprint, read_keys
 from shardflow.packing.tables.joining import TableSettings, attach_table
 from shardflow.sampling import BatchSpec
-from shardflow.storage import LocalStore, open_store
+from shardflow.storage import CacheConfig, LocalStore, open_store
 from shardflow.training.config import DataConfig
 from shardflow.training.data import open_data
 from tests.factories import make_dataset
@@ -237,6 +237,46 @@ def test_object_stores_and_plain_http(s3: str, data: Path, keys: Path) -> None:
         assert len(sf.open(server.url, signed_by=keys / "ours.pub")) == 8
         with pytest.raises(SignatureError, match="no trusted key"):
             sf.open(server.url, signed_by=keys / "theirs.pub")
+
+
+def test_a_store_that_cannot_list_is_asked_for_names(
+    data: Path, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _sign(data, keys)
+    _attach(data, "labels", 1)
+    _sign(data, keys)
+    for name in (LIST, f"{LIST}.sig"):  # as a copy leaves out the signature of what was not copied
+        (data / name).unlink()
+    with WebServer(data) as server:
+        check = ["verify", server.url, "--signature", "--keys", str(keys / "allowed")]
+        assert cli.main(check) == 0
+        assert "signed by alice@example.org: signatures/000001-002.sha256" in capsys.readouterr().out
+        assert len(sf.open(server.url, signed_by=keys / "allowed")) == 8
+        table = next(data.glob("tables/labels-000002/*/manifest.json"))
+        table.chmod(0o644)
+        table.write_bytes(table.read_bytes().replace(b"labels", b"lebals"))
+        assert cli.main(check) == 2
+        assert "is not the signed one" in capsys.readouterr().err
+        shutil.rmtree(data / "signatures")
+        assert cli.main(check) == 2
+        said = capsys.readouterr().err
+        assert "its store cannot list others" in said
+        assert "is not signed" not in said
+
+
+def test_keys_bind_the_dataset_that_was_opened_with_them_alone(data: Path, keys: Path) -> None:
+    _sign(data, keys)
+    plain = sf.open(data)
+    other = Dataset(plain.store, plain.manifest)
+    signed = plain.signed(keys / "ours.pub")
+    _attach(data, "labels", 1)  # which no key has signed
+    assert set(plain.tables) == set(other.tables) == {"labels"}
+    with pytest.raises(SignatureError, match="labels-000002"):
+        _ = Dataset(signed.store, signed.manifest).tables
+    cached = sf.open(data, cache=CacheConfig(ram_bytes=1 << 20))
+    with pytest.raises(SignatureError, match="labels-000002"):
+        cached.signed(keys / "ours.pub")
+    assert cached.tables
 
 
 def test_commands(data: Path, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
