@@ -126,7 +126,7 @@ def _run(content: str, folder: Path, seconds: float) -> Results:
     try:
         for _ in range(2):
             command = [*pin, sys.executable, "-m", "shardflow.cli.main", "serve", str(folder)]
-            command += ["--listen", "127.0.0.1:0", "--threads", "1"]
+            command += ["--listen", "127.0.0.1:0", "--no-token", "--threads", "1"]
             server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
             running.append(server)
             assert server.stdout is not None

@@ -19,13 +19,15 @@ DESCRIPTION = """\
 Makes micro-batches for loaders with execution = "service", on this machine or on a Ray cluster. It keeps no
 position: any server makes any micro-batch of any run over its datasets, so servers may come and go.
 
-Requests are answered on this machine alone, unless --listen names another address: that needs a token, which
-loaders send, and should have a certificate. A run brings settings, never code: functions of your own are
-imported by name, from the packages of --allow.
+Requests need a token, because other users of this machine reach its ports too: that of --token-file, or a new
+one that is printed; --no-token leaves it out where there are none. They are answered on this machine alone,
+unless --listen names another address: that needs --token-file, and should have a certificate. A run brings
+settings, never code: functions of your own are imported by name, from the packages of --allow, and must be
+the same files on both sides.
 """
 EXAMPLES = """\
 examples:
-  shardflow serve /data/chest
+  shardflow serve /data/chest --token-file token
   shardflow serve /data/chest /data/ct --listen 0.0.0.0:8815 --token-file token --tls-cert cert.pem \\
     --tls-key key.pem
   shardflow serve /data/chest --ray auto --servers 8 --addresses /shared/servers --token-file token
@@ -47,8 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", metavar="HOST:PORT", default=_LISTEN, help=f"where to answer; port 0 for any ({_LISTEN})"
     )
-    parser.add_argument(
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument(
         "--token-file", metavar="FILE", default="", help="file with the token that loaders send"
+    )
+    tokens.add_argument(
+        "--no-token",
+        action="store_true",
+        help="answer every user of this machine; only on this machine's own address",
     )
     parser.add_argument(
         "--tls-cert", metavar="FILE", default="", help="certificate chain (PEM): answer over TLS"
@@ -110,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=host,
         port=port,
         token_file=arguments.token_file,
+        has_token=not arguments.no_token,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
         num_threads=arguments.threads,
@@ -126,10 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             server = options.open()
             try:
-                shown = f"[{host}]" if ":" in host else host
-                show_lines(
-                    [f"Serving {len(options.datasets)} dataset(s) at {shown}:{server.port}; Ctrl-C ends it."]
-                )
+                place = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
+                lines = [f"Serving {len(options.datasets)} dataset(s) at {place}; Ctrl-C ends it."]
+                if server.token and not arguments.token_file:
+                    lines.append(f"Loaders need the token {server.token}, in the file of server_token_file.")
+                show_lines(lines)
                 threading.Event().wait()
             finally:
                 server.close()
@@ -139,6 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve_on_ray(arguments: argparse.Namespace, options: ServerOptions) -> None:
     if arguments.addresses is None:
         raise ConfigError("--ray needs --addresses FILE, on a file system that trainers see.")
+    if not arguments.token_file:
+        raise ConfigError(
+            "--ray needs --token-file FILE, on a file system that servers and trainers see; write one with "
+            "`openssl rand -hex 24 > FILE`."
+        )
     try:
         from shardflow.loading.service_ray import connect, serve_on_ray
     except ImportError:

@@ -223,7 +223,10 @@ def _mesh_world(mesh: Any, dimensions: Any) -> ResolvedWorld:
 
 
 _MIB = 1 << 20
-_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):[0-9]{1,5}", re.ASCII)
+_ADDRESS: Final = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]\x00-\x1f\x7f]+)(:(?P<port>[0-9]+))?", re.ASCII
+)
+_MAX_PORT: Final = 65_535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,21 +298,51 @@ def check_servers(servers: Sequence[str], execution: str) -> tuple[str, ...]:
     """Return the data servers of a loader.
 
     Raises:
-        ConfigError: There are none where the execution needs some, or an entry is no address.
+        ConfigError: There are none where the execution needs some, or an entry is no address, see
+            `parse_server`.
     """
     if isinstance(servers, str) or not all(isinstance(one, str) for one in servers):
         raise ConfigError("servers must be a list of addresses, such as ['data-0:8815', 'data-1:8815'].")
     for one in servers:
-        if not (one.startswith("@") and len(one) > 1) and not _ADDRESS.fullmatch(one):
-            raise ConfigError(
-                f"servers must hold addresses HOST:PORT, or @FILE with one a line, got {one!r}; correct it."
-            )
+        if not (one.startswith("@") and len(one) > 1):
+            parse_server(one)
     if execution == "service" and not servers:
         raise ConfigError(
             'execution = "service" needs servers, such as ["data-0:8815"]; start them with: shardflow serve '
             "DATASET."
         )
     return tuple(servers)
+
+
+def parse_server(address: str) -> tuple[str, int]:
+    """Return host and port of a data server, of ``HOST:PORT``; an IPv6 address is in brackets.
+
+    Raises:
+        ConfigError: It is no address, no name can be looked up so, or the port is missing or none.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise ConfigError(
+            f"servers must hold addresses HOST:PORT, or @FILE with one a line, got {address!r}; correct it."
+        )
+    host, port = found["host"].strip("[]"), found["port"]
+    if port is None:
+        raise ConfigError(
+            f"servers must hold addresses HOST:PORT, got {address!r} without a port; write the one of "
+            f"--listen, such as {address}:8815."
+        )
+    if len(port) > len(str(_MAX_PORT)) or not 1 <= int(port) <= _MAX_PORT:
+        raise ConfigError(
+            f"the port of a data server must be from 1 to {_MAX_PORT}, got {address!r}; correct it."
+        )
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ConfigError(
+            "the host of a data server must be a name with 1 to 63 characters between dots, got "
+            f"{address!r}; correct it."
+        ) from None
+    return host, int(port)
 
 
 def check_fits(num_bytes: int, what: str, remedy: str) -> None:

@@ -24,7 +24,7 @@ from shardflow.fields.decode import ThreadState
 from shardflow.format.table import crc32c
 from shardflow.loading.assembly import MicroBatchTask
 from shardflow.loading.batch import Batch
-from shardflow.loading.config import LoaderConfig
+from shardflow.loading.config import LoaderConfig, parse_server
 from shardflow.loading.service_wire import (
     OPEN_RUN,
     UNKNOWN_RUN,
@@ -72,6 +72,7 @@ class _Server:
         self.opening = threading.Lock()
         self.has_run = False
         self.num_requests = 0
+        self.has_bad_samples = False
         self.is_up = True
         self.pause_s = 0.0
         self.ask_again_at = 0.0
@@ -117,6 +118,7 @@ class DataServers:
         self._slowest_s = 0.0
         self._was_accepted = False
         self._is_alone = False
+        self._wrong_lines: set[str] = set()
         self._next = 0
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -144,11 +146,10 @@ class DataServers:
     # ---- one request -----------------------------------------------------------------------------
 
     def fetch(self, task: MicroBatchTask, requests: Requests, thread: ThreadState) -> Batch | None:
-        """Return a micro-batch that a server made; None if none delivers it.
+        """Return a micro-batch that a server made; None if none delivers it, or one found a sample bad.
 
         Raises:
             ConfigError: A server refuses the run, and none has accepted it yet.
-            SampleError: A sample is bad, and the loader is configured to raise; or a transform failed.
             ShardflowError: The stream was closed.
         """
         tried: list[_Server] = []
@@ -162,7 +163,8 @@ class DataServers:
             try:
                 batch = self._ask(server, task, requests, patience_s)
             except SampleError:
-                raise
+                self._note_bad_sample(server)
+                return None
             except _RefusedError as refused:
                 self._refused(server, refused.error)
             except Exception as error:  # noqa: BLE001 - whatever a server or a network does, others are asked
@@ -170,7 +172,10 @@ class DataServers:
                 self._set_aside(server, error)
             else:
                 self._answered(server, time.monotonic() - start)
-                return batch
+                if batch.descriptor.get("quarantined") == task.request()["masks"]:
+                    return batch
+                self._note_bad_sample(server)
+                return None
             finally:
                 with self._lock:
                     server.num_requests -= 1
@@ -186,8 +191,9 @@ class DataServers:
         for is_second in (False, True):
             self._open_run(server, start + patience_s)
             options = self._options(start + patience_s - time.monotonic())
+            client = self._connected(server)  # kept to the end of the answer, whoever sets the server aside
             try:
-                reader = self._connected(server).do_get(ticket, options)
+                reader = client.do_get(ticket, options)
                 with requests.under_way(reader):
                     return self._receive(reader, task, start)
             except flight.FlightError as error:
@@ -252,15 +258,16 @@ class DataServers:
         return flight.FlightCallOptions(timeout=max(0.001, timeout_s), headers=self._headers)
 
     def _connected(self, server: _Server) -> Any:
-        client = server.client
-        if client is None:
-            scheme = "grpc+tls" if self._authority else "grpc"
-            settings: dict[str, Any] = {}
-            if self._authority:
-                settings = {"tls_root_certs": self._authority, "override_hostname": server.host}
-            client = flight.FlightClient(f"{scheme}://{server.name}", generic_options=_CHANNEL, **settings)
-            server.client = client
-        return client
+        """Return the one connection to a server; it is made without waiting for anything."""
+        with self._lock:
+            if server.client is None:
+                scheme = "grpc+tls" if self._authority else "grpc"
+                settings: dict[str, Any] = {}
+                if self._authority:
+                    settings = {"tls_root_certs": self._authority, "override_hostname": server.host}
+                place = f"{scheme}://{server.name}"
+                server.client = flight.FlightClient(place, generic_options=_CHANNEL, **settings)
+            return server.client
 
     # ---- which server ----------------------------------------------------------------------------
 
@@ -313,6 +320,17 @@ class DataServers:
             raise ConfigError(f"The data server {server.name} does not serve this run: {sentence}")
         _LOGGER.warning("data server %s does not serve this run: %s", server.name, sentence)
 
+    def _note_bad_sample(self, server: _Server) -> None:
+        """Say once that samples are bad for a server: its disk may be at fault, so this process looks."""
+        with self._lock:
+            is_known, server.has_bad_samples = server.has_bad_samples, True
+        if not is_known:
+            _LOGGER.warning(
+                "a sample is bad for data server %s; micro-batches with such samples are made here, where "
+                "they are masked only if they are bad here too",
+                server.name,
+            )
+
     def _note_alone(self, *, is_alone: bool) -> None:
         with self._lock:
             if is_alone == self._is_alone:
@@ -357,16 +375,14 @@ class DataServers:
     def _find_servers(self) -> bool:
         """Look up the addresses of the servers; returns whether they are others."""
         found: dict[tuple[str, int], str] = {}
-        for entry in _entries(self._config.servers):
-            host, _, port = entry.rpartition(":")
-            host = host.strip("[]")
+        for host, port in self._entries():
             try:
-                infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-            except OSError:
+                infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, ValueError):  # ValueError: no name that can be asked for
                 # A name that cannot be looked up now keeps the addresses that it had.
                 infos = []
                 found |= {key: one.host for key, one in self._servers.items() if one.host == host}
-            found |= {(str(info[4][0]), int(port)): host for info in infos}
+            found |= {(str(info[4][0]), port): host for info in infos}
         with self._lock:
             before = self._servers
             self._servers = {
@@ -374,6 +390,23 @@ class DataServers:
                 for (address, port), host in found.items()
             }
         return before.keys() != found.keys()
+
+    def _entries(self) -> Iterator[tuple[str, int]]:
+        """Yield host and port of each entry, of files too; a file that cannot be read now has none."""
+        for one in self._config.servers:
+            if not one.startswith("@"):
+                yield parse_server(one)
+                continue
+            lines: list[str] = []
+            with suppress(OSError, UnicodeDecodeError):
+                lines = Path(one[1:]).expanduser().read_text("utf-8").split()
+            for line in lines:
+                try:
+                    yield parse_server(line)
+                except ConfigError as error:  # the others are asked
+                    if line not in self._wrong_lines:
+                        self._wrong_lines.add(line)
+                        _LOGGER.warning("a line of a file of data servers is left out: %s", error.message)
 
 
 class Requests:
@@ -451,7 +484,10 @@ class ServedTask:
         """Do nothing: memory is taken when the answer begins."""
 
     def run(self, _part: int, thread: ThreadState) -> None:
-        """Ask for the micro-batch, or make it; errors as of `MicroBatchTask.run` and `DataServers.fetch`."""
+        """Ask for the micro-batch, or make it; errors as of `MicroBatchTask.run` and `DataServers.fetch`.
+
+        Whether a sample is bad is found out here alone: a server's broken disk masks nothing.
+        """
         if not self._local.is_padding:
             self._batch = self._requests.servers.fetch(self._local, self._requests, thread)
             if self._batch is not None:
@@ -469,19 +505,6 @@ class ServedTask:
     def describe(self) -> str:
         """Name the micro-batch for a message."""
         return self._local.describe()
-
-
-def _entries(servers: tuple[str, ...]) -> Iterator[str]:
-    """Yield the addresses, those of files too; a file that cannot be read now has none."""
-    for one in servers:
-        if not one.startswith("@"):
-            yield one
-            continue
-        with suppress(OSError, UnicodeDecodeError):
-            for line in Path(one[1:]).expanduser().read_text("ascii").splitlines():
-                host, _, port = line.strip().rpartition(":")
-                if host and port.isascii() and port.isdigit():
-                    yield line.strip()
 
 
 def _read_authority(path: str) -> bytes:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,10 +38,11 @@ from shardflow.loading.service_wire import (
     decode_ticket,
     encode_error,
     loader_arguments,
+    package_digest,
 )
 from shardflow.storage import CacheConfig
 from shardflow.storage.cache.store import Cache
-from shardflow.viewing.web import is_loopback, read_token
+from shardflow.viewing.web import is_loopback, new_token, read_token
 
 try:
     import pyarrow as pa
@@ -69,6 +70,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     token_file: str = ""
+    has_token: bool = True
+    """Whether there is a token without a file of one: a new one, where only this machine is served."""
     tls_cert: str = ""
     tls_key: str = ""
     num_threads: int = 2
@@ -95,11 +98,15 @@ class ServerOptions:
             raise ConfigError(
                 f"--tls-cert and --tls-key must be PEM files ({os_reason(error)}); correct the path."
             ) from None
+        if self.token_file:
+            token = read_token(self.token_file, "--token-file")
+        else:
+            token = new_token() if self.has_token and is_loopback(self.host) else ""
         return DataServer(
             [Dataset.open(url, cache=cache) for url in self.datasets],
             host=self.host,
             port=self.port,
-            token=read_token(self.token_file, "--token-file") if self.token_file else "",
+            token=token,
             certificate=(pair[0], pair[1]) if pair else None,
             num_threads=self.num_threads,
             max_bytes=self.max_bytes,
@@ -177,6 +184,9 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
         allowed: Packages and modules that runs may name transforms and field types of.
         idle_s: Runs that nobody asks for this long are forgotten; their loaders describe them again.
 
+    Attributes:
+        token: What clients must send; empty if anybody may ask.
+
     Raises:
         ConfigError: The address cannot be used, or needs a token.
     """
@@ -201,14 +211,15 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             )
         if not is_loopback(host) and certificate is None:
             _LOGGER.warning("batches and the token cross the network in clear; give --tls-cert and --tls-key")
+        package_digest()  # of the code that runs here, whatever is installed later
         self._served = tuple(datasets)
-        self._allowed, self._idle_s = tuple(allowed), idle_s
+        self.token, self._allowed, self._idle_s = token, tuple(allowed), idle_s
         self._pool, self._room = BufferPool(max_bytes), _Room(max_bytes)
         self._threads = ThreadPoolExecutor(num_threads, "shardflow-serving")
         self._local = threading.local()
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}
-        self._opening: dict[str, threading.Lock] = {}
+        self._opening: dict[str, Future[None]] = {}
         self._num_calls = 0
         self._closing = threading.Event()
         scheme = "grpc" if certificate is None else "grpc+tls"
@@ -334,22 +345,35 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             raise ConfigError(f"the description of a run may have {MAX_RUN_BYTES} bytes, got {len(body)}.")
         name = sha256_hex(body)
         with self._lock:
-            opening = self._opening.setdefault(name, threading.Lock())
+            if name in self._runs:
+                return
+            others = self._opening.get(name)
+            opening = others or self._opening.setdefault(name, Future())
+        if others is not None:  # one call opens a run, and the others get what becomes of it
+            others.result()
+            return
         try:
-            with opening:
-                if name in self._runs:
-                    return
-                with tempfile.TemporaryDirectory(prefix="shardflow-run-") as folder:
-                    loader = Loader(
-                        **loader_arguments(bytes(body), self._served, self._allowed, Path(folder))
-                    )
-                with self._lock:
-                    self._make_room()
-                    self._runs[name] = _Run(loader, self._pool)
-                _LOGGER.info("opened run %s (%s)", loader.run_id[:_SHOWN], name[:_SHOWN])
-        finally:
+            with tempfile.TemporaryDirectory(prefix="shardflow-run-") as folder:
+                loader = Loader(**loader_arguments(bytes(body), self._served, self._allowed, Path(folder)))
+            self._publish(name, loader)
+        except BaseException as error:
             with self._lock:
-                self._opening.pop(name, None)
+                del self._opening[name]
+            opening.set_exception(error)
+            raise
+        opening.set_result(None)
+        _LOGGER.info("opened run %s (%s)", loader.run_id[:_SHOWN], name[:_SHOWN])
+
+    def _publish(self, name: str, loader: Loader) -> None:
+        """Make a run known, in the same moment in which it is no longer being opened."""
+        try:
+            with self._lock:
+                self._make_room()
+                self._runs[name] = _Run(loader, self._pool)
+                del self._opening[name]
+        except BaseException:
+            loader.close()
+            raise
 
     def _make_room(self) -> None:
         """Forget the run that was used longest ago; needs the lock."""

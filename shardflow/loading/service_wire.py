@@ -3,25 +3,29 @@
 Arrow Flight carries two kinds of calls. The action ``open`` has a run as JSON: its lock, and its settings as
 a TOML text, which the server reads as it reads any settings file. A ticket has the address of a micro-batch
 as JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one.
-No object of Python crosses the wire. Datasets travel by digest, transforms by name.
+No object of Python crosses the wire. Datasets travel by digest, transforms by name. With a run come digests
+of the code that makes its batches, since a server with other code would make other ones.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardflow._version import __version__
 from shardflow.config import check_fields, dump_config, keeping_integers, load_config
-from shardflow.errors import ConfigError, FormatError, ShardflowError
+from shardflow.errors import ConfigError, FormatError, ShardflowError, os_reason
 from shardflow.fields.outputs import Output, OutputContract
 from shardflow.fields.registry import FIELD_GROUP, FieldSet, FieldTables
+from shardflow.fields.transforming import load_function
 from shardflow.fields.units import UnitDataset, WindowDataset
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
@@ -43,7 +47,9 @@ MAX_RUN_BYTES: Final = 64 << 20
 MAX_TICKET_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
 """Bytes of a batch in one message, so that a slow network holds up no more than that."""
-_WIRE_VERSION: Final = 1
+_WIRE_VERSION: Final = 2
+_PACKAGE: Final = __name__.partition(".")[0]
+_CODE_SUFFIXES: Final = (".py", ".csv", ".toml", ".txt")
 _MAX_COUNTER: Final = 1 << 62
 _SETTINGS_NAME: Final = "run.toml"
 _SHOWN: Final = 40
@@ -74,6 +80,11 @@ class RunSettings:
         check_fields(self)
         if not self.component:
             raise ConfigError("a run must have at least one component, got none.")
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the user's functions."""
+        return (*self.transform, *filter(None, [self.collate]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,7 @@ def describe_run(
     message = {
         "version": _WIRE_VERSION,
         "shardflow": __version__,
+        "code": _code_digests(settings),
         "lock": lock,
         "settings": dump_config(settings),
         "keys": listed,
@@ -189,8 +201,9 @@ def loader_arguments(
     _check_types(message["settings"], allowed)
     with keeping_integers():
         settings = load_config(RunSettings, file)
-    for name in (*settings.transform, *filter(None, [settings.collate])):
+    for name in settings.functions:
         check_allowed(name, allowed)
+    _check_code(message["code"], _code_digests(settings))
     keys: dict[int, str] = {}
     for number, text in message["keys"].items():
         path = folder / f"keys-{int(number)}.txt"
@@ -255,7 +268,7 @@ def _find(part: ComponentSettings, served: Sequence[Dataset]) -> Dataset:
 def _message(body: bytes) -> dict[str, Any]:
     """Return the parts of a description, of the right types."""
     found = parse_object(body, MAX_RUN_BYTES, "the description of a run")
-    kinds = {"version": int, "shardflow": str, "lock": dict, "settings": str, "keys": dict}
+    kinds = {"version": int, "shardflow": str, "code": dict, "lock": dict, "settings": str, "keys": dict}
     if found.keys() != kinds.keys() or any(type(found[name]) is not kind for name, kind in kinds.items()):
         raise ConfigError("the description of a run is malformed; run the same shardflow on all machines.")
     if (found["version"], found["shardflow"]) != (_WIRE_VERSION, __version__):
@@ -263,6 +276,7 @@ def _message(body: bytes) -> dict[str, Any]:
             f"The run is of shardflow {found['shardflow'][:_SHOWN]!a}, and it has {__version__}; install the "
             "same version on all machines."
         )
+    _check_code({_PACKAGE: found["code"].get(_PACKAGE)}, {_PACKAGE: package_digest()})
     keys = found["keys"]
     if not all(one.isascii() and one.isdigit() and type(keys[one]) is str for one in keys):
         raise ConfigError("the key lists of a run are malformed.")
@@ -310,6 +324,69 @@ def check_allowed(name: str, allowed: Collection[str]) -> None:
         raise ConfigError(
             f"It may not import {module!a} for a run; start it with --allow {module} if it is to."
         )
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+
+@cache
+def package_digest() -> str:
+    """Return a digest of the files of this package that decide what is in a batch, when it is first asked."""
+    folder = Path(__file__).parents[1]
+    files = (path for path in folder.rglob("*") if path.suffix in _CODE_SUFFIXES)
+    lines = sorted(f"{path.relative_to(folder).as_posix()} {sha256_hex(path.read_bytes())}" for path in files)
+    return sha256_hex("\n".join(lines).encode())
+
+
+_OF_MODULES: Final[dict[str, tuple[Any, str]]] = {}
+"""Digests of modules by name, with the spec of the import that they belong to."""
+
+
+def _module_digest(name: str) -> str:
+    """Return a digest of the file of an imported module, as it was when it was first asked for.
+
+    The file may change afterwards, and what runs here is what was imported; `importlib.reload` makes a new
+    spec.
+    """
+    module = sys.modules[name]
+    spec, digest = _OF_MODULES.get(name, (None, ""))
+    if not digest or spec is not module.__spec__:
+        file = getattr(module, "__file__", None)  # None: part of the interpreter
+        try:
+            digest = sha256_hex(Path(file).read_bytes() if file else b"")
+        except OSError as error:
+            raise ConfigError(
+                f"the file of {name!a} cannot be read, so that nobody can tell whether data servers have the "
+                f"same code ({os_reason(error)}); install it as files."
+            ) from None
+        _OF_MODULES[name] = (module.__spec__, digest)
+    return digest
+
+
+def _code_digests(settings: RunSettings) -> dict[str, str]:
+    """Return digests of this package and of the modules of others that a run names.
+
+    What such a module imports is not part of it.
+
+    Raises:
+        ConfigError: A function cannot be imported, or its module has no file that can be read.
+    """
+    for name in settings.functions:
+        load_function(name)
+    named = {name.partition(":")[0] for name in settings.functions}
+    named |= {type(field).__module__ for field in settings.fields.values()}
+    others = sorted(one for one in named if one.partition(".")[0] != _PACKAGE)
+    return {_PACKAGE: package_digest(), **{name: _module_digest(name) for name in others}}
+
+
+def _check_code(told: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Refuse a run whose batches other code would make here."""
+    for name in sorted(told.keys() | own.keys()):
+        if told.get(name) != own.get(name):
+            raise ConfigError(
+                f"Its code of {name[: 2 * _SHOWN]!a} is not that of the run; bring the same files to all "
+                "machines, and start it again."
+            )
 
 
 # ---- tickets and answers -------------------------------------------------------------------------

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +23,15 @@ import pytest
 from pyarrow import flight
 
 import shardflow as sf
+from shardflow.cli import main as cli
+from shardflow.cli import serve
 from shardflow.errors import ConfigError, SampleError
 from shardflow.format import Dataset, manifest
 from shardflow.format.table import crc32c
 from shardflow.loading import Batch, Loader, World, open_blend, service, service_main
 from shardflow.loading.engine import BufferPool
 from shardflow.loading.service_main import DataServer, ServerOptions
-from shardflow.loading.service_wire import OPEN_RUN, encode_ticket
+from shardflow.loading.service_wire import OPEN_RUN, encode_ticket, loader_arguments
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.distributed.data_servers import Chaos, server_processes
 from tests.factories import make_dataset
@@ -207,7 +214,64 @@ def test_bad_samples_and_errors_are_those_of_local_loading(url: str, tmp_path: P
                 sentences.append(str(caught.value))
         assert sentences[:1] == sentences[2:3]
         assert sentences[1].split(" on sample ")[0] == sentences[3].split(" on sample ")[0]
-        assert any("data server" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("on_bad_sample", ["mask", "raise"])
+def test_what_is_bad_for_a_server_alone_is_made_here(
+    url: str, tmp_path: Path, on_bad_sample: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(url, tmp_path / "damaged")
+    damaged = Dataset.open(tmp_path / "damaged")
+    path, offset, num_bytes = locate(damaged, damaged.splits["train"][7], "s0")
+    path.chmod(0o644)
+    flip_bit(path, offset + num_bytes // 2)
+    with (
+        serving([damaged]) as server,
+        _local(url) as local,
+        _loader(url, address_of(server), on_bad_sample=on_bad_sample) as served,
+    ):
+        assert _digests(served) == _digests(local)
+        assert not served.masks()
+        assert _num(served, "service_local") == 1
+        assert _num(served, "service")
+        assert len([one for one in caplog.messages if "a sample is bad for data server" in one]) == 1
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+
+def test_a_server_of_other_code_refuses_and_says_which(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "transform_of_users.py"
+    code = "def same(sample):\n    return sample\n"
+    file.write_text(code, encoding="utf-8")
+    settings: dict[str, Any] = {"transform": "transform_of_users:same"}
+    dataset, allowed = Dataset.open(url), ["transform_of_users"]
+    with serving([dataset], allowed=allowed) as first, serving([dataset], allowed=allowed) as second:
+        where = address_of(second)
+        with _loader(url, address_of(first), **settings) as served:
+            stream = iter(served)
+            run = served._runtime.servers
+            assert run is not None
+            message = json.loads(run._run.body)
+            assert message["code"].keys() == {"shardflow", "transform_of_users"}
+            file.write_text(f"{code}# later\n", encoding="utf-8")  # what runs is what was imported
+            next(stream)
+            assert _num(served, "service")
+        with _loader(url, where, **settings) as served:
+            stream = iter(served)
+            importlib.reload(importlib.import_module("transform_of_users"))
+            with pytest.raises(ConfigError, match="code of 'transform_of_users' is not that of the run"):
+                next(stream)
+        client, other = flight.FlightClient(f"grpc://{where}"), {"shardflow": "0" * 64}
+        for told in (other, {}, {**message["code"], "numpy": "0" * 64}):
+            body = json.dumps({**message, "code": told}).encode()
+            with pytest.raises(flight.FlightServerError) as caught:
+                list(client.do_action(flight.Action(OPEN_RUN, body)))
+            named = json.loads(caught.value.extra_info)["message"].split("'")[1]
+            assert named == ("numpy" if "numpy" in told else "shardflow")
 
 
 def test_what_no_server_can_make_is_refused_before_step_0(url: str, server: DataServer) -> None:
@@ -297,6 +361,51 @@ def test_a_server_that_stands_still_is_passed_over(url: str, quick: None) -> Non
             assert _num(served, "service_resent")
 
 
+def test_names_that_nobody_can_look_up_do_not_end_the_watch(
+    url: str, tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "servers"
+    with serving([Dataset.open(url)]) as first, serving([Dataset.open(url)]) as second:
+        file.write_text(f"{address_of(first)}\n", encoding="ascii")
+        with _loader(url, f"@{file}") as served:
+            expected = _digests(served)
+            wrong = ["data..0:8815", f"{'x' * 64}:8815", "data-0:99999", "data-0"]
+            file.write_text("\n".join([*wrong, address_of(second)]), encoding="ascii")
+            deadline = time.monotonic() + 60
+            while not second.num_runs:
+                assert time.monotonic() < deadline
+                served.load_state_dict({**served.state_dict(), "epoch": 0, "step": 0})
+                assert _digests(served) == expected
+        told = [one for one in caplog.messages if "a line of a file of data servers is left out" in one]
+        assert len(told) == len(wrong)
+
+
+def test_threads_share_one_connection(url: str, server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = flight.FlightClient
+
+    def slow(*arguments: Any, **settings: Any) -> Any:
+        made.append(real(*arguments, **settings))
+        time.sleep(0.1)
+        return made[-1]
+
+    with _loader(url, address_of(server)) as served:
+        next(iter(served))
+        servers = served._runtime.servers
+        assert servers is not None
+        (one,) = servers._servers.values()
+        one.client = None  # as after a request that failed
+        monkeypatch.setattr(flight, "FlightClient", slow)
+        used: list[Any] = []
+        threads = [threading.Thread(target=lambda: used.append(servers._connected(one))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 1
+        assert {id(client) for client in used} == {id(made[0])}
+
+
 # ---- runs on one server --------------------------------------------------------------------------
 
 
@@ -331,6 +440,50 @@ def test_runs_on_one_server_never_mix_and_idle_ones_are_forgotten(
         assert not any(_num(loader, "service_local") for loader in loaders)
         for loader in loaders:
             loader.close()
+
+
+def test_a_run_is_opened_once_whoever_asks_and_fails(
+    url: str, server: DataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that waited for one that failed must not open the run beside a third one."""
+    under_way = most = 0
+    begun, lock = [threading.Event() for _ in range(3)], threading.Lock()
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        nonlocal under_way, most
+        with lock:
+            under_way, number = under_way + 1, sum(event.is_set() for event in begun)
+            most = max(most, under_way)
+            begun[number].set()
+        time.sleep(0.3)
+        with lock:
+            under_way -= 1
+        if not number:
+            raise ConfigError("it cannot be opened now.")
+        return loader_arguments(*arguments)
+
+    with _loader(url, address_of(server), seed=99) as served:
+        iter(served)
+        run = served._runtime.servers
+        assert run is not None
+        body = run._run.body
+    monkeypatch.setattr(service_main, "loader_arguments", slow)
+
+    def ask() -> None:
+        with suppress(ConfigError):
+            server._open(body)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads[0].start()
+    assert begun[0].wait(60)
+    threads[1].start()
+    threads[0].join()
+    begun[1].wait(0.1)  # it begins only where it does not share the failure
+    threads[2].start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert run._run.name in server._runs
 
 
 # ---- bounds --------------------------------------------------------------------------------------
@@ -420,6 +573,38 @@ def test_a_token_is_asked_for_and_needed_beyond_this_machine(
         server.close()
 
 
+def test_this_machines_users_need_a_token_unless_it_is_left_out(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="beyond this machine needs a token"):
+        ServerOptions(datasets=(url,), host="0.0.0.0", has_token=False).open()
+    expected = _digests(_local(url))
+    received: list[list[str]] = []
+
+    def shown(lines: Iterable[str]) -> None:
+        """Load as one does who read what the command printed."""
+        try:
+            text = "\n".join(lines)
+            (where,) = re.findall(r"127\.0\.0\.1:\d+", text)
+            given: dict[str, Any] = {}
+            if found := re.search(r"token (\S{32}),", text):
+                (tmp_path / "printed").write_text(found[1], encoding="ascii")
+                given["server_token_file"] = str(tmp_path / "printed")
+                with _loader(url, where) as loader, pytest.raises(ConfigError, match="token"):
+                    next(iter(loader))
+            with _loader(url, where, **given) as loader:
+                received.append([*given, *_digests(loader)])
+                assert _num(loader, "service")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(serve, "show_lines", shown)
+    for options in ([], ["--no-token"]):
+        assert cli.main(["serve", url, "--listen", "127.0.0.1:0", *options]) == 0
+    assert received == [["server_token_file", *expected], expected]
+    assert cli.main(["serve", url, "--ray", "auto", "--addresses", str(tmp_path / "servers")]) == 2
+
+
 def _certificate(folder: Path) -> tuple[str, str]:
     """Make a certificate of 127.0.0.1 and its key."""
     cert, key = folder / "cert.pem", folder / "key.pem"
@@ -491,7 +676,8 @@ def test_hostile_requests_get_a_sentence_and_harm_nobody(
         b"[]",
         b"\x80\x04\x95",
         b"[" * 100_000,
-        json.dumps({**message, "version": 2}).encode(),
+        json.dumps({**message, "version": 1}).encode(),
+        json.dumps({**message, "code": ["shardflow"]}).encode(),
         json.dumps({**message, "shardflow": "0.0.1"}).encode(),
         json.dumps({**message, "keys": {"../../x": "a"}}).encode(),
         json.dumps({**message, "settings": "fields = "}).encode(),
