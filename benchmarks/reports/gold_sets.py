@@ -17,8 +17,8 @@ Part = Literal["development", "test"]
 _MARK = re.compile(r"\{([^|}]*)\|([^}]*)\}")
 _ASSERTIONS = {"A": "absent", "H": "historical", "P": "present", "U": "uncertain", "Y": "hypothetical"}
 STYLES: Mapping[Part, tuple[str, ...]] = {
-    "development": ("east", "outpatient", "template", "telegraph", "ct", "hard", "county"),
-    "test": ("night", "veterans", "children", "joints"),
+    "development": ("east", "outpatient", "template", "telegraph", "ct", "hard", "county", "followup"),
+    "test": ("night", "veterans", "children", "joints", "recheck"),
 }
 """Files of ``gold/styles`` in each part; no template is in two of them."""
 LANGUAGE_STYLES: Mapping[str, Mapping[Part, tuple[str, ...]]] = {

@@ -122,6 +122,8 @@ class Judgment(NamedTuple):
 _REACH = 9
 """Words allowed between a cue and its first finding."""
 _REACH_BACK = 12
+_REACH_OF_ALTERATION = 4
+"""Words before a finding among which its change may stand: "worsening left lower lobe X"."""
 _REACH_OF_ASKING = 2
 """Words between a cue that asks and a hedge of what it asks for."""
 
@@ -167,6 +169,25 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     return kept
 
 
+def qualified(words: Sequence[str], first: int, begin: int, of: Language) -> Literal["", "almost", "denied"]:
+    """Return how the words before a change qualify it: "nearly resolved", "not significantly improved".
+
+    Args:
+        words: Those of the text.
+        first: The first word of the change.
+        begin: Where its sentence begins.
+        of: Its language.
+    """
+    place = first - 1
+    while place >= begin and (
+        words[place] in of.degree or words[place] in of.alteration or words[place] in of.closing
+    ):
+        place -= 1
+    if place < begin:
+        return ""
+    return "almost" if words[place] in of.almost else "denied" if words[place] in of.denying else ""
+
+
 Link: TypeAlias = Literal["adjective", "and", "bare", "comma", "no", "or", "versus"]
 
 
@@ -182,17 +203,48 @@ class Scopes:
         self._own = words.own_statement | words.adjective
         self._joints = words.closing | words.adding
         self._placing = [[word] for word in words.placing]
+        self._altering = words.alteration.union(
+            phrase for phrase, change in words.changes.items() if change in ("better", "worse")
+        )
+        self._ends_alteration = words.not_attributive | words.than
 
-    def meant(self, tokens: Tokens, cues: Sequence[Match[Cue]]) -> list[Match[Cue]]:
-        """Leave out the cues of one sentence that need another one: "favors X over Y"."""
+    def meant(
+        self, tokens: Tokens, sentence: tuple[int, int], cues: Sequence[Match[Cue]]
+    ) -> list[Match[Cue]]:
+        """Leave out cues of one sentence: what needs another one, and denials of a change.
+
+        "Over" means something only in "favors X over Y"; "no improvement in the X" and "X has nearly
+        cleared" deny no X.
+        """
         kept: list[Match[Cue]] = []
         is_preferred = False
         for cue in cues:
+            if cue.value.effect == "absent" and self._is_of_change(tokens.words, sentence, cue):
+                continue
             if is_preferred or cue.value.words not in self._words.preferred_to:
                 kept.append(cue)
             words = tokens.words[cue.first : cue.last]
             is_preferred = is_preferred or not self._words.preference.isdisjoint(words)
         return kept
+
+    def _is_of_change(self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue]) -> bool:
+        """Whether what seems to deny a finding says that it has not changed, or is not quite gone."""
+        of, said = self._words, words[cue.first : cue.last]
+        if not of.resolving.isdisjoint(said):
+            return qualified(words, cue.first, sentence[0], of) != ""
+        if of.denying.isdisjoint(said):
+            return False
+        end = cue.last
+        for place in range(cue.last, sentence[1]):
+            if words[place] in self._altering:
+                end = place + 1
+            elif words[place] not in of.degree and (end == cue.last or words[place] not in of.closing):
+                break
+        behind = words[end : sentence[1]]
+        if end == cue.last or not behind:
+            return end > cue.last
+        # A comma may go on with a list: "no worsening, effusion, or edema".
+        return behind[0] in self._ends_alteration and (behind[0] != "," or of.closing.isdisjoint(behind))
 
     def coordinate(
         self, tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]
@@ -283,7 +335,9 @@ class Scopes:
                 continue
             is_shadowed = is_shadowed or cue.value.effect != "present"
             reached: list[tuple[int, int]] = []
-            if cue.value.direction != "backward":
+            # "X resolved with Y": it speaks of X.
+            is_predicate = cue.value.effect == "absent" and any(one.last == cue.first for one in entities)
+            if cue.value.direction == "forward" or (cue.value.direction == "both" and not is_predicate):
                 reached = self._forward(tokens, cue, entities, stops, joined, sentence)
             is_answer = cue.value.direction == "both" or self._is_answer(tokens, cue, sentence)
             if cue.value.direction == "backward" or (is_answer and not reached):
@@ -377,6 +431,8 @@ class Scopes:
         of, words, entity = self._words, tokens.words, entities[number]
         assertion = judgment.assertion
         is_question = words[sentence[1] - 1] == "?"
+        if assertion == "absent" and self._is_presupposed(words, sentence, entity.first):
+            return Judgment("present", "", judgment.basis)
         if assertion == "hypothetical" or (assertion == "absent" and not is_question):
             return judgment
         if entity.value in ("procedure", "device") and assertion == "historical":
@@ -414,12 +470,22 @@ class Scopes:
             return Judgment("hypothetical", "", judgment.basis)
         return judgment
 
+    def _is_presupposed(self, words: Sequence[str], sentence: tuple[int, int], first: int) -> bool:
+        """Whether a finding is denied only to have grown: "no worsening edema", not "no new or worsening"."""
+        of = self._words
+        for place in range(first - 1, max(sentence[0], first - _REACH_OF_ALTERATION) - 1, -1):
+            if words[place] in of.alteration:
+                return qualified(words, place, sentence[0], of) == "denied"
+            if words[place] in of.not_attributive or words[place] in of.list:
+                break
+        return False
+
     def _is_dated(self, words: Sequence[str], first: int, last: int) -> bool:
         """Whether a year follows: "in 2019"."""
         for number in range(first, min(first + 4, last - 1)):
             year = words[number + 1]
             if (
-                words[number] in self._words.since
+                words[number] in self._words.dating
                 and len(year) == 4
                 and year[:2] in ("19", "20")
                 and year.isdigit()
@@ -497,6 +563,7 @@ class Scopes:
         if (
             cue.value.direction == "both"
             and cue.value.words not in self._words.versus
+            and self._words.resolving.isdisjoint(tokens.words[cue.first : cue.last])
             and tokens.words[cue.first - 1] == ","
             and tokens.words[cue.last : cue.last + 1] not in ([], ["."], [","], [";"])
         ):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from shardflow.reports.assertion import Cue, Match
+from shardflow.reports.assertion import Cue, Match, qualified
 from shardflow.reports.language import Change, Language, Side, load_language
 from shardflow.reports.lexicon import Concept
 from shardflow.reports.tokens import Tokens
@@ -283,14 +283,29 @@ def change_of(clause: Clause, number: int) -> Change:
                         one.last <= change.first or start <= one.first for one in clause.entities
                     ) and not any(change.last <= one.first and one.last <= start for one in clause.entities)
                     if is_inside:
-                        return change.value
+                        return _as_qualified(clause, change)
                 break
     for change in clause.changes:
         if behind <= change.first and change.last <= end:
             gap = words[behind : change.first]
             if len(gap) <= 2 * _CHANGE_REACH and "," not in gap[1:]:
-                return change.value
+                return _as_qualified(clause, change)
     return ""
+
+
+def _as_qualified(clause: Clause, change: Match[Change]) -> Change:
+    """Return what a change says with the words around it."""
+    words, of = clause.tokens.words, clause.of
+    if not of.than.isdisjoint(words[change.last : change.last + 1]) and any(
+        word[0].isdigit() for word in words[change.last + 1 : change.last + 2]
+    ):
+        return ""
+    qualifier = qualified(words, change.first, clause.sentence[0], of)
+    if qualifier == "almost" and change.value == "resolved":
+        return "better"
+    if qualifier == "denied" and change.value != "stable":
+        return "" if change.value == "resolved" else "stable"
+    return change.value
 
 
 def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:

@@ -215,7 +215,7 @@ class EntityFinder:
         taken = {number for one in findings for number in range(one.first, one.last)}
         # The words of a finding's name are no cues.
         said = keep_longest(cue for cue in cues if taken.isdisjoint(range(cue.first, cue.last)))
-        said = self._scopes.meant(tokens, said)
+        said = self._scopes.meant(tokens, sentence, said)
         kinds = [Match(one.first, one.last, one.value.kind) for one in findings]
         joined = self._scopes.coordinate(tokens, kinds, said)
         judgments = self._scopes.judge(tokens, sentence, kinds, said, joined)
@@ -235,6 +235,9 @@ class EntityFinder:
         for number, (one, judgment) in enumerate(zip(findings, judgments, strict=True)):
             places = places_of(clause, number)
             change = change_of(clause, number)
+            # What is denied has not changed and has no size ("no X larger than 4 mm"), unless it is gone.
+            is_gone = change == "resolved"
+            is_denied = judgment.assertion == "absent"
             concept = self._meant(one.value, places[0].value if places else None, spoken)
             yield Entity(
                 span=_span(tokens, one),
@@ -242,12 +245,11 @@ class EntityFinder:
                 assertion=judgment.assertion,
                 anatomy=Place(span=_span(tokens, places[0]), name=places[0].value.name) if places else None,
                 laterality=side_of(clause, number),
-                size_mm=sizes.get(number, ()),
+                size_mm=() if is_denied and not is_gone else sizes.get(number, ()),
                 severity=severity_of(clause, number),
                 kind=kind_of(one.value.kind, judgment.assertion, is_advice=is_advice),
                 section=section,
-                # What is denied has not changed, unless it is gone.
-                change=change if (judgment.assertion == "absent") == (change == "resolved") else "",
+                change=change if is_denied == is_gone else "",
                 certainty=judgment.strength,
                 basis=judgment.basis,
                 probability=probability_of(judgment),

@@ -87,7 +87,19 @@ class Language:
     breaks_list: Words
     event_cause: Words
     history: Words
-    since: Words
+    dating: Words
+    """What a year stands behind that makes a finding one of the past: "in 2019"."""
+    almost: Words
+    """What stands before "resolved" where something is left."""
+    alteration: Words
+    """Nouns and participles of change: a denial of them denies no finding ("no improvement in the X")."""
+    degree: Words
+    """What may stand between a denial, or "almost", and a change: "no evidence of significant worsening"."""
+    denying: Words
+    resolving: Words
+    """Words of a cue by which a finding is gone."""
+    than: Words
+    """What makes a limit of a change before a number: "larger than 4 mm"."""
     asked: Words
     purpose: Words
     preference: Words

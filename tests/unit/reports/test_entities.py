@@ -131,6 +131,58 @@ def test_assertion(text: str, expected: list[str]) -> None:
     assert [assertion for _, assertion in found(text)] == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No improvement in the effusion.", ["present stable"]),
+        ("No significant increase or decrease of the effusion.", ["present stable"]),
+        ("The effusion has not improved, edema persists.", ["present stable", "present stable"]),
+        ("Effusion no larger than before.", ["present stable"]),
+        ("No worsening edema.", ["present stable"]),
+        (
+            "No evidence of worsening left pneumonia or a pneumothorax.",
+            ["present stable", "absent"],
+        ),
+        ("No interval worsening of the effusion.", ["present stable"]),
+        ("No worsening or new nodule.", ["absent"]),
+        ("No new or worsening nodule.", ["absent"]),
+        ("No worsening, effusion, or edema.", ["absent", "absent"]),
+        ("No increased interstitial markings.", ["absent"]),
+        ("Edema is nearly cleared.", ["present better"]),
+        ("Nearly complete resolution of the effusion.", ["present better"]),
+        ("The effusion has almost completely resolved.", ["present better"]),
+        ("The effusion has not yet completely resolved.", ["present"]),
+        ("The lungs are essentially clear of effusion.", ["absent"]),
+        ("Pneumonia, resolved.", ["absent resolved"]),
+        ("Pneumonia resolved with residual scarring.", ["absent resolved", "present"]),
+        ("Resolved pneumonia, small effusion.", ["absent resolved", "present"]),
+        ("Pneumonia, no longer seen.", ["absent resolved"]),
+        ("Nodule stable since 2019.", ["present stable"]),
+        ("Nodule, known since 2019.", ["present"]),
+        ("Nodule unchanged from 2019.", ["present stable"]),
+        ("Nodule in 2019.", ["historical"]),
+        ("A nodule larger than 4 mm.", ["present"]),
+    ],
+)
+def test_change_and_what_it_says_of_the_finding(text: str, expected: list[str]) -> None:
+    assert [f"{one.assertion} {one.change}".strip() for one in FINDER.find(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("No nodule larger than 4 mm.", [()]),
+        ("No nodules > 4 mm.", [()]),
+        ("A 6 mm nodule, no mass of 1 cm or more.", [(6.0,), ()]),
+        ("Scattered nodules, none larger than 4 mm.", [()]),
+        ("The 4 mm nodule is no longer seen.", [(4.0,)]),
+        ("Nodules up to 4 mm.", [(4.0,)]),
+    ],
+)
+def test_a_limit_is_no_size_of_what_is_denied(text: str, sizes: list[tuple[float, ...]]) -> None:
+    assert [one.size_mm for one in FINDER.find(text)] == sizes
+
+
 def test_place_side_size_and_severity() -> None:
     text = "Mild 2.3 x 1.9 cm mass in the left upper lobe, previously 4 mm."
     one = only(text)
