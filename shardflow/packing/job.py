@@ -66,7 +66,7 @@ from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
-from shardflow.packing.versions.ingest import DocumentPass, Ingest, Ingested, clear_crash_log
+from shardflow.packing.versions.ingest import DocumentPass, DocumentTexts, Ingest, Ingested, clear_crash_log
 from shardflow.packing.workspace import CrashLog, locked_workspace
 from shardflow.storage import LocalStore
 
@@ -164,6 +164,7 @@ class PackRun:
                 key=key,
                 crash_log=crash_log,
                 task_timeout_s=self.config.execution.task_timeout_s,
+                texts=DocumentTexts(self.workspace.documents),
             ),
             inputs=inputs,
             layout=self.layout,

@@ -144,6 +144,11 @@ class Workspace:
         )
 
     @property
+    def documents(self) -> Path:
+        """Texts of the PDF and RTF reports that the job has read; private, and likewise."""
+        return self.reports.with_name(self.reports.name.replace("reports", "reports-documents", 1))
+
+    @property
     def crash_log(self) -> Path:
         """Studies and files that crashed their process twice; private, an input of every later run.
 

@@ -213,6 +213,28 @@ def test_a_document_that_ends_its_process_costs_that_report_alone(tmp_path: Path
     assert tree_digests(case.output) == before
 
 
+def test_a_job_that_links_reports_again_reads_no_document_twice(tmp_path: Path) -> None:
+    case = PackCase(tmp_path)
+    case.prepare(has_reports=True)
+    studies, settings = _documents(case)
+    case.pack(*settings)
+
+    def of_known_patient(dataset: FileDataset, _: int) -> None:
+        dataset.PatientID = "P0"
+
+    # Of another study of its patient, which is no input this time, append reads headers too.
+    new = make_study(tmp_path / "new", study="new", num_slices=1, change=of_known_patient)
+    names = [f"{study.study_instance_uid}.pdf" for study in (studies[0], studies[2], new)]
+    reports = tmp_path / "documents"
+    (reports / names[2]).write_bytes(make_pdf("No effusion 5."))
+    case.write_faults(document=dict.fromkeys(names, "count"))
+    settings.append(f'inputs.dicom=["{tmp_path}/new"]')
+    case.pack(*settings, mode="append", handlers=HANDLERS)
+    assert "No effusion 5." in _texts(case, [new])[0]
+    assert (tmp_path / "counted").read_text(encoding="ascii") == "x" * len(names)
+    assert not list(case.private.glob("reports*"))
+
+
 @pytest.mark.slow
 def test_a_pdf_that_exhausts_its_process_costs_that_report_alone(tmp_path: Path) -> None:
     """A file of 1 MB that draws nothing, again and again: many minutes of work."""

@@ -9,6 +9,7 @@ hostile one is bounded by the process that reads it: `ReportDocument` is what th
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib.util
 import io
 import logging
@@ -145,6 +146,16 @@ class ReportDocument:
             ConfigError: The package that reads it is missing.
             SourceError: FILE_UNREADABLE, LIMIT_EXCEEDED, or what `read_pdf` and `read_rtf` raise.
         """
+        return READERS[self.form](self._bytes())
+
+    def digest(self) -> bytes:
+        """Return a digest of all that its text depends on; nothing of what has no bytes that can be read."""
+        try:
+            return hashlib.sha256(self.form.encode("ascii") + self._bytes()).digest()
+        except SourceError:
+            return b""
+
+    def _bytes(self) -> bytes:
         try:
             if self.path is None:
                 data = base64.b64decode("".join(self.data.split()), validate=True)
@@ -157,7 +168,7 @@ class ReportDocument:
             raise source_error(Reason.REPORT_UNREADABLE, "no base 64") from None
         if len(data) > MAX_REPORT_BYTES:
             raise source_error(Reason.LIMIT_EXCEEDED, f"more than {MAX_REPORT_BYTES} bytes")
-        return READERS[self.form](data)
+        return data
 
 
 def encoded_document(media: str, data: str) -> ReportDocument | None:

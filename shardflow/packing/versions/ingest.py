@@ -8,11 +8,13 @@ report may name the physician, the order number or the maiden name that only the
 the study, so the choice of files must not depend on what happens to be among the inputs.
 
 Reports in PDF and RTF are read by packing processes, each under the limits of a task (`DocumentPass`): their
-parsers meet files of anybody, and a loop or a bomb costs that report and nothing else.
+parsers meet files of anybody, and a loop or a bomb costs that report and nothing else. A job that links its
+reports again, because it must look at more files, takes their texts from its private folder.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardflow.errors import StorageError
+from shardflow.errors import StorageError, naming_os_errors
 from shardflow.format.reasons import Reason
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
@@ -124,6 +126,51 @@ class Siblings:
         return [self._files.digest[files].tolist(), self._files.modified_ns[files].tolist()]
 
 
+class DocumentTexts:
+    """Texts of documents that this job has read, by digest, in a private file that goes with the job.
+
+    Args:
+        path: The file; what an earlier job left there is overwritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[bytes, tuple[int, int, str | None]] = {}
+        self._end = 0
+
+    def find(self, digest: bytes) -> DocumentDone | None:
+        """Return what a document said; None if it was not read.
+
+        Raises:
+            StorageError: The file cannot be read.
+        """
+        place = self._places.get(digest)
+        if place is None:
+            return None
+        first, num_bytes, reason = place
+        with naming_os_errors("reading a report text of the private folder"), self._path.open("rb") as file:
+            text = os.pread(file.fileno(), num_bytes, first)
+        return DocumentDone(text=text.decode("utf-8", "surrogatepass"), reason=reason)
+
+    def add(self, digest: bytes, done: DocumentDone) -> None:
+        """Keep what a document says, if it has a digest.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        if not digest or digest in self._places:
+            return
+        text = done.text.encode("utf-8", "surrogatepass")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if self._places else os.O_TRUNC)
+        with naming_os_errors("writing report texts to the private folder"):
+            descriptor = os.open(self._path, flags, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.seek(self._end)
+                file.write(text)
+        self._places[digest] = self._end, len(text), done.reason
+        self._end += len(text)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentPass:
     """The job's side of reading reports in PDF and RTF, which survives documents that end their process.
@@ -135,6 +182,7 @@ class DocumentPass:
     key: SecretKey
     crash_log: CrashLog
     task_timeout_s: float
+    texts: DocumentTexts
 
     def read(self, records: Iterable[ReportRecord | BrokenReport]) -> Iterator[ReportRecord | BrokenReport]:
         """Yield the records in their order, with the texts of their documents.
@@ -163,6 +211,11 @@ class DocumentPass:
         if known is not None:
             waiting.done = record.completed("", known)
             return waiting
+        waiting.digest = record.document.digest()
+        read = self.texts.find(waiting.digest)
+        if read is not None:
+            waiting.done = record.completed(read.text, read.reason)
+            return waiting
         while not self.engine.has_idle:
             self._take(self.engine.wait())
         self._submit(waiting, record.document)
@@ -181,6 +234,7 @@ class DocumentPass:
         waiting.failure = done.failure
         if done.result is not None and isinstance(waiting.record, ReportRecord):
             answer = decode(DocumentDone, done.result)
+            self.texts.add(waiting.digest, answer)
             waiting.done = waiting.record.completed(answer.text, answer.reason)
 
     def _settle(self, waiting: _Waiting) -> ReportRecord | BrokenReport:
@@ -214,6 +268,8 @@ class _Waiting:
     record: ReportRecord | BrokenReport
     done: ReportRecord | BrokenReport | None = None
     failure: Failure | None = None
+    digest: bytes = b""
+    """Of the document."""
 
     @property
     def num_characters(self) -> int:
