@@ -291,15 +291,18 @@ def show_lines(lines: Iterable[str]) -> None:
 
 
 def told_languages(reports: Mapping[str, Mapping[str, int]]) -> str:
-    """Put the counts of reports by language into words.
+    """Put the counts of reports by language into words, and by rules where these are several.
 
     Args:
         reports: `shardflow.format.keys.REPORT_COUNTS` of a manifest.
     """
     languages = sorted(reports["languages"].items(), key=lambda item: (-item[1], item[0]))
     counts = ", ".join(f"{count:,} {name}" for name, count in languages)
+    rules = reports.get("rules", {})
+    by_rules = ", ".join(f"{count:,} by {name}" for name, count in sorted(rules.items()))
+    mixed = [f"read by {len(rules)} sets of rules: {by_rules}"] if len(rules) > 1 else []
     unread = [f"{count:,} not read whole ({reason})" for reason, count in sorted(reports["unread"].items())]
-    return "; ".join([counts, *unread])
+    return "; ".join([counts, *unread, *mixed])
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:

@@ -22,6 +22,7 @@ from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, 
 from shardflow.packing.studies.assembly import load_record
 from shardflow.packing.studies.fragment import StudyOutcome
 from shardflow.packing.studies.privacy import cleans_pixels, profile_codes
+from shardflow.packing.studies.report_content import UNKNOWN_RULES
 from shardflow.packing.versions.base import sample_entries, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
 
@@ -96,6 +97,8 @@ class Settled:
     """Reports that were read by language; ``english+german`` is a mixed one."""
     num_unread: int
     """Reports with a part in a language without rules."""
+    read_by: dict[str, int]
+    """Reports that were read by the rules that did."""
     notes: dict[int, dict[str, Any]]
     """What the private ledger alone says about files, by row: names of ``rules`` that hold a file back or
     blank text in it, and the boxes that were ``blanked``."""
@@ -112,6 +115,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
     study_reason = plan.study_reason.copy()
     tallies: Counter[str] = Counter()
     languages: Counter[str] = Counter()
+    read_by: Counter[str] = Counter()
     num_unread = 0
     notes: dict[int, dict[str, Any]] = {}
     for planned in plan.shards:
@@ -125,6 +129,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
             tallies.update(outcome.tallies)
             languages.update(["+".join(sorted(outcome.languages))] if outcome.languages else [])
             num_unread += outcome.is_unread
+            read_by.update([outcome.read_by] if outcome.read_by else [])
             if outcome.rules:
                 rows = files.files_of(study)
                 for at, names in outcome.rules.items():
@@ -150,6 +155,7 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
         tallies=dict(sorted(tallies.items())),
         languages=dict(sorted(languages.items())),
         num_unread=num_unread,
+        read_by=dict(read_by),
         notes=notes,
     )
 
@@ -239,13 +245,18 @@ def _deidentification(deid: Mapping[str, Any], settled: Settled, base: Base | No
 
 
 def _reports(settled: Settled, base: Base | None) -> dict[str, dict[str, int]]:
-    """Count the reports of all samples by language, and those that are not read whole by reason."""
+    """Count the reports of all samples by language and rules, and those that are not read whole by reason."""
     former: Mapping[str, Any] = {} if base is None else base.extra.get(REPORT_COUNTS, {})
     languages = Counter(former.get("languages", {}))
     languages.update(settled.languages)
     unread = Counter(former.get("unread", {}))
     unread.update({LANGUAGE_WITHOUT_RULES: settled.num_unread} if settled.num_unread else {})
-    return {"languages": dict(sorted(languages.items())), "unread": dict(unread)} if languages else {}
+    rules = Counter(former.get("rules", {}))
+    # Versions before this count came did not say by what rules they were read.
+    rules[UNKNOWN_RULES] += sum(former.get("languages", {}).values()) - sum(rules.values())
+    rules.update(settled.read_by)
+    counts = {"languages": languages, "rules": +rules, "unread": unread}
+    return {name: dict(sorted(one.items())) for name, one in counts.items()} if languages else {}
 
 
 def _next_shards(base: Base, settled: Settled) -> dict[str, int]:

@@ -48,7 +48,8 @@ class PackSummary:
     ``in_two_splits`` since an earlier version, ``copied_studies``; zeros are left out."""
     reports: dict[str, dict[str, int]] = field(default_factory=dict)
     """Reports that were read: ``languages`` counts them by language (``english+german`` is a mixed one),
-    ``unread`` those that were not read whole, by reason; empty without any."""
+    ``rules`` by the rules that read and aligned them, ``unread`` those that were not read whole, by reason;
+    empty without any."""
     splits: dict[str, int] = field(default_factory=dict)
     """Samples by split."""
     missing_tasks: tuple[int, ...] = ()

@@ -263,12 +263,14 @@ def inputs(dataset: Dataset, facts: DatasetFacts) -> str:
 
 
 def reports(dataset: Dataset) -> str:
-    """Show the reports by language, and how many were not read whole."""
+    """Show the reports by language, how many were not read whole, and whether several rules read them."""
     counts: Any = dataset.manifest.extra[REPORT_COUNTS]
     chart = _ranked("Reports by language", Counter(counts["languages"]))
     unread = int(counts["unread"].get(LANGUAGE_WITHOUT_RULES, 0))
-    remark = f"{unread:,} not read whole, for want of rules for their language" if unread else ""
-    return _figure("Reports by language", chart, remark)
+    remarks = [f"{unread:,} not read whole, for want of rules for their language"] if unread else []
+    num_rules = len(counts.get("rules", {}))
+    remarks += [f"read by {num_rules} sets of rules, as shardflow info lists them"] if num_rules > 1 else []
+    return _figure("Reports by language", chart, "; ".join(remarks))
 
 
 def _quarantined(facts: DatasetFacts) -> str:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
+from shardflow.packing.engines.worker import Handler
+from shardflow.packing.handlers import make_handler
 from shardflow.packing.versions.removal import Withdrawn, remove
+from shardflow.reports import reader
+from shardflow.reports.alignment.evidence import AlignmentRules
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 
 ITALIAN = "REPERTI: Non pneumotorace. Assenza di versamento pleurico."
 MIXED = "FINDINGS: No effusion.\nCONCLUSION: Non si osserva pneumotorace."
 ENGLISH = "FINDINGS: A nodule. No effusion."
+CURRENT = reader.reader_name()
 
 
 def _prepare(folder: Path, texts: list[str]) -> tuple[PackCase, list[str]]:
@@ -29,10 +36,37 @@ def _prepare(folder: Path, texts: list[str]) -> tuple[PackCase, list[str]]:
     return case, [case.sample_key(one.study_instance_uid) for one in made]
 
 
+def make_handler_of_earlier_rules(setup: Mapping[str, Any]) -> Handler:
+    """Make the handler of a shardflow whose rules were others."""
+    reader.RULES_VERSION = 1  # type: ignore[misc]
+    return make_handler(setup)
+
+
+def test_reports_that_other_rules_read_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, keys = _prepare(tmp_path, [ENGLISH])
+    case.pack(handlers=f"{__name__}:make_handler_of_earlier_rules")
+    new = make_study(case.dicom / "new", patient="P9", modality="CT", num_slices=1, seed=9)
+    case.write_reports({new.study_instance_uid: ENGLISH})
+    rules = case.pack(mode="append").reports["rules"]
+    assert [(name[:8], count) for name, count in rules.items()] == [("rules-1-", 1), (CURRENT[:8], 1)]
+    assert len({name.split("/")[1] for name in rules}) == 1  # the weights of the alignment
+    capsys.readouterr()
+    assert main(["info", str(case.output)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "read by 2 sets of rules: 1 by rules-1-" in shown
+    assert f"1 by {CURRENT}/" in shown
+    remove(case.output, case.private, Withdrawn(sample_keys=keys))
+    extra: Any = case.open().manifest.extra["reports"]
+    assert [*extra["rules"]] == [name for name in rules if name.startswith(CURRENT)]
+
+
 def test_languages_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case, keys = _prepare(tmp_path, [ENGLISH, ENGLISH, MIXED, ITALIAN])
     counts = {
         "languages": {"english": 2, "italian": 1, "english+italian": 1},
+        "rules": {f"{CURRENT}/{AlignmentRules().digest()}": 4},
         "unread": {"LANGUAGE_WITHOUT_RULES": 2},
     }
     assert case.pack().reports == counts
@@ -52,6 +86,7 @@ def test_languages_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureF
     remove(case.output, case.private, Withdrawn(sample_keys=[keys[3]]))
     assert case.open().manifest.extra["reports"] == {
         "languages": {"english": 2, "english+italian": 1},
+        "rules": dict.fromkeys(counts["rules"], 3),
         "unread": {"LANGUAGE_WITHOUT_RULES": 1},
     }
 

@@ -57,6 +57,8 @@ class StudyOutcome:
     """Counts of what de-identification did."""
     languages: tuple[str, ...] = ()
     """Languages of the report, if it was read."""
+    read_by: str = ""
+    """Rules that read it, as of `shardflow.packing.studies.report_content.rules_of`."""
     is_unread: bool = False
     """Whether a part of the report is in a language without rules."""
     rules: dict[int, tuple[str, ...]] = field(default_factory=dict)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardflow.reports.alignment.evidence import AlignmentRules
 
 REPORT_JSON_VERSION: Final = 1
+UNKNOWN_RULES: Final = "unknown"
+"""Stands for the rules of reports that an earlier shardflow packed."""
 _MAX_LOOKED_AT: Final = 10_000
 """Reports whose language is looked at before packing."""
 
@@ -144,6 +146,17 @@ def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]
     if setup.model_sha256:
         basis.append({"model_sha256": setup.model_sha256})
     return basis
+
+
+def rules_of(content: Mapping[str, Any], alignment: Mapping[str, Any] | None) -> str:
+    """Return the rules that read and aligned a report, such as ``rules-8-0123456789abcdef/fedcba9876543210``.
+
+    Args:
+        content: ``report.json``.
+        alignment: ``alignment.json``, if there is one.
+    """
+    names = (content.get("reader"), None if alignment is None else alignment.get("rules"))
+    return "/".join(str(name) for name in names if name) or UNKNOWN_RULES
 
 
 class ReportParser:

@@ -79,6 +79,7 @@ from shardflow.packing.studies.records import (
     stored_series,
     study_origin,
 )
+from shardflow.packing.studies.report_content import rules_of
 from shardflow.packing.studies.slides import check_copy, open_slide, write_slide
 from shardflow.packing.studies.tasks import StudyDone
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
@@ -163,6 +164,7 @@ class StudyMembers:
         self._voxels: list[ClassVoxels] = []
         self._languages: tuple[str, ...] = ()
         self._is_unread = False
+        self._read_by = ""
         # Whether report or attachments name a side of the body.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
@@ -205,6 +207,7 @@ class StudyMembers:
                     tallies=self._privacy.tallies(),
                     languages=self._languages,
                     is_unread=self._is_unread,
+                    read_by=self._read_by,
                     rules=self._privacy.rules,
                     blanked=self._privacy.blanked(),
                 )
@@ -394,6 +397,7 @@ class StudyMembers:
             aligned = reading.align(described, content, contents.get("annotations"), text)
             if aligned is not None:
                 contents["alignment"] = aligned
+            self._read_by = rules_of(content, aligned)
         texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
         self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from shardflow.packing.people import encode_evidence, read_evidence
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.studies.pictures import read_pictures
 from shardflow.packing.studies.privacy import counts_without
+from shardflow.packing.studies.report_content import UNKNOWN_RULES, rules_of
 from shardflow.packing.versions.base import sample_entries
 from shardflow.packing.versions.files import encode_entry, open_newest, remove_strangers
 from shardflow.packing.workspace import CrashLog
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from shardflow.packing.versions.files import NewestVersion
     from shardflow.packing.workspace import Workspace
 
+_ALIGNMENT: Final = "alignment.json"
 _Status: TypeAlias = Literal["removed", "nothing_new"]
 
 
@@ -233,13 +235,20 @@ def _report_counts(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
     recorded: Any = newest.base.manifest.extra.get(REPORT_COUNTS)
     if recorded is None:
         return {}
-    counts = {name: Counter(recorded[name]) for name in ("languages", "unread")}
+    counts = {name: Counter(recorded[name]) for name in recorded}
     dataset, rows = _rows_of(newest, removed)
     for row in rows:
         with suppress(ShardflowError, ValueError, KeyError, TypeError):
-            content = json.loads(dataset.read_fields(row, [REPORT_JSON_FIELD])[REPORT_JSON_FIELD])
+            stored = {field.name for field in dataset.sample_fields(row)[1]}
+            fields = dataset.read_fields(row, stored & {REPORT_JSON_FIELD, _ALIGNMENT})
+            content, alignment = (
+                json.loads(fields.get(name, b"null")) for name in (REPORT_JSON_FIELD, _ALIGNMENT)
+            )
             counts["languages"].subtract(["+".join(sorted(content["languages"]))])
             counts["unread"].subtract({one["reason"] for one in content["unread"]})
+            if "rules" in counts:
+                rules = rules_of(content, alignment)
+                counts["rules"].subtract([rules if rules in counts["rules"] else UNKNOWN_RULES])
     return {REPORT_COUNTS: {name: dict(sorted((+one).items())) for name, one in counts.items()}}
 
 
