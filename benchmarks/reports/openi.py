@@ -14,18 +14,24 @@ the test half is scored, and its errors are not read.
 from __future__ import annotations
 
 import hashlib
+import json
 import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 from benchmarks.reports.gold_sets import Part
+from shardflow.format.entities import EntityRules
 from shardflow.reports import Entity, Lexicon, ReportReader, load_lexicon
+from shardflow.reports.alignment.aligning import align
+from shardflow.reports.alignment.evidence import AlignmentRules
+from shardflow.reports.entity_rows import EntityRow, study_rows
+from shardflow.reports.entity_views import choose
 
 _ARCHIVE = "NLMCXR_reports.tgz"
 _SECTIONS = ("INDICATION", "COMPARISON", "FINDINGS", "IMPRESSION")
@@ -259,6 +265,43 @@ def score_part(
                 kind = "no heading" if name in findings else "not read"
                 errors.append(f"{name} | {kind} | {report.uid} | {said or report.text!r}")
     return result
+
+
+_IMAGE: Final = {"series_number": 1, "num_slices": 1, "rows": 1, "columns": 1, "modality": "CR"}
+_NUM_TOLD: Final = 8
+
+
+def compose_views(path: Path) -> dict[str, Any]:
+    """Count what entity views of all reports hold, each with one radiograph: the first views, and usual ones.
+
+    The first views had no condition and knew no probabilities: every finding that is there or may be was a
+    row, wherever the report says it.
+    """
+    reports = [one for part in ("development", "test") for one in read_reports(path, part)]
+    reader, study = ReportReader(), {"series": [_IMAGE]}
+    found: dict[str, list[EntityRow]] = {"before": [], "now": []}
+    left_out = Counter[str]()
+    for report in reports:
+        content = {"format_version": 1, **reader.read(report.text).to_json()}
+        aligned = align(study, content, None, AlignmentRules(), text=report.text)
+        stored = {"alignment.json": aligned, "report.json": content, "study.json": study}
+        fields = {name: json.dumps(value).encode() for name, value in stored.items()}
+        fields["report.txt"] = report.text.encode()
+        rows = [*study_rows(fields, EntityRules())]
+        everything = EntityRules(where="")
+        found["before"] += choose([replace(row, probability=1.0) for row in rows], everything, Counter())
+        found["now"] += choose(rows, EntityRules(), left_out)
+    return {
+        "reports": len(reports),
+        **{name: _composition(rows) for name, rows in found.items()},
+        "left_out_now": dict((+left_out).most_common(_NUM_TOLD)),
+    }
+
+
+def _composition(rows: Sequence[EntityRow]) -> dict[str, Any]:
+    columns = ("kind", "section", "label")
+    counts = {name: Counter(str(getattr(row, name)) for row in rows) for name in columns}
+    return {"rows": len(rows), **{name: dict(one.most_common(_NUM_TOLD)) for name, one in counts.items()}}
 
 
 def _around(text: str, span: tuple[int, int]) -> str:

@@ -379,7 +379,10 @@ def score_openi(
         told = tell_peer(negspacy, "peer_negspacy.py", list(zip(texts, spans, strict=True)))
         return [[bool(one) for one in row] for row in told["negated"]]
 
-    return {part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts}
+    return {
+        **{part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts},
+        "entity_views": openi.compose_views(path),
+    }
 
 
 _ROUNDS = 9

@@ -25,14 +25,16 @@ Goes through what packing aligned (alignment.json of each study) and writes a ro
 uncertain finding whose probability times the confidence of its slices is above the threshold; one that only
 equals it is left out. Usually these are findings of the sections findings and impression: --where selects by
 kind (finding, symptom, history, device, procedure, recommendation), section, assertion, label, anatomy,
-laterality, certainty, change, severity, size_mm, probability and confidence. What is left out is counted. The
-rows are stored in views/<name>/<dataset_id>/ of the dataset and point into its shards: no shard is touched
-and no byte of an image copied.
+laterality, certainty, change, severity, size_mm, probability and confidence. What is left out is counted,
+and so are the rows, by what they are and, where reports were read by several rules, by these. The rows are
+stored in views/<name>/<dataset_id>/ of the dataset and point into its shards: no shard is touched and no byte
+of an image copied.
 
 Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
 open them in Python with shardflow.loading.selection.open_view. Start a stopped job again to resume it. Needs
 the extra `pack`.
 """
+_MOST_TOLD = 10
 EXAMPLES = """\
 examples:
   shardflow entities my-dataset
@@ -115,6 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
     amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
     made = "" if built.is_new else ", made before"
     lines = [f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"]
+    for column, counts in built.composition.items():
+        # One reader is what one expects; of labels there are hundreds.
+        if column != "reader" or len(counts) > 1:
+            told = ", ".join(f"{num:,} {value or 'unknown'}" for value, num in [*counts.items()][:_MOST_TOLD])
+            more = len(counts) - _MOST_TOLD
+            lines.append(f"by {column}: {told}{f', and {more:,} more' if more > 0 else ''}")
     left_out = sorted(built.left_out.items(), key=lambda one: (-one[1], one[0]))
     lines += [f"left out: {num:,} {reason}" for reason, num in left_out if num]
     write_result(arguments, asdict(built), lines)

@@ -31,6 +31,7 @@ from shardflow.format.entities import (
     MANIFEST_NAME,
     TABLE_KIND,
     TABLE_NAME,
+    EntityDataset,
     EntityManifest,
     EntityRules,
     entity_key,
@@ -251,6 +252,7 @@ def _codes(values: Sequence[str], names: Sequence[str]) -> NDArray[np.uint32]:
     return _numbers([numbers[value] for value in values])
 
 
+_COMPOSITION = ("kind", "section", "assertion", "label", "reader")
 _FIELDS = (ALIGNMENT_FIELD, CONTENT_FIELD, REPORT_FIELD, STUDY_FIELD)
 _TASKS_PER_PROCESS = 8
 Progress = Callable[[int, int], None]
@@ -269,6 +271,8 @@ class BuiltView:
     threshold: float
     left_out: Mapping[str, int]
     """Findings with slices that are no rows, by reason."""
+    composition: Mapping[str, Mapping[str, int]]
+    """Rows by kind, section, assertion, label and reader, the most frequent first."""
     is_new: bool
     """Whether this job made it; else it stood there already."""
 
@@ -360,7 +364,7 @@ def build_view(
     write_atomic(folder / TABLE_NAME, [table], replace=True)
     write_atomic(folder / MANIFEST_NAME, [manifest.encode()], replace=True)
     _clear(folder, len(shards))
-    return _summary(manifest, name, is_new=True)
+    return _summary(dataset, manifest, name, is_new=True)
 
 
 def _standing(dataset: Dataset, rules: EntityRules, name: str) -> BuiltView:
@@ -372,10 +376,12 @@ def _standing(dataset: Dataset, rules: EntityRules, name: str) -> BuiltView:
             f"{manifest.rules.threshold}, context_slices {manifest.rules.context_slices}, text "
             f"{manifest.rules.text}, where {manifest.rules.where or 'left out'}); give these another name."
         )
-    return _summary(manifest, name, is_new=False)
+    return _summary(dataset, manifest, name, is_new=False)
 
 
-def _summary(manifest: EntityManifest, name: str, *, is_new: bool) -> BuiltView:
+def _summary(dataset: Dataset, manifest: EntityManifest, name: str, *, is_new: bool) -> BuiltView:
+    rows = EntityDataset.beside(dataset, name).samples
+    named = {column: rows.vocabularies.get(column, ()) for column in _COMPOSITION}
     return BuiltView(
         name=name,
         view_id=manifest.digest,
@@ -384,6 +390,11 @@ def _summary(manifest: EntityManifest, name: str, *, is_new: bool) -> BuiltView:
         num_entities=manifest.num_entities,
         threshold=manifest.rules.threshold,
         left_out=manifest.left_out,
+        composition={
+            column: dict(Counter(names[code] for code in rows.column(column).tolist()).most_common())
+            for column, names in named.items()
+            if names
+        },
         is_new=is_new,
     )
 

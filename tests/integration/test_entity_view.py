@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -169,12 +170,22 @@ def test_a_job_that_was_stopped_goes_on_and_takes_no_part_of_other_rules(
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
 
 
+def labels_of(entities: Dataset) -> list[str]:
+    """Return the label of each row."""
+    assert isinstance(entities, EntityDataset)
+    return [entities.samples.labels[code] for code in entities.samples.column("label").tolist()]
+
+
 def test_a_view_keeps_its_rules_and_others_get_another_name(tmp_path: Path) -> None:
     dataset = make_entity_dataset(tmp_path / "a")
     first = build_view(dataset, EntityRules())
     assert build_view(dataset, EntityRules()) == first.__class__(
         **{**{name: getattr(first, name) for name in first.__slots__}, "is_new": False}
     )
+    labels = Counter(labels_of(open_view(dataset, "entity")))
+    assert dict(first.composition["label"]) == dict(labels)
+    assert [*first.composition["label"].values()] == sorted(labels.values(), reverse=True)
+    assert {sum(counts.values()) for counts in first.composition.values()} == {first.num_entities}
     with pytest.raises(ConfigError, match="must keep the rules"):
         build_view(dataset, EntityRules(threshold=0.94))
     sure = build_view(dataset, EntityRules(threshold=0.94), name="sure")

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.reports.openi import (
     HEADINGS,
+    compose_views,
     findings_of,
     part_of,
     read_findings,
@@ -24,7 +25,7 @@ from shardflow.reports import EntityFinder, load_lexicon
 pytestmark = pytest.mark.fast
 
 REPORT = """<eCitation><uId id="{uid}"/><MedlineCitation><Article><Abstract>
-<AbstractText Label="INDICATION">Rule out pneumonia.</AbstractText>
+<AbstractText Label="INDICATION">Chest pain. Rule out pneumonia.</AbstractText>
 <AbstractText Label="FINDINGS">{findings}</AbstractText>
 <AbstractText Label="IMPRESSION"></AbstractText>
 </Abstract></Article></MedlineCitation><MeSH>{headings}</MeSH></eCitation>"""
@@ -52,6 +53,14 @@ def test_halves_never_change() -> None:
         "test": 2025,
     }
     assert [part_of(f"CXR{number}") for number in (1, 2, 10)] == ["test", "test", "development"]
+
+
+def test_views_are_counted_as_they_were_and_as_they_are(tmp_path: Path) -> None:
+    uids = of_part("development", 1) + of_part("test", 1)
+    found = compose_views(archive(tmp_path, [(uid, "Cardiomegaly. No effusion.", []) for uid in uids]))
+    assert found["before"]["label"] == {"chest pain": 2, "cardiomegaly": 2}
+    assert found["now"]["label"] == {"cardiomegaly": 2}
+    assert found["left_out_now"] == {"symptom, present, in indication": 2}
 
 
 def test_reports_are_scored_by_their_headings(tmp_path: Path) -> None:
