@@ -99,6 +99,11 @@ def _is_of_another_examination(
     return _is_led_there(lead, of)
 
 
+def _is_followed_there(gap: str, of: _Patterns) -> bool:
+    """Whether the words within a reference lead to another examination: "series 3 of the prior CT, image 4"."""
+    return of.after.match(gap) is not None and of.now.search(gap) is None
+
+
 def _is_led_there(lead: str, of: _Patterns) -> bool:
     """Whether the words in front of a reference lead to another examination."""
     cues = list(of.cue.finditer(lead))
@@ -196,6 +201,8 @@ def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom], of: _Patterns
             continue
         members = [other for other in range(len(atoms)) if groups[other] == groups[number]]
         first, last = members[0], members[-1]
+        if any(_is_followed_there(text[atoms[one].end : atoms[one + 1].start], of) for one in members[:-1]):
+            continue
         if _is_of_another_examination(
             text,
             sentence,
