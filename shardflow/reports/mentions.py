@@ -100,7 +100,7 @@ def _is_of_another_examination(
 
 
 def _is_followed_there(gap: str, of: _Patterns) -> bool:
-    """Whether the words within a reference lead to another examination: "series 3 of the prior CT, image 4"."""
+    """Whether the words within a reference lead to another examination: "series 3 of the prior, image 4"."""
     return of.after.match(gap) is not None and of.now.search(gap) is None
 
 

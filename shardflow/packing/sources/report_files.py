@@ -148,12 +148,12 @@ class ReportDocument:
         """
         return READERS[self.form](self._bytes())
 
-    def digest(self) -> bytes:
+    def digest(self) -> str:
         """Return a digest of all that its text depends on; nothing of what has no bytes that can be read."""
         try:
-            return hashlib.sha256(self.form.encode("ascii") + self._bytes()).digest()
+            return hashlib.sha256(self.form.encode("ascii") + self._bytes()).hexdigest()
         except SourceError:
-            return b""
+            return ""
 
     def _bytes(self) -> bytes:
         try:

@@ -27,7 +27,7 @@ from shardflow.errors import StorageError, naming_os_errors
 from shardflow.format.reasons import Reason
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
-from shardflow.packing.linking import ReportTable, link_reports
+from shardflow.packing.linking import ReportPlace, ReportTable, link_reports, read_report
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.report_files import ReportDocument
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
@@ -135,24 +135,22 @@ class DocumentTexts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._places: dict[bytes, tuple[int, int, str | None]] = {}
+        self._places: dict[str, tuple[ReportPlace, str | None]] = {}
         self._end = 0
 
-    def find(self, digest: bytes) -> DocumentDone | None:
+    def find(self, digest: str) -> DocumentDone | None:
         """Return what a document said; None if it was not read.
 
         Raises:
-            StorageError: The file cannot be read.
+            StorageError: It cannot be read whole.
         """
         place = self._places.get(digest)
         if place is None:
             return None
-        first, num_bytes, reason = place
-        with naming_os_errors("reading a report text of the private folder"), self._path.open("rb") as file:
-            text = os.pread(file.fileno(), num_bytes, first)
-        return DocumentDone(text=text.decode("utf-8", "surrogatepass"), reason=reason)
+        text = read_report(self._path, place[0])
+        return DocumentDone(text=text.decode("utf-8", "surrogatepass"), reason=place[1])
 
-    def add(self, digest: bytes, done: DocumentDone) -> None:
+    def add(self, digest: str, done: DocumentDone) -> None:
         """Keep what a document says, if it has a digest.
 
         Raises:
@@ -167,7 +165,8 @@ class DocumentTexts:
             with os.fdopen(descriptor, "wb") as file:
                 file.seek(self._end)
                 file.write(text)
-        self._places[digest] = self._end, len(text), done.reason
+        place = ReportPlace(offset=self._end, num_bytes=len(text), people_num_bytes=0)
+        self._places[digest] = place, done.reason
         self._end += len(text)
 
 
@@ -268,7 +267,7 @@ class _Waiting:
     record: ReportRecord | BrokenReport
     done: ReportRecord | BrokenReport | None = None
     failure: Failure | None = None
-    digest: bytes = b""
+    digest: str = ""
     """Of the document."""
 
     @property

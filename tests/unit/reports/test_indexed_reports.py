@@ -127,5 +127,5 @@ def test_an_entity_counts_for_the_nearest_finding() -> None:
 def test_indications_are_not_counted(tmp_path: Path) -> None:
     (uid,) = of_part("development", 1)
     reports = read_reports(archive(tmp_path, [(uid, "Clear.", ["normal"])]), "development")
-    assert reports[0].text.startswith("INDICATION: Rule out pneumonia.")
+    assert reports[0].text.startswith("INDICATION: Chest pain. Rule out pneumonia.")
     assert read_findings(reports) == [[]]
