@@ -2,8 +2,9 @@
 
 Run as ``python tests/corpora_case.py CONFIG POINT MODE`` it packs, and kills its own process group at the
 point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says: ``pack``
-or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``raise``, ``eat`` or ``group`` (kill -9
-of the whole job when the part is done, before the job knows).
+or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
+where its lines are only counted), ``raise``, ``eat`` or ``group`` (kill -9 of the whole job when the part is
+done, before the job knows).
 """
 
 from __future__ import annotations
@@ -150,13 +151,13 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
 
     def handle(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         fault = faults.get(kind, {}).get(str(payload.get("number")), "")
-        if payload.get("failed"):
-            fault = ""  # nothing of the input is touched then
+        if payload.get("failed"):  # nothing of the input is parsed then, and at last nothing is touched
+            fault = "kill" if fault == "kill_even_counts" and payload["is_counted"] else ""
         if fault.endswith("_once"):
             mark = folder / f"{kind}.{fault}.done"
             fault = "" if mark.exists() else fault.removesuffix("_once")
             mark.touch()
-        if fault == "kill":
+        if fault in {"kill", "kill_even_counts"}:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raise":
             raise ValueError("DOE^JANE 19700101")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -329,12 +330,15 @@ def test_a_damaged_row_group_leaves_what_was_before_it(case: CorpusCase) -> None
 def test_a_part_that_ends_its_process_twice_is_left_out_for_good(
     case: CorpusCase, fault: str, reason: str
 ) -> None:
-    case.write("a.jsonl", make_lines(300, 1))
+    case.write("a.jsonl", [*make_lines(150, 1), b"", b"{", *make_lines(150, 2)])
     case.write_faults(pack={"2": fault})
     settings = ("execution.memory_bytes=1GiB", "policy.max_quarantined_share=0.5")
     summary = case.pack(*settings, handlers=FAULTY)
-    assert summary.reasons == {reason: 1}
-    assert 200 < summary.inputs["packed"] < 300
+    # All lines of the part count, so that the others keep their numbers.
+    assert summary.inputs["total"] == 302
+    assert 30 < summary.reasons[reason] < 300 - summary.inputs["packed"] + 3
+    places = [number for number, name in enumerate(counted(case)["a.jsonl"]) if name == reason]
+    assert places == [*range(places[0], places[0] + summary.reasons[reason])]
     digests = tree_digests(case.output)
     # Where nothing fails any more the outcome is still the recorded one.
     other = CorpusCase(case.folder.parent / "again")
@@ -344,6 +348,25 @@ def test_a_part_that_ends_its_process_twice_is_left_out_for_good(
             path.unlink()
     other.pack(*settings)
     assert tree_digests(other.output) == digests
+
+
+def test_a_part_whose_lines_cannot_be_counted_counts_as_one_for_each_file(case: CorpusCase) -> None:
+    case.write("a.jsonl", make_lines(300, 1))
+    case.write_faults(pack={"2": "kill_even_counts"})
+    settings = ("policy.max_quarantined_share=0.5", "execution.num_processes=2")
+    summary = case.pack(*settings, handlers=FAULTY)
+    assert summary.reasons == {"WORKER_KILLED": 1}
+    assert 200 < summary.inputs["packed"] < 300
+    case.write_faults()
+    shutil.rmtree(case.output)
+    assert case.pack(*settings).dataset_id == summary.dataset_id
+
+
+def test_a_part_that_is_left_out_counts_against_the_share(case: CorpusCase) -> None:
+    case.write("a.jsonl", make_lines(300, 1))
+    case.write_faults(pack={"2": "kill"})
+    summary = case.pack("policy.max_quarantined_share=0.05", handlers=FAULTY)
+    assert (summary.status, summary.exit_code) == ("quarantine_limit", 3)
 
 
 def test_a_part_that_ends_its_process_once_is_packed(case: CorpusCase) -> None:

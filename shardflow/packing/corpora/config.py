@@ -104,19 +104,17 @@ REASONS: Final[dict[LineReason, ReasonInfo]] = {
         "the rest of a compressed or Parquet file that cannot be read; one for the file",
         "fetch the file again, into a new output",
     ),
-    LineReason.WORKER_FAILED: ReasonInfo(
-        "quarantined", "a process failed twice on this part; one for each file of it", "report it"
-    ),
+    LineReason.WORKER_FAILED: ReasonInfo("quarantined", "a process failed twice on its part", "report it"),
     LineReason.WORKER_KILLED: ReasonInfo(
-        "quarantined", "a process died twice on this part; one for each file of it", "look at the machine"
+        "quarantined", "a process died twice on its part", "look at the machine"
     ),
     LineReason.WORKER_OUT_OF_MEMORY: ReasonInfo(
         "quarantined",
-        "a part took more memory than execution.memory_bytes, twice; one for each file of it",
+        "its part took more memory than execution.memory_bytes, twice",
         "raise execution.memory_bytes, or write smaller row groups",
     ),
     LineReason.WORKER_TIMEOUT: ReasonInfo(
-        "quarantined", "a part took longer than its time, twice; one for each file of it", "raise the time"
+        "quarantined", "its part took longer than its time, twice", "raise the time"
     ),
     LineReason.UNKNOWN_FORM: ReasonInfo(
         "quarantined",

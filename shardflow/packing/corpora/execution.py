@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 _CLASSES: Final = dict(REASON_TABLE)
 _BLOCK_ROWS: Final = 1 << 20
+_COUNT: Final = "/count"
+"""Behind the key of a part in the crash log: counting its lines failed as well."""
 
 Result = TypeVar("Result")
 
@@ -173,8 +175,9 @@ class Execution:
             number: _without_images(load_part(parts, number, tasks[number].digest)) for number in numbers
         }
         waiting = [number for number in numbers if records[number] is None]
+        num_kept = len(numbers) - len(waiting)
         self.progress.phase("parts", len(numbers))
-        self.progress.advance(len(numbers) - len(waiting))
+        self.progress.advance(num_kept)
 
         def done(task: Task, _: Finished) -> None:
             record = load_part(parts, task.handle, tasks[task.handle].digest)
@@ -192,10 +195,12 @@ class Execution:
                     f"part {task.handle} has no line that can be packed: {count} lines are {name}"
                 )
 
-        failed = self._run_parts("pack", waiting, tasks, crash_log, Finished, done)
-        run_all(self.engine, self._tasks("pack", failed, tasks), Finished, done)
+        # The lines of a part that fails are counted; where that fails too, each of its files counts as one.
+        for _ in range(2):
+            waiting = self._run_parts("pack", waiting, tasks, crash_log, Finished, done)
+        run_all(self.engine, self._tasks("pack", waiting, tasks), Finished, done)
         packed = tuple(record for number in numbers if (record := records[number]) is not None)
-        return Tally(records=packed, num_kept=len(numbers) - len(waiting))
+        return Tally(records=packed, num_kept=num_kept)
 
     def publish(self, tally: Tally, created_with: dict[str, str]) -> Manifest:
         """Write the version.
@@ -273,11 +278,19 @@ class Execution:
         return self.config.policy.duplicates == "skip" or bool(self.config.fields.key)
 
     def _part_task(self, number: int, crash_log: CrashLog) -> PartTask:
-        failed = crash_log.find(self._part_key(number), self.plan.num_bytes(number))
+        key, num_bytes = self._part_key(number), self.plan.num_bytes(number)
+        failed = crash_log.find(key, num_bytes)
+        is_counted = crash_log.find(f"{key}{_COUNT}", num_bytes) is None
         # The duplicates of a part depend on all other parts.
-        facts = [self.plan.part_digest(number), self.plan.digest if self._has_scan else "", failed or ""]
-        digest = hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest()
-        return PartTask(number=number, digest=digest, pieces=self.plan.parts[number - 1], failed=failed)
+        facts = [self.plan.part_digest(number), self.plan.digest if self._has_scan else ""]
+        facts.append(f"{failed} {is_counted}" if failed else "")
+        return PartTask(
+            number=number,
+            digest=hashlib.sha256("\0".join(facts).encode("ascii")).hexdigest(),
+            pieces=self.plan.parts[number - 1],
+            failed=failed,
+            is_counted=is_counted,
+        )
 
     def _part_key(self, number: int) -> str:
         return self.key.surrogate("corpus-part", f"{self.plan.digest}:{number}")
@@ -291,13 +304,16 @@ class Execution:
         result: type[Result],
         on_done: Callable[[Task, Result], None],
     ) -> list[int]:
-        """Run a task for each part; mark those that failed twice as failed, and return their numbers."""
+        """Run a task for each part; mark those that failed twice, and return their numbers."""
         failed = run_tasks(self.engine, self._tasks(kind, numbers, tasks), result, on_done)
         for each in failed:
             # A third try would fail too. The crash log makes later runs leave the part out at once.
             number, reason = each.task.handle, str(reason_of_failure(each.failure or "failed"))
-            crash_log.add(self._part_key(number), self.plan.num_bytes(number), reason)
-            self.progress.note(f"part {number} is left out: {reason}")
+            is_known = tasks[number].failed is not None
+            key = f"{self._part_key(number)}{_COUNT if is_known else ''}"
+            crash_log.add(key, self.plan.num_bytes(number), reason)
+            left_out = "'s lines cannot be counted" if is_known else " is left out"
+            self.progress.note(f"part {number}{left_out}: {reason}")
             tasks[number] = self._part_task(number, crash_log)
         return [each.task.handle for each in failed]
 

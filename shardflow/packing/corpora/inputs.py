@@ -122,6 +122,8 @@ class PartTask:
     pieces: tuple[Piece, ...]
     failed: str | None = None
     """Reason for all lines of a part that no process could read."""
+    is_counted: bool = True
+    """Whether the lines of such a part are counted; otherwise each of its files counts as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,9 +352,14 @@ def read_list(path: Path) -> list[InputFile]:
 
 
 def part_lines(
-    pieces: Sequence[Piece], config: CorpusConfig, columns: Sequence[str]
+    pieces: Sequence[Piece], config: CorpusConfig, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, Fields | LineReason]]:
     """Yield the lines of a part: number of the piece, place in the file, and the fields or what is wrong.
+
+    Args:
+        pieces: The part.
+        config: All settings.
+        columns: Columns of Parquet to read; None counts: no line is parsed, and all fields are empty.
 
     Raises:
         StorageError: A file cannot be read.
@@ -366,19 +373,19 @@ def part_lines(
 
 
 def _piece_lines(
-    piece: Piece, config: CorpusConfig, columns: Sequence[str]
+    piece: Piece, config: CorpusConfig, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, Fields | LineReason]]:
     path, kind, start, stop = Path(piece.path), piece.format, piece.start, piece.stop
     if kind == "other":
         yield -1, LineReason.NOT_A_CORPUS_FILE
         return
     if kind == "parquet":
-        yield from parquet_rows(path, range(start, stop), columns)
+        yield from parquet_rows(path, range(start, stop), columns or ())
         return
     limit = config.limits.max_line_bytes
     if kind == "tar":
         for sample in tar_samples(path, limit, config.conversations.max_image_bytes):
-            yield sample.place, _read(TarLine.of, sample)
+            yield sample.place, {} if columns is None else _read(TarLine.of, sample)
         return
     if kind == "json":
         lines = array_lines(path, limit)
@@ -388,7 +395,7 @@ def _piece_lines(
         if line is None:
             yield place, LineReason.LINE_TOO_LONG
             continue
-        yield place, _read(parse_line, line)
+        yield place, {} if columns is None else _read(parse_line, line)
 
 
 def _read(read: Callable[[Source], Fields], source: Source) -> Fields | LineReason:

@@ -228,7 +228,8 @@ def _pack_lines(
 ) -> Iterator[int]:
     """Pack line after line; count the lines of each piece and yield their outcomes."""
     if task.failed is not None:
-        for number in range(len(task.pieces)):
+        lines = part_lines(task.pieces, maker.config, None) if task.is_counted else enumerate(task.pieces)
+        for number, *_ in lines:
             num_lines[number] += 1
             yield number_of(LineReason(task.failed))
         return

@@ -15,9 +15,17 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from shardflow.errors import StorageError
-from shardflow.packing.corpora.config import LineError
+from shardflow.packing.corpora.config import (
+    CorpusConfig,
+    CorpusInputsConfig,
+    CorpusLimitsConfig,
+    LineError,
+    LineReason,
+)
+from shardflow.packing.corpora.inputs import Piece, part_lines
 from shardflow.packing.corpora.lines import (
     DamagedFileError,
     TarLine,
@@ -159,6 +167,47 @@ def test_damage_is_told_behind_the_lines_before_it(tmp_path: Path, suffix: str, 
         assert len(lines) > 30_000
     if damage != "flip":
         assert lines == expected_lines(text, 1 << 20)[: len(lines)]
+
+
+def test_lines_of_every_form_are_counted_without_a_look_at_them(tmp_path: Path) -> None:
+    lines = [b'{"text":"a"}', b"", b"{", b'{"text":"b"}', b"x" * 100]
+    text = b"".join(line + b"\n" for line in lines)
+    files = {
+        "jsonl": text,
+        "gz": gzip.compress(text)[:-3],
+        "zst": pa.Codec("zstd").compress(text).to_pybytes(),
+        "json": b"[" + b",".join(b'{"text":"%d"}' % n for n in range(4)) + b"]",
+        "other": b"notes",
+    }
+    for kind, data in files.items():
+        (tmp_path / f"a.{kind}").write_bytes(data)
+    parquet.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.json")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"{"))
+    pieces = [
+        Piece(
+            index=number,
+            file=kind,
+            path=str(tmp_path / f"a.{kind}"),
+            format=kind,
+            start=0,
+            stop=2 if kind == "parquet" else len(files.get(kind, b"")),
+            weight_bytes=1,
+        )
+        for number, kind in enumerate([*files, "parquet", "tar"])
+    ]
+    limits = CorpusLimitsConfig(max_line_bytes=50)
+    inputs = CorpusInputsConfig(files=(tmp_path,))
+    config = CorpusConfig(output=tmp_path, private_dir=tmp_path, inputs=inputs, limits=limits)
+    whole, count = (list(part_lines(pieces, config, columns)) for columns in (["text"], None))
+    assert [line[:2] for line in count] == [line[:2] for line in whole]
+    assert {repr(fields) for *_, fields in count} == {
+        "{}",
+        *map(repr, (LineReason.LINE_TOO_LONG, LineReason.FILE_DAMAGED, LineReason.NOT_A_CORPUS_FILE)),
+    }
 
 
 def test_a_file_that_is_gone_is_a_storage_error_without_its_path(tmp_path: Path) -> None:
