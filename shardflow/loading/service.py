@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import ConfigError, FormatError, SampleError, ShardflowError
+from shardflow.errors import ConfigError, FormatError, SampleError, ShardflowError, os_reason
 from shardflow.fields.decode import ThreadState
 from shardflow.format.table import crc32c
 from shardflow.loading.assembly import MicroBatchTask
@@ -514,8 +514,7 @@ def _read_authority(path: str) -> bytes:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"loader.server_tls_ca must be a PEM file of certificates ({type(error).__name__}); correct the "
-            "path."
+            f"loader.server_tls_ca must be a PEM file of certificates ({os_reason(error)}); correct the path."
         ) from None
 
 

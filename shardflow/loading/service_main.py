@@ -232,7 +232,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
             )
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
-                f"The data server cannot listen on {shown}:{port} ({type(error).__name__}); is the port "
+                f"The data server cannot listen on {shown}:{port} ({os_reason(error)}); is the port "
                 "taken, and are certificate and key in PEM?"
             ) from None
         self._keeper = threading.Thread(target=self._keep_house, name="shardflow-runs", daemon=True)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from shardflow.errors import ConfigError, ShardflowError
+from shardflow.errors import ConfigError, ShardflowError, os_reason
 from shardflow.loading.service_main import ServerOptions
 from shardflow.storage.local import write_atomic
 
@@ -59,8 +59,7 @@ def connect(address: str) -> None:
         ray.init(address=address, **quiet)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"The Ray cluster of --ray cannot be reached ({type(error).__name__}); is it `auto`, or "
-            "HOST:PORT?"
+            f"The Ray cluster of --ray cannot be reached ({os_reason(error)}); is it `auto`, or HOST:PORT?"
         ) from None
 
 

@@ -178,7 +178,7 @@ def _read_keys(path: str) -> str:
     try:
         return Path(path).expanduser().read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key list cannot be read for data servers ({type(error).__name__}).") from None
+        raise ConfigError(f"the key list cannot be read for data servers ({os_reason(error)}).") from None
 
 
 def loader_arguments(

@@ -167,6 +167,21 @@ def test_every_name_of_a_module_in_a_string_leads_to_one() -> None:
     assert not lost, "\n".join(lost)
 
 
+def test_errors_of_the_system_are_told_by_what_it_says() -> None:
+    """``OSError`` tells nobody that a disk is full; `os_reason` does."""
+    bare = [
+        f"{path}:{handler.lineno}"
+        for path in MODULES
+        for handler in ast.walk(ast.parse((REPOSITORY / path).read_text(encoding="utf-8")))
+        if isinstance(handler, ast.ExceptHandler)
+        and handler.type is not None
+        and "OSError" in ast.unparse(handler.type)
+        and f"type({handler.name}).__name__" in (text := ast.unparse(handler))
+        and "errorcode" not in text
+    ]
+    assert not bare, f"use os_reason: {bare}"
+
+
 def _tracked_text() -> list[Path]:
     """Files that git tracks or would track, read as text; every file where git is absent."""
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import FormatError, os_reason
 from shardflow.format.keys import level_field
 from shardflow.format.reasons import Reason, source_error
 from shardflow.format.volumes.encoder import LevelWriter
@@ -308,6 +308,6 @@ def check_copy(kept: Path, copy: Path) -> None:
             with path.open("rb") as file:
                 digests.add(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     if len(digests) > 1:
         raise source_error(Reason.CONFLICTING_INSTANCE, "files of a slide")

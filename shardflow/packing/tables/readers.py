@@ -18,7 +18,7 @@ from typing import IO, Any, Final, TypeAlias
 
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 
 Values: TypeAlias = Sequence[Any] | NDArray[Any]
 Batch: TypeAlias = Mapping[str, Values]
@@ -171,7 +171,7 @@ def _values(column: Any) -> Values:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path.name} cannot be read ({type(error).__name__}); is it whole, and UTF-8?")
+    return ConfigError(f"{path.name} cannot be read ({os_reason(error)}); is it whole, and UTF-8?")
 
 
 _READERS: Final[Mapping[str, TableReader]] = {

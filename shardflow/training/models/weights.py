@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, os_reason
 from shardflow.training.checkpoint.tensors import TensorEntry, like_share, own_rows, parse_entries
 from shardflow.training.distributed import local_part
 
@@ -236,7 +236,7 @@ def _rows(stored: _Stored, rows: slice, dtype: torch.dtype, device: torch.device
                 flat[at : at + len(part)].copy_(part)
     except (OSError, EOFError) as error:
         raise ConfigError(
-            f"model.path cannot be read ({type(error).__name__} in {stored.path.name}); copy the folder anew."
+            f"model.path cannot be read ({os_reason(error)} in {stored.path.name}); copy the folder anew."
         ) from None
     return found
 

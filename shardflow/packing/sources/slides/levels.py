@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import DESCRIPTION_TAGS, describe_image
 from shardflow.packing.sources.dicom.elements import HeaderLimits, open_file, read_elements
@@ -177,4 +178,4 @@ class DicomLevel(SlideLevel):
                     data = None if frame is None else read_frame(descriptor, found[frame])
                     yield None if data is None else plain_jpeg(data, shape, photometric=photometric)
         except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None

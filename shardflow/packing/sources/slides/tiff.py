@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.dictionary import WHOLE_SLIDE
@@ -104,7 +104,7 @@ def open_levels(path: Path) -> Iterator[tuple[list[TiffLevel], int]]:
         with tifffile.TiffFile(path) as file:
             yield _levels(file)
     except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, type(error).__name__) from None
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except (tifffile.TiffFileError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise source_error(Reason.HEADER_UNREADABLE, f"TIFF: {type(error).__name__}") from None
 
