@@ -43,7 +43,8 @@ from tests.distributed.sharded_scenarios import (
     strategies,
 )
 from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader
-from tests.tiny_runs import TinyInput
+from tests.factories import make_dataset
+from tests.tiny_runs import NUM_TRAIN, NUM_VAL, TinyInput
 
 
 def step_gradients(stage: Stage) -> Result:
@@ -223,6 +224,26 @@ def disagreeing_runs(stage: Stage) -> Result:
     return {"message": None}
 
 
+def another_dataset(stage: Stage) -> Result:
+    """Rank 2 reads a dataset of the same size with other samples, as of a copy that is out of date."""
+    other = stage.output / "other-data"
+    if stage.ranks.rank == 2:
+        make_dataset(
+            other,
+            samples_per_shard=8,
+            slices=(1, 5),
+            splits={"train": NUM_TRAIN, "val": NUM_VAL},
+            seed=1,
+            facts=True,
+        )
+    try:
+        overrides = [f"data.dataset={other}"] if stage.ranks.rank == 2 else []
+        stage.train(stage.ranks, "another-dataset", *overrides)
+    except RanksDisagreeError as error:
+        return {"message": error.message}
+    return {"message": None}
+
+
 def refused_start(stage: Stage) -> Result:
     """Rank 0 alone looks at the run folder; what it finds wrong, all say."""
     try:
@@ -321,6 +342,7 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     resumed_at_four_without_warm_up,
     elastic,
     disagreeing_runs,
+    another_dataset,
     refused_start,
     slow_preparation,
     silent_rank,

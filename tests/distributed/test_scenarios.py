@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,6 +39,13 @@ def test_run_that_ranks_disagree_on_ends_before_its_first_step(scenarios: Scenar
     for result in scenarios.of("disagreeing_runs"):
         assert "steps of the run 10 on ranks 0, 2, 3 but 9 on rank 1" in result["message"]
     assert read_ledger(scenarios.output / "disagreeing", committed_only=False) == []
+
+
+def test_run_whose_ranks_read_other_data_ends_before_its_first_step(scenarios: Scenarios) -> None:
+    for result in scenarios.of("another_dataset"):
+        assert re.search(r"lock \S+ on ranks 0, 1, 3 but \S+ on rank 2", result["message"])
+        assert "same configuration, dataset and code" in result["message"]
+    assert read_ledger(scenarios.output / "another-dataset", committed_only=False) == []
 
 
 def test_refusal_of_rank_0_is_every_ranks_error(scenarios: Scenarios) -> None:
