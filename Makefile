@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 FUZZ_SECONDS := 10
 SOAK_MINUTES := 60
 ATHERIS := 3.0.0
+LOWEST := pack,view,pixels,documents,waveforms,slides,wfdb,train,webdataset,sign,remote,htj2k,service,prometheus,metrics,hf,lightning,lora
 # uv does not read pip's find-links; where that variable holds local wheels (a CPU build of torch, say), pass it on.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
@@ -15,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 # Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-gpu soak fuzz images licenses dist sbom release docs check size fix golden constraints clean
+.PHONY: help setup demo test test-slow test-lowest test-gpu soak fuzz images licenses dist sbom release docs check size fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,14 +49,23 @@ test: $(STAMP) ## Run the tests (about twenty minutes on two cores)
 test-slow: $(STAMP) ## Run the long sweeps
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "slow and not gpu" $(PYTEST_ARGS)
 
+# torch as the lock has it: every machine has its build. What tests need beside extras comes from the lock as well.
+test-lowest: $(STAMP) ## Run the fast tests of format, sampling, fields and storage with the lowest versions of dependencies
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .lowest-venv
+	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python $(LOCKED) torch hypothesis pytest pytest-timeout pytest-xdist pyyaml
+	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python --resolution lowest-direct --editable '.[$(LOWEST)]'
+	.lowest-venv/bin/python -m pytest -q tests/architecture/test_imports.py --deselect tests/architecture/test_imports.py::test_layers_hold
+	.lowest-venv/bin/python -m pytest -q -n auto --maxprocesses 4 -m fast $(addprefix tests/unit/,format sampling fields storage) $(PYTEST_ARGS)
+
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device, on a machine that has one
 	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Pack, append, train, kill, resize, resume, evaluate and remove in a loop for SOAK_MINUTES (60)
 	$(BIN)/python -m benchmarks.training.soak --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
 
-fuzz: $(STAMP) .fuzz-venv/.installed ## Feed every reader with mutated input, FUZZ_SECONDS (10) each, by libFuzzer
-	PYTHONPATH=.fuzz-venv $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
+fuzz: $(STAMP) .fuzz-venv/.installed ## Feed every reader with mutated input, FUZZ_SECONDS (10) each, and record it in .fuzz-corpus
+	mkdir -p .fuzz-corpus
+	PYTHONPATH=.fuzz-venv $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) --output .fuzz-corpus/record.json $(FUZZ_ARGS)
 
 # A folder beside the environment of the tests, so that the lock needs no fuzzer.
 .fuzz-venv/.installed: Makefile $(STAMP)
@@ -117,4 +127,4 @@ constraints: ## Lock the newest versions that fit together, with their hashes, i
 	sed -i -E '/^torch==/,/[^\\]$$/{/^ /d;s/ *\\$$//}' constraints.txt
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .fuzz-venv .fuzz-corpus .release-venv dist demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .lowest-venv .fuzz-venv .fuzz-corpus .release-venv dist demo-output site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.about import about_run
 from fuzz.targets import TARGETS
 
 _MAX_FINDINGS: Final = 20
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"all, or some of {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target (10)")
     parser.add_argument("--jobs", type=int, default=1, help="targets at once (1)")
-    parser.add_argument("--output", type=Path, help="where to write the counts as JSON")
+    parser.add_argument("--output", type=Path, help="record the counts as JSON, with date and commit")
     parser.add_argument(
         "--option", action="append", default=[], help="an option of libFuzzer, such as -seed=1"
     )
@@ -64,6 +65,7 @@ def main() -> int:
     if unknown := [name for name in arguments.targets if name not in TARGETS]:
         parser.error(f"no target {unknown[0]!r}")
     results = []
+    about = {**about_run(["atheris"]), "seconds_each": arguments.seconds}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         names = arguments.targets or list(TARGETS)
         for result in pool.map(lambda name: fuzz(name, arguments.seconds, arguments.option), names):
@@ -71,7 +73,8 @@ def main() -> int:
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
             if arguments.output is not None:
-                arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                record = json.dumps({**about, "targets": results}, indent=1)
+                arguments.output.write_text(f"{record}\n", encoding="utf-8")
     return 1 if any(result["findings"] for result in results) else 0
 
 

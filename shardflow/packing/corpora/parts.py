@@ -228,8 +228,8 @@ def _pack_lines(
 ) -> Iterator[int]:
     """Pack line after line; count the lines of each piece and yield their outcomes."""
     if task.failed is not None:
-        lines = part_lines(task.pieces, maker.config, None) if task.is_counted else enumerate(task.pieces)
-        for number, *_ in lines:
+        lines = part_lines(task.pieces, maker.config, None)
+        for number in (line[0] for line in lines) if task.is_counted else range(len(task.pieces)):
             num_lines[number] += 1
             yield number_of(LineReason(task.failed))
         return
