@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.sequence import Sequence as DicomSequence
-from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, generate_uid
+from pydicom.uid import JPEG2000, ExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, generate_uid
 
 from shardflow.format.keys import STUDY_FIELD, level_field
 from shardflow.format.samples import SampleFacts
@@ -184,7 +184,7 @@ def dicom_level(
     origin = Dataset()
     origin.XOffsetInSlideCoordinateSystem, origin.YOffsetInSlideCoordinateSystem = 20.0, 40.0
     data.TotalPixelMatrixOriginSequence = DicomSequence([origin])
-    data.LossyImageCompression = "01" if syntax == JPEGBaseline8Bit else "00"
+    data.LossyImageCompression = "01" if syntax in (JPEGBaseline8Bit, JPEG2000) else "00"
     data.AcquisitionDateTime = "19991231101112"
     measures, shared = Dataset(), Dataset()
     measures.PixelSpacing, measures.SliceThickness = [mpp / 1000, mpp / 1000], 0.001
@@ -217,10 +217,12 @@ def dicom_level(
     if syntax == ExplicitVRLittleEndian:
         data.PhotometricInterpretation = "RGB"
         data.PixelData = np.stack(tiles).tobytes()
-    elif syntax == JPEG2000Lossless:
-        data.PhotometricInterpretation = "YBR_RCT"
+    elif syntax in (JPEG2000, JPEG2000Lossless):
+        is_lossy = syntax == JPEG2000
+        data.PhotometricInterpretation = "YBR_ICT" if is_lossy else "YBR_RCT"
+        options: dict[str, Any] = {"level": 40 if is_lossy else 0, "reversible": not is_lossy}  # decibels
         data.PixelData = encapsulate(
-            [imagecodecs.jpeg2k_encode(one, level=0, codecformat="j2k", mct=True) for one in tiles]
+            [imagecodecs.jpeg2k_encode(one, codecformat="j2k", mct=True, **options) for one in tiles]
         )
     else:
         data.PhotometricInterpretation = "YBR_FULL_422"

@@ -42,7 +42,7 @@ FLAGS: dict[str, str] = {
     "detector_plane_spacing": "The pixel spacing is the one on the detector, not in the patient.",
     "encoding_contradicts_syntax": "The bytes have another encoding than the transfer syntax says; they won.",
     "excess_pixel_bytes": "The pixel data is longer than the image; the rest was left out.",
-    "frame_of_reference_varies": "Slices name frames of reference of their own; they were kept together.",
+    "frame_of_reference_varies": "Slices or levels name frames of reference of their own; they stay as one.",
     "frame_offsets_unusable": "The offsets of a dose grid do not say where its frames are.",
     "functional_groups_mismatch": "The per-frame groups do not fit the frames; the shared ones stand.",
     "gantry_tilt": "The stack is sheared by more than 0.5 degrees; the affine keeps the shear.",
@@ -59,6 +59,8 @@ FLAGS: dict[str, str] = {
     "ordered_by_identifier": "Neither positions nor numbers order the slices; their identifiers did.",
     "ordered_by_instance_number": "No positions: the slices are ordered by Instance Number.",
     "ordered_by_slice_location": "No positions: the slices are ordered by Slice Location.",
+    "pyramid_varies": "Each level of a slide names a pyramid of its own; they stay together.",
+    "several_slides": "The series holds several slides: containers, pyramids or shapes differ.",
     "single_slice": "One slice; the spacing is its stated thickness, if any.",
     "slide_images_left_out": "Images that are no levels (label, macro, thumbnail) were left out.",
     "slices_not_aligned": "A slice lies more than half a pixel beside the line from first to last.",
@@ -66,7 +68,7 @@ FLAGS: dict[str, str] = {
         f"split_by_{name}": f"Positions repeat in the series; the stacks differ in {name.replace('_', ' ')}."
         for name in PHASE_NAMES
     },
-    "split_by_order": "Positions repeat and nothing tells the repeats apart; numbers did.",
+    "split_by_order": "Positions or levels repeat and nothing tells the repeats apart; numbers did.",
 }
 """Code to one plain sentence."""
 

@@ -175,6 +175,9 @@ class HeaderRow:
         if content["header"] is not None:
             for name in ("file_index", *_LINKING, *_IDENTITY):
                 del content["header"][name]
+            if not content["header"]["pyramid"]:
+                # Of slides alone, so that other files stay known to versions packed before it.
+                del content["header"]["pyramid"]
         return digest_bytes(_encode(content))
 
 

@@ -39,7 +39,13 @@ from shardflow.packing.sources.dicom.planes import (
     read_planes,
     read_rescale_types,
 )
-from shardflow.packing.sources.dicom.slides import SLIDE_TAGS, check_slide, describe_level, slide_limits
+from shardflow.packing.sources.dicom.slides import (
+    SLIDE_TAGS,
+    check_slide,
+    describe_level,
+    pyramid_of,
+    slide_limits,
+)
 
 _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x00080016,
@@ -147,6 +153,8 @@ class InstanceHeader:
     """(0008,0201) *Timezone Offset From UTC* of that clock, such as ``+0100``; else ``""``."""
     mosaic: int = 0
     """Tiles in a row of the one stored image whose tiles are the frames; 0 where frames are stored."""
+    pyramid: tuple[str, ...] = ()
+    """Container, optical path and pyramid of a level of a slide; see `pyramid_of`."""
     patient_name: str = ""
     """This and the rest tell whether two patient IDs are one person."""
     birth_date: str = ""
@@ -332,6 +340,7 @@ def _read_instance(
         acquired=_acquired(elements),
         utc_offset=_utc_offset(elements),
         mosaic=0 if mosaic is None else mosaic.tiles_per_row,
+        pyramid=pyramid_of(elements) if is_slide else (),
         patient_name=values.text(elements, _NAME),
         birth_date=values.code(elements, _BIRTH_DATE),
         sex=values.code(elements, _SEX),

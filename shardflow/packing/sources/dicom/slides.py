@@ -5,7 +5,7 @@ the level as one image of the total pixel matrix. Only levels are let through: l
 barcodes, and overviews and thumbnails show the label.
 
 Source: DICOM PS3.3, A.32.8 and C.8.12.4 (whole slide microscopy image), C.8.12.14 (optical paths), C.7.6.17.3
-(dimension organization).
+(dimension organization), A.32.8.3 (multi-resolution pyramids).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits
 _IMAGE_TYPE: Final = 0x00080008
 _SAMPLES, _ALLOCATED = 0x00280002, 0x00280100
 _TOTAL_COLUMNS, _TOTAL_ROWS, _LABEL_IN_IMAGE = 0x00480006, 0x00480007, 0x00480010
-_PATHS, _LENS_POWER = 0x00480105, 0x00480112
+_PATHS, _PATH, _LENS_POWER = 0x00480105, 0x00480106, 0x00480112
+_PYRAMID, _CONTAINER = 0x00080019, 0x00400512
 _NUM_PATHS, _NUM_PLANES = 0x00480302, 0x00480303
 _CONCATENATION, _FRAMES = 0x00209161, 0x52009230
 _SLIDE_POSITIONS, _COLUMN, _ROW = 0x0048021A, 0x0048021E, 0x0048021F
@@ -32,8 +33,9 @@ _COLORS: Final = 3
 
 SLIDE_TAGS: Final = frozenset(
     {_TOTAL_COLUMNS, _TOTAL_ROWS, _LABEL_IN_IMAGE, _PATHS, _NUM_PATHS, _NUM_PLANES, _CONCATENATION}
+    | {_PYRAMID, _CONTAINER}
 )
-"""Tags that `check_slide` and `describe_level` use, beside those of all images."""
+"""Tags that `check_slide`, `describe_level` and `pyramid_of` use, beside those of all images."""
 TILE_TAGS: Final = frozenset({_PATHS, _FRAMES})
 """Tags that `tile_frames` and `objective_power` use."""
 
@@ -78,6 +80,12 @@ def describe_level(elements: Elements, tile: ImageDescription) -> ImageDescripti
     if not (0 < rows <= _MAX_SIDE and 0 < columns <= _MAX_SIDE):
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"a level of {rows} rows and {columns} columns")
     return replace(tile, rows=rows, columns=columns, num_frames=1)
+
+
+def pyramid_of(elements: Elements) -> tuple[str, str, str]:
+    """Return the container, the optical path and the pyramid of a level; ``""`` for what it does not name."""
+    path = "".join(values.text(one, _PATH) for one in elements.items(_PATHS)[:1])
+    return values.text(elements, _CONTAINER), path, values.code(elements, _PYRAMID)
 
 
 def objective_power(elements: Elements) -> float | None:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from shardflow.format.reasons import PHASE_NAMES, Reason
 from shardflow.packing.sources.dicom.axes import AxisPoint, find_axes
@@ -33,6 +34,7 @@ _MIN_VOLUME_SLICES = 4
 _SECONDARY_MODALITIES = frozenset({"DOC", "OT", "SC"})
 _NEVER_COLOR = frozenset({"CT", "MR", "PT", "NM"})
 _MISSING_NUMBER = 1 << 62
+_Member = TypeVar("_Member", SliceRef, InstanceHeader)
 
 
 class StackKind(StrEnum):
@@ -78,7 +80,8 @@ class Stack:
     @property
     def frame_of_reference_uid(self) -> str:
         """(0020,0052) *Frame of Reference UID* of all slices; ``""`` where they name several, or none."""
-        uids = {one.instance.frame_of_reference_uid for one in self.slices}
+        files = self.levels or [one.instance for one in self.slices]
+        uids = {each.frame_of_reference_uid for each in files}
         return uids.pop() if len(uids) == 1 else ""
 
     @property
@@ -115,38 +118,82 @@ def split_series(instances: Sequence[InstanceHeader]) -> tuple[Stack, ...]:
         if each.point is not None:
             firsts.setdefault(each.point[0], index)
     stacks = [_stack(index, each, firsts) for index, each in enumerate(found)]
-    for index, levels in enumerate(slides, start=len(stacks)):
+    for index, (levels, flags) in enumerate(slides, start=len(stacks)):
         slide = [SliceRef(instance=levels[0], frame=0)]
         spacing = levels[0].plane(0).pixel_spacing
         geometry = StackGeometry(pixel_spacing_mm=spacing, slice_spacing_mm=None, affine_lps=None)
-        stacks.append(replace(_stack(index, _Found(slide, geometry, set()), {}), levels=levels))
+        stacks.append(replace(_stack(index, _Found(slide, geometry, flags), {}), levels=levels))
     return tuple(stacks)
 
 
-def _slides(instances: Iterable[InstanceHeader]) -> list[tuple[InstanceHeader, ...]]:
-    """Group levels into slides, of which each has one frame of reference, and one level of a size."""
-    slides: list[list[InstanceHeader]] = []
-    sizes: list[set[tuple[int, int]]] = []
-    ordered = sorted(
-        instances, key=lambda each: (-each.image.rows * each.image.columns, each.sop_instance_uid)
-    )
-    for each in ordered:
-        size = each.image.rows, each.image.columns
-        frame = each.frame_of_reference_uid
-        at = next(
-            (
-                at
-                for at, known in enumerate(sizes)
-                if size not in known and slides[at][0].frame_of_reference_uid == frame
-            ),
-            len(slides),
+def _slides(instances: Sequence[InstanceHeader]) -> list[tuple[tuple[InstanceHeader, ...], set[str]]]:
+    """Group the levels of a series into slides, the largest first, with flags.
+
+    Each container (the glass) is a slide of its own. So is each optical path, and each pyramid or else frame
+    of reference, unless every file names one of its own, which tells nothing. What nobody tells apart is one
+    slide where levels have one shape, and each another size.
+    """
+    found: list[tuple[tuple[InstanceHeader, ...], set[str]]] = []
+    for glass in _group(instances, lambda each: each.pyramid[:1]):
+        for group in _pyramids(glass):
+            repeats = len({(each.image.rows, each.image.columns) for each in group}) < len(group)
+            for levels in _by_shape(group):
+                is_odd = {
+                    "frame_of_reference_varies": len({each.frame_of_reference_uid for each in levels}) > 1,
+                    "pyramid_varies": len({each.pyramid[2:] for each in levels}) > 1,
+                    "split_by_order": repeats,
+                }
+                flags = {flag for each in levels for flag in each.flags}
+                found.append((levels, flags | {name for name, is_so in is_odd.items() if is_so}))
+    if len(found) > 1:
+        found = [(levels, flags | {"several_slides"}) for levels, flags in found]
+    return sorted(found, key=lambda slide: _level_order(slide[0][0]))
+
+
+def _pyramids(levels: list[InstanceHeader]) -> list[list[InstanceHeader]]:
+    """Split the levels of a container by what names their pyramid."""
+    found = []
+    for group in _named(levels, lambda each: "".join(each.pyramid[1:2])) or [levels]:
+        found += (
+            _named(group, lambda each: "".join(each.pyramid[2:]))
+            or _named(group, lambda each: each.frame_of_reference_uid)
+            or [group]
         )
-        if at == len(slides):
-            slides.append([])
-            sizes.append(set())
-        slides[at].append(each)
-        sizes[at].add(size)
-    return [tuple(levels) for levels in slides]
+    return found
+
+
+def _named(
+    levels: list[InstanceHeader], name_of: Callable[[InstanceHeader], str]
+) -> list[list[InstanceHeader]]:
+    """Group levels by a name; nothing where one has no name, or each file its own."""
+    groups = _group(levels, name_of)
+    return groups if all(map(name_of, levels)) and len(groups) < len(levels) else []
+
+
+def _by_shape(levels: list[InstanceHeader]) -> list[tuple[InstanceHeader, ...]]:
+    """Split levels where a size repeats, and where one is no reduction of the finest: another area."""
+    slides: list[list[InstanceHeader]] = []
+    for each in sorted(levels, key=_level_order):
+        sides = each.image.rows, each.image.columns
+        for slide in slides:
+            if all((one.image.rows, one.image.columns) != sides for one in slide) and _is_reduced(
+                (slide[0].image.rows, slide[0].image.columns), sides
+            ):
+                slide.append(each)
+                break
+        else:
+            slides.append([each])
+    return [tuple(slide) for slide in slides]
+
+
+def _is_reduced(whole: tuple[int, int], sides: tuple[int, int]) -> bool:
+    """Return whether sides are those of the whole by one factor, each rounded up or down."""
+    factor = max(whole) / max(sides)
+    return all(abs(most - factor * side) <= 2 * factor for most, side in zip(whole, sides, strict=True))
+
+
+def _level_order(level: InstanceHeader) -> tuple[int, str]:
+    return -level.image.rows * level.image.columns, level.sop_instance_uid
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +273,9 @@ def _close(a: Orientation, b: Orientation) -> bool:
     return all(abs(x - y) <= _ORIENTATION_TOLERANCE for x, y in zip(a, b, strict=True))
 
 
-def _group(slices: Iterable[SliceRef], key: Callable[[SliceRef], Hashable]) -> list[list[SliceRef]]:
-    groups: defaultdict[Hashable, list[SliceRef]] = defaultdict(list)
-    for one in slices:
+def _group(members: Iterable[_Member], key: Callable[[_Member], Hashable]) -> list[list[_Member]]:
+    groups: defaultdict[Hashable, list[_Member]] = defaultdict(list)
+    for one in members:
         groups[key(one)].append(one)
     return list(groups.values())
 

@@ -2,7 +2,8 @@
 
 A JPEG tile is kept as the scanner compressed it. What is written is only what a decoder needs: tables, frame,
 scans and a marker of the color space. Comments, Exif, ICC profiles and whatever follows the end of the image
-are left behind, since they hold dates, names of devices and, at times, of patients.
+are left behind, since they hold dates, names of devices and, at times, of patients. A stream with any other
+segment, or one that is longer than what it declares, is refused.
 
 Source: ITU T.81, annex B (markers); Adobe technical note 5116 (the color transform).
 """
@@ -35,8 +36,11 @@ JPEG_BASELINE: Final = "1.2.840.10008.1.2.4.50"
 # A segment of the header or between scans, and what ends entropy-coded data: no stuffed zero, no restart.
 _MARKER: Final = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
 _END, _SCAN, _APP14 = 0xD9, 0xDA, 0xEE
-_KEPT: Final = frozenset({0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD})
-"""Frames (baseline, extended, progressive), Huffman and quantization tables, restart intervals, scans."""
+_FRAMES: Final = frozenset({0xC0, 0xC1, 0xC2})
+"""Baseline, extended and progressive."""
+_HUFFMAN, _QUANTIZATION, _RESTART = 0xC4, 0xDB, 0xDD
+_LEFT_OUT: Final = frozenset({*range(0xE0, 0xF0), 0xFE})
+"""Segments of applications, and comments."""
 
 
 class SlideLevel(ABC):
@@ -114,7 +118,11 @@ def plain_jpeg(
 
 
 def _segments(data: bytes) -> Iterator[bytes]:
-    """Yield the segments of a stream that a decoder needs."""
+    """Yield the segments of a stream that a decoder needs.
+
+    Raises:
+        SourceError: PIXEL_DATA_TRUNCATED; DECODE_FAILED where one is unknown, or longer than it should be.
+    """
     position = 2
     while True:
         match = _MARKER.match(data, position)
@@ -124,12 +132,33 @@ def _segments(data: bytes) -> Iterator[bytes]:
         if marker == _END:
             return
         end = match.end() + int.from_bytes(data[match.end() : match.end() + 2], "big")
-        if marker == _SCAN:  # with its data, up to the next marker
-            following = _MARKER.search(data, end)
-            end = len(data) if following is None else following.start()
-        if marker in _KEPT:
+        if marker not in _LEFT_OUT:
+            content = data[match.end() + 2 : end]
+            if end > len(data):
+                raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of a JPEG tile")
+            if not _is_exact(marker, content):
+                raise source_error(Reason.DECODE_FAILED, f"a JPEG tile with a segment {marker:#x}")
+            if marker == _SCAN:  # with its data, up to the next marker
+                following = _MARKER.search(data, end)
+                end = len(data) if following is None else following.start()
             yield data[match.end() - 2 : end]
         position = end
+
+
+def _is_exact(marker: int, content: bytes) -> bool:
+    """Return whether a segment is one that decoders need, and holds nothing but what it declares."""
+    if marker == _RESTART:
+        return len(content) == 2
+    if marker in _FRAMES:
+        return len(content) >= 6 and len(content) == 6 + 3 * content[5]
+    if marker == _SCAN:
+        return bool(content) and len(content) == 4 + 2 * content[0]
+    if marker not in (_HUFFMAN, _QUANTIZATION):
+        return False
+    at = 0
+    while at < len(content):  # several tables
+        at += 17 + sum(content[at + 1 : at + 17]) if marker == _HUFFMAN else 65 + 64 * (content[at] >> 4)
+    return at == len(content)
 
 
 class DicomLevel(SlideLevel):

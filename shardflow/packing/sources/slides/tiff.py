@@ -84,7 +84,13 @@ def read_tiff(path: Path, placement: Placement, *, limits: HeaderLimits) -> Inst
         plane = PlaneHeader(pixel_spacing=finest.spacing_mm)
         header = make_header(placement, image, (plane,), syntax=TIFF, num_bytes=path.stat().st_size)
         flags = ("slide_images_left_out",) if num_other else ()
-        return replace(header, sop_class_uid=WHOLE_SLIDE, modality=header.modality or "SM", flags=flags)
+        return replace(
+            header,
+            sop_class_uid=WHOLE_SLIDE,
+            modality=header.modality or "SM",
+            flags=flags,
+            pyramid=(header.sop_instance_uid,),  # whatever else its series holds, a file is a slide
+        )
 
 
 @contextmanager

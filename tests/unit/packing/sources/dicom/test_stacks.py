@@ -277,19 +277,104 @@ def test_planes_a_few_micrometres_apart_are_planes_where_pixels_are_as_fine(
     assert len(split_series(fine)) == num_stacks
 
 
-def test_levels_of_two_frames_of_reference_are_two_slides(template: InstanceHeader) -> None:
-    levels = [
+@pytest.mark.parametrize(
+    ("levels", "slides", "flags"),
+    [
+        ([(64, "c", "1", "p", "f")] * 1, [[64]], set()),
+        # What every file has of its own tells nothing.
+        (
+            [(64, "c", "1", "", "f"), (32, "c", "1", "", "g"), (16, "c", "1", "", "h")],
+            [[64, 32, 16]],
+            {"frame"},
+        ),
+        ([(64, "c", "1", "p", "f"), (32, "c", "1", "q", "f")], [[64, 32]], {"pyramid"}),
+        ([(64, "c", "1", "", "f"), (32, "c", "2", "", "f")], [[64, 32]], set()),
+        ([(64, "c", "1", "p", "f"), (32, "c", "1", "q", "g")], [[64, 32]], {"frame", "pyramid"}),
+        # A pyramid counts more than frames of reference.
+        (
+            [(64, "c", "1", "p", "f"), (32, "c", "1", "p", "f"), (16, "c", "1", "p", "g")],
+            [[64, 32, 16]],
+            {"frame"},
+        ),
+        ([(64, "c", "", "", ""), (32, "d", "", "", "")], [[64], [32]], {"several"}),
+        (
+            [
+                (64, "c", "1", "", "f"),
+                (32, "c", "1", "", "f"),
+                (60, "d", "1", "", "f"),
+                (30, "d", "1", "", "f"),
+            ],
+            [[64, 32], [60, 30]],
+            {"several"},
+        ),
+        (
+            [
+                (64, "c", "1", "", "f"),
+                (32, "c", "1", "", "f"),
+                (64, "c", "2", "", "f"),
+                (32, "c", "2", "", "f"),
+            ],
+            [[64, 32], [64, 32]],
+            {"several"},
+        ),
+        (
+            [
+                (64, "c", "1", "p", "f"),
+                (32, "c", "1", "p", "f"),
+                (60, "c", "1", "q", "f"),
+                (30, "c", "1", "q", "f"),
+            ],
+            [[64, 32], [60, 30]],
+            {"several"},
+        ),
+        (
+            [
+                (64, "c", "1", "", "f"),
+                (32, "c", "1", "", "f"),
+                (60, "c", "1", "", "g"),
+                (30, "c", "1", "", "g"),
+            ],
+            [[64, 32], [60, 30]],
+            {"several"},
+        ),
+        # Nothing tells these apart, and then the shape does, or nothing at all.
+        (
+            [(64, "c", "1", "", "f"), (32, "c", "1", "", "f"), (-40, "c", "1", "", "f")],
+            [[64, 32], [-40]],
+            {"several"},
+        ),
+        ([(64, "c", "1", "", "f"), (64, "c", "1", "", "f")], [[64], [64]], {"several", "order"}),
+    ],
+)
+def test_levels_are_slides_by_what_does_not_vary_file_by_file(
+    template: InstanceHeader,
+    levels: list[tuple[int, str, str, str, str]],
+    slides: list[list[int]],
+    flags: set[str],
+) -> None:
+    """Side (below 0 it is twice as wide as high), container, optical path, pyramid, frame of reference."""
+    headers = [
         replace(
-            _instance(template, number, (0.0, 0.0, 0.0)),
+            _instance(template, number, None, frame_of_reference_uid=frame),
             sop_class_uid=WHOLE_SLIDE,
-            frame_of_reference_uid=f"1.2.{slide}",
-            image=replace(template.image, rows=side, columns=side),
+            pyramid=(container, path, pyramid),
+            image=replace(template.image, rows=side if side > 0 else -side // 2, columns=abs(side)),
         )
-        for number, (slide, side) in enumerate([(1, 512), (1, 128), (2, 500), (2, 125)])
+        for number, (side, container, path, pyramid, frame) in enumerate(levels)
     ]
-    slides = [
-        {each.frame_of_reference_uid for each in stack.levels}
-        for stack in split_series(levels)
-        if stack.kind is StackKind.SLIDE
-    ]
-    assert sorted(map(sorted, slides)) == [["1.2.1"], ["1.2.2"]]
+    words = {
+        "frame": "frame_of_reference_varies",
+        "pyramid": "pyramid_varies",
+        "several": "several_slides",
+        "order": "split_by_order",
+    }
+    for order in (headers, headers[::-1]):
+        found = split_series(order)
+        assert [[each.image.columns for each in stack.levels] for stack in found] == [
+            [abs(side) for side in slide] for slide in slides
+        ]
+        named = [{(each.pyramid[:2], each.frame_of_reference_uid) for each in one.levels} for one in found]
+        assert len(found) == 1 or all(len(one) == 1 for one in named)
+        assert {flag for stack in found for flag in stack.flags} == {words[flag] for flag in flags}
+        assert all(one.frame_of_reference_uid in ("", one.levels[0].frame_of_reference_uid) for one in found)
+    assert found == split_series(headers)
