@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.field import DrawKey
 from shardflow.fields.volumes.crops import Turns
+from shardflow.fields.volumes.tiles import GridAxis
+from shardflow.fields.volumes.windows import step_of
 from shardflow.format import Dataset
 from shardflow.loading import Loader
 from tests.factories import MadeSample, make_dataset
@@ -95,23 +100,52 @@ def test_tiles_are_the_pixels_of_the_slide_and_the_same_everywhere(dataset: Data
     assert len(starts) > 10
 
 
-def test_a_grid_of_a_broken_ratio_covers_every_slide(dataset: Dataset) -> None:
-    covered: dict[int, NDArray[np.bool_]] = {}
+@pytest.mark.parametrize(("size", "ratio"), [((9, 7), 1.973), ((21, 15), 1.06)])
+def test_each_pixel_is_in_one_tile_of_a_grid_of_a_broken_ratio(
+    dataset: Dataset, size: tuple[int, int], ratio: float
+) -> None:
+    counts: dict[int, NDArray[np.int64]] = {}
     batch_spec = sf.BatchSpec(micro_batch_size=64, micro_batches_per_step=4, tail="mask")
-    settings = {"size": (3, 3), "mpp": 0.25 * 1.973, "center": "grid", "loader": {"unit": "window"}}
+    settings = {"size": size, "mpp": 0.25 * ratio, "center": "grid", "loader": {"unit": "window"}}
     with tiles_of(dataset, batch_spec, **settings) as loader:
         for batch in loader:
             for slot, key in enumerate(batch.info.sample_keys):
                 if key is None:
                     continue
                 number = number_of(key)
-                seen = covered.setdefault(number, np.zeros(pixels_of(number).shape[:2], bool))
-                row, column = batch["tile_start"][slot].tolist()
-                assert 0 <= row <= seen.shape[0] - 6
-                assert 0 <= column <= seen.shape[1] - 6
-                seen[row : row + 6, column : column + 6] = True
-    assert len(covered) == NUM_SAMPLES - 1
-    assert all(seen.all() for seen in covered.values())
+                count = counts.setdefault(number, np.zeros(pixels_of(number).shape[:2], int))
+                start, mpp = batch["tile_start"][slot], batch["tile_mpp"][slot]
+                span = np.rint(mpp * size / 0.25).astype(int)
+                assert (abs(span - np.multiply(size, ratio)) <= ratio + 1).all() or number == 3
+                (top, left), (bottom, right) = np.maximum(start, 0), start + span
+                count[top:bottom, left:right] += 1
+                inside = expected(number, tuple(start.tolist()), tuple(span.tolist()))
+                mean = cv2.resize(inside, size[::-1], interpolation=cv2.INTER_AREA)
+                assert np.array_equal(mean.transpose(2, 0, 1), batch["tile"][slot])
+    assert len(counts) == NUM_SAMPLES - 1
+    assert all((count == 1).all() for count in counts.values())
+
+
+@given(
+    side=st.integers(1, 5000),
+    ratio=st.floats(0.99, 70) | st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    tile=st.integers(2, 600),
+    overlap=st.sampled_from([0.0, 0.0, 0.25, 0.5]),
+)
+def test_tiles_of_a_grid_leave_no_gap_at_any_magnification(
+    side: int, ratio: float, tile: int, overlap: float
+) -> None:
+    axis = GridAxis(side / ratio, tile, step_of(tile, overlap))
+    edges = [axis.edges(number, side) for number in range(axis.num)]
+    assert edges[0][0] <= 0
+    assert edges[-1][1] >= side
+    for (first, last), (start, end) in itertools.pairwise(edges):
+        assert start == last if not overlap else first <= start <= last
+        assert start < side
+        assert end >= last
+    for first, last in edges[:-1]:
+        assert abs(last - first - tile * ratio) <= 1
+        assert last < side or overlap
 
 
 @pytest.mark.parametrize(("mpp", "level"), [(0.5, 1), (1.0, 4), (2.0, 4)])
@@ -170,7 +204,7 @@ def test_a_grid_covers_every_slide(dataset: Dataset, overlap: float) -> None:
                     continue
                 number = number_of(key)
                 rows, columns = pixels_of(number).shape[:2]
-                canvas = canvases.setdefault(number, np.full((rows + 80, columns + 80, 3), -1, np.int16))
+                canvas = canvases.setdefault(number, np.full((rows + 99, columns + 99, 3), -1, np.int16))
                 row, column = batch["tile_start"][slot].tolist()
                 tile = batch["tile"][slot].transpose(1, 2, 0)
                 canvas[row + 40 : row + 40 + SIZE[0], column + 40 : column + 40 + SIZE[1]] = tile

@@ -32,9 +32,8 @@ from shardflow.fields.field import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.volumes.crops import Turns, random_start, start_around
-from shardflow.fields.volumes.geometry import Shape
 from shardflow.fields.volumes.settings import checked_share
-from shardflow.fields.volumes.windows import checked_overlap, num_windows, window_start
+from shardflow.fields.volumes.windows import checked_overlap, step_of
 from shardflow.format.facts.units import WindowTable
 from shardflow.format.keys import level_field
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan
@@ -51,6 +50,8 @@ _LIMITS: Final = Limits(max_series=1)
 _MPP_TOLERANCE: Final = 1.02
 """A level of 0.51 microns counts as one of 0.5."""
 _MPP_RANGE: Final = (0.01, 1000)
+_EPSILON: Final = 1e-6
+"""Delivered pixels by which a slide is taken to be whole numbers of them long."""
 _HALF: Final = 128
 _WORD_BITS: Final = 64
 _BESIDE: Final = ("mask", "start", "shape", "mpp", "tissue", "index")
@@ -94,7 +95,7 @@ class Tiles(Field):
     center: TileCenter = "random"
     """Where tiles are. ``random``: drawn anew in each epoch, see `foreground`. ``tissue``: around the stored
     tile that has the most tissue, the first of several. ``grid``: with ``unit="window"`` a sample is one of
-    the tiles that cover the slide; those without tissue read nothing."""
+    the tiles that cover the slide, each pixel once without `overlap`; those without tissue read nothing."""
     num_samples: int = 1
     """Tiles of each sample, in neighboring slots of a micro-batch: B counts tiles, and ``micro_batch_size``
     must be a multiple of it."""
@@ -227,6 +228,41 @@ def _covered(first: int, last: int, side: int) -> NDArray[np.int64]:
     return np.minimum(starts + side, last) - np.maximum(starts, first)
 
 
+@dataclass(frozen=True, slots=True)
+class GridAxis:
+    """Tiles of a grid along one axis of a slide.
+
+    A tile need not be a whole number of stored pixels long. Where one ends is rounded as where the next one
+    begins, so that no pixel is between them, and the last one takes what is left.
+    """
+
+    length: float
+    """Of the slide, in delivered pixels."""
+    tile: int
+    """Length of a tile."""
+    step: int
+    """Distance from one tile to the next."""
+
+    @property
+    def _whole(self) -> int:
+        # A rest of less than a pixel is of the last tile.
+        return max(int(self.length + _EPSILON), 1)
+
+    @property
+    def num(self) -> int:
+        """Tiles along the axis."""
+        return 1 + -(-max(self._whole - self.tile, 0) // self.step)
+
+    def edges(self, number: int, side: int) -> tuple[int, int]:
+        """Return the first pixel of a tile in a level of ``side`` pixels, and the one after its last.
+
+        A slide that is shorter than a tile lies in the middle of it.
+        """
+        start = number * self.step - max(self.tile - self._whole, 0) // 2
+        first, last = (math.floor(at * side / self.length + 0.5) for at in (start, start + self.tile))
+        return first, max(last, side if number == self.num - 1 else first + 1)
+
+
 class BoundTiles(BoundField):
     """Field of tiles, bound to a selection.
 
@@ -328,7 +364,7 @@ class BoundTiles(BoundField):
         found = np.zeros(len(rows), np.int64)
         for study in np.flatnonzero((rows >= 0) & self._populations[place]).tolist():
             slide = self._slide(place, study, int(rows[study] - first[study]))
-            found[study] = num_windows(self._lengths(slide), self._window_size, self._overlap)
+            found[study] = math.prod(axis.num for axis in self._grid(slide))
         return found
 
     # ---- arrays ----------------------------------------------------------------------------------
@@ -407,7 +443,7 @@ class BoundTiles(BoundField):
         ]
         arrays[f"{name}_tissue"][slot] = region.tissue()
         if self.spec.has_windows:
-            num = num_windows(self._lengths(slide), self._window_size, self._overlap)
+            num = math.prod(axis.num for axis in self._grid(slide))
             arrays[f"{name}_index"][slot] = self._window(request), num
         return _SlotTile(self, region, arrays[name][slot], shard)
 
@@ -429,24 +465,14 @@ class BoundTiles(BoundField):
 
     # ---- places ----------------------------------------------------------------------------------
 
-    @property
-    def _overlap(self) -> tuple[float, float, float]:
-        return 0.0, float(self.spec.overlap), float(self.spec.overlap)
-
-    @property
-    def _window_size(self) -> Shape:
-        return 1, *self.spec.size
-
-    def _lengths(self, slide: _Slide) -> Shape:
-        """Return rows and columns of a slide in delivered pixels, behind a depth of 1."""
-        mpp = self.spec.mpp
-        if mpp is None:
-            return 1, slide.rows, slide.columns
+    def _grid(self, slide: _Slide) -> tuple[GridAxis, GridAxis]:
+        """Return the tiles of a slide along rows and columns."""
+        overlap, mpp = float(self.spec.overlap), self.spec.mpp
         rows, columns = (
-            max(1, round(side * own / mpp))
-            for side, own in zip((slide.rows, slide.columns), slide.mpp, strict=True)
+            GridAxis(float(side) if mpp is None else side * own / mpp, tile, step_of(tile, overlap))
+            for side, own, tile in zip((slide.rows, slide.columns), slide.mpp, self.spec.size, strict=True)
         )
-        return 1, rows, columns
+        return rows, columns
 
     def _slide(self, component: int, study: int, series: int) -> _Slide:
         table = self.selected.catalog.tables[component]
@@ -485,7 +511,14 @@ class BoundTiles(BoundField):
             raise shard.bad(BadSampleReason.SIZE_MISMATCH, levels[at], detail)
         level = shard.index.volume(levels[at])
         scale = slide.rows / level.shape[0], slide.columns / level.shape[1]
-        return _Region(level, self._start(request, slide, level, spans[at]), spans[at], scale)
+        if not self.spec.has_windows:
+            return _Region(level, self._start(request, level, spans[at]), spans[at], scale)
+        axes = self._grid(slide)
+        cell = divmod(self._window(request), axes[1].num)
+        (top, bottom), (left, right) = (
+            axis.edges(number, side) for axis, number, side in zip(axes, cell, level.shape, strict=False)
+        )
+        return _Region(level, (top, left), (bottom - top, right - left), scale)
 
     def _span(self, slide: _Slide, size: Sequence[int]) -> tuple[int, int]:
         """Return the rows and columns of a level that become a tile."""
@@ -502,31 +535,9 @@ class BoundTiles(BoundField):
         )
         return rows, columns
 
-    def _start(
-        self, request: SlotRequest, slide: _Slide, level: BrickVolume, span: tuple[int, int]
-    ) -> tuple[int, int]:
+    def _start(self, request: SlotRequest, level: BrickVolume, span: tuple[int, int]) -> tuple[int, int]:
         """Return the first row and column of a region in its level."""
         lengths, size = (1, *level.shape[:2]), (1, *span)
-        if self.spec.has_windows:
-            whole = self._lengths(slide)
-            _, row, column = window_start(whole, self._window_size, self._overlap, self._window(request))
-            mpp = self.spec.mpp
-            down, across = (
-                _grid_start(
-                    at, length - tile, side - covered, 1.0 if mpp is None else mpp * side / (own * each)
-                )
-                for at, length, tile, side, covered, own, each in zip(
-                    (row, column),
-                    whole[1:],
-                    self.spec.size,
-                    level.shape[:2],
-                    span,
-                    (slide.rows, slide.columns),
-                    slide.mpp,
-                    strict=True,
-                )
-            )
-            return down, across
         place = None
         if self._turns is None or self._turns.is_turn(request.draw, request.component):
             place = self._place(request, level)
@@ -560,20 +571,6 @@ class BoundTiles(BoundField):
         samples = self._samples.datasets[request.component].samples
         assert isinstance(samples, WindowTable)  # noqa: S101 - checked when the fields were bound
         return int(samples.numbers(np.array([request.table_row]))[0])
-
-
-def _grid_start(at: int, last: int, most: int, ratio: float) -> int:
-    """Return where a tile of a grid begins in a level.
-
-    Args:
-        at: Where it begins, in delivered pixels.
-        last: Where the last one begins, in delivered pixels.
-        most: Where the last one begins in the level; negative where a tile is larger than the slide.
-        ratio: Pixels of the level in a delivered pixel. A tile's rounded span would add up its error.
-    """
-    if at >= last > 0:
-        return max(most, 0)
-    return min(max(math.floor(at * ratio + 0.5), min(most, 0)), max(most, 0))
 
 
 def _is_fine(span: tuple[int, int], size: tuple[int, int]) -> bool:

@@ -53,7 +53,7 @@ def check_covers(size: Shape, overlap: Vector) -> None:
     Raises:
         ConfigError: It is such.
     """
-    covers = math.prod(-(-side // _interval(side, part)) for side, part in zip(size, overlap, strict=True))
+    covers = math.prod(-(-side // step_of(side, part)) for side, part in zip(size, overlap, strict=True))
     if covers > MAX_COVERS:
         raise ConfigError(
             f"With overlap={overlap} a voxel is in up to {covers:,} windows, and {MAX_COVERS:,} are allowed; "
@@ -61,7 +61,8 @@ def check_covers(size: Shape, overlap: Vector) -> None:
         )
 
 
-def _interval(side: int, overlap: float) -> int:
+def step_of(side: int, overlap: float) -> int:
+    """Return how far a window begins after the one before it."""
     return max(int(side * (1 - overlap)), 1)  # as MONAI rounds it
 
 
@@ -79,7 +80,7 @@ def scan_starts(lengths: Shape, size: Shape, overlap: Vector) -> tuple[list[int]
     found = []
     for length, side, part in zip(lengths, size, overlap, strict=True):
         room = max(length - side, 0)
-        interval = _interval(side, part)
+        interval = step_of(side, part)
         before = max(side - length, 0) // 2
         found.append([min(at * interval, room) - before for at in range(1 + -(-room // interval))])
     return found[0], found[1], found[2]
