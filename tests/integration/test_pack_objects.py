@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import highdicom
 import numpy as np
 import pydicom
 import pydicom.data
 import pytest
+import SimpleITK
 from pydicom.sr.coding import Code
 
 import shardflow as sf
@@ -20,6 +22,7 @@ from tests.pack_case import PackCase, read_ledger
 from tests.unit.packing.sources.dicom.factory import (
     make_dataset,
     make_parametric_map,
+    make_tomosynthesis,
     value_mapping,
     write,
 )
@@ -98,10 +101,14 @@ def test_a_parametric_map_is_packed_by_default_in_its_unit(case: PackCase) -> No
     np.testing.assert_allclose(np.asarray(batch["adc"])[0].squeeze(), values * 2 + 1, rtol=1e-6)
 
 
-def test_each_kind_of_object_has_pixels_a_role_and_a_preview(case: PackCase) -> None:
-    cine = _add(case, "us.dcm", "examples_ybr_color.dcm")
-    _add(case, "nm.dcm", "JPGExtended.dcm", SOPClassUID="1.2.840.10008.5.1.4.1.1.20")
+def test_each_kind_of_object_has_the_values_of_simpleitk_a_role_and_a_preview(case: PackCase) -> None:
+    """Ultrasound and nuclear medicine from real files, the others in the attributes that scanners write."""
     rng = np.random.default_rng(0)
+    _add(case, "us.dcm", "examples_ybr_color.dcm")
+    _add(case, "nm.dcm", "JPGExtended.dcm", SOPClassUID="1.2.840.10008.5.1.4.1.1.20")
+    planes = np.sort(rng.integers(0, 1024, (5, 24, 20)).astype(np.uint16), axis=1)
+    _add(case, "dbt.dcm", make_tomosynthesis(planes), SeriesInstanceUID="1.2.3.99")
+    files = {"US frames": ["us.dcm"], "NM images": ["nm.dcm"], "MG volume": ["dbt.dcm"]}
     gray = np.sort(rng.integers(0, 4096, (24, 20)).astype(np.uint16), axis=0)
     classes = {
         "MG": "1.2.840.10008.5.1.4.1.1.1.2",
@@ -120,26 +127,28 @@ def test_each_kind_of_object_has_pixels_a_role_and_a_preview(case: PackCase) -> 
             if modality == "XA":
                 attributes |= {"PositionerPrimaryAngle": 30.0 * index, "PositionerSecondaryAngle": -5.0}
             if modality == "PT":
-                attributes |= {"Units": "BQML", "RescaleSlope": 1.5}
+                attributes |= {"Units": "BQML", "RescaleSlope": 1.5 + index}
             place = (0.0, 0.0, 3.0 * index) if modality == "PT" else None
             image = make_dataset(pixels=gray + np.uint16(index), number=number, position=place, **attributes)
             if place is None:
                 del image.ImageOrientationPatient
             _add(case, f"{number}.dcm", image, SeriesInstanceUID=f"1.2.3.{ord(modality[0])}")
+            kind = "volume" if modality == "PT" else "images"
+            files.setdefault(f"{modality} {kind}", []).append(f"{number}.dcm")
     case.pack(*_ALL)
-    series = {one["modality"]: (number, one) for number, one in enumerate(_study(case)["series"])}
-    assert set(series) == {"MG", "NM", "PT", "US", "XA"}
-    rows = {
-        name: (one["kind"], one["unit"], one["dtype"], one["num_slices"]) for name, (_, one) in series.items()
+    series = {
+        f"{one['modality']} {one['kind']}": (number, one) for number, one in enumerate(_study(case)["series"])
     }
+    rows = {name: (one["unit"], one["dtype"], one["num_slices"]) for name, (_, one) in series.items()}
     assert rows == {
-        "MG": ("images", "raw", "uint16", 1),
-        "NM": ("images", "raw", "int16", 1),
-        "PT": ("volume", "BQML", "float32", 4),
-        "US": ("frames", "rgb", "uint8", cine.NumberOfFrames),
-        "XA": ("images", "raw", "uint16", 2),
+        "MG images": ("raw", "uint16", 1),
+        "MG volume": ("raw", "int32", 5),
+        "NM images": ("raw", "int16", 1),
+        "PT volume": ("BQML", "float32", 4),
+        "US frames": ("rgb", "uint8", 30),
+        "XA images": ("raw", "uint16", 2),
     }
-    images = series["XA"][1]["images"]
+    images = series["XA images"][1]["images"]
     assert [one["positioner_primary_angle"] for one in images] == [0.0, 30.0]
     members = case.open().read_fields(0)
     for name, (number, _) in series.items():
@@ -149,6 +158,38 @@ def test_each_kind_of_object_has_pixels_a_role_and_a_preview(case: PackCase) -> 
         assert preview is not None, name
         assert preview.std() > 1, name
         assert 8 <= max(preview.shape[:2]) <= 32, name
+
+    expected = {
+        name: np.concatenate([_by_simpleitk(case.dicom / file) for file in files[name]]) for name in series
+    }
+    # Slices ascend along the normal of their planes, to the right; highdicom has them as stored.
+    volume = highdicom.imread(case.dicom / "dbt.dcm").get_volume()
+    ours = np.array(series["MG volume"][1]["affine_lps"])
+    np.testing.assert_allclose(ours[:3, :3], volume.affine[:3, [2, 1, 0]] * [1, 1, -1], atol=1e-6)
+    np.testing.assert_allclose(ours[:3, 3], volume.affine[:3] @ [len(planes) - 1, 0, 0, 1], atol=1e-6)
+    expected["MG volume"] = expected["MG volume"][::-1]
+    fields = {
+        name.replace(" ", "_").lower(): sf.Slices(
+            series=f"modality == '{name[:2]}' and kind == '{name[3:]}'",
+            num_slices=len(values),
+            size=(values.shape[1], values.shape[2]),
+            dtype="float32",
+        )
+        for name, values in expected.items()
+    }
+    batch_spec = sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
+    dataset = sf.open(str(case.output))
+    (batch,) = sf.Loader(dataset, split="train", seed=1, batch=batch_spec, fields=fields, world="single")
+    for name, values in expected.items():
+        found = np.asarray(batch[name.replace(" ", "_").lower()])[0]
+        theirs = values.transpose(0, 3, 1, 2) if values.ndim == 4 else values[:, None]
+        np.testing.assert_allclose(found, theirs, rtol=1e-6, err_msg=name)
+
+
+def _by_simpleitk(path: Path) -> Any:
+    """Return the values of all frames, ``(frames, rows, columns)`` or with colors."""
+    SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
+    return SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path)))
 
 
 def test_video_is_refused_with_what_to_do(case: PackCase) -> None:

@@ -126,6 +126,49 @@ def make_header(folder: Path, number: int, **options: Any) -> InstanceHeader:
     return header_of(path, file_index=number)
 
 
+def make_tomosynthesis(pixels: np.ndarray[Any, np.dtype[Any]]) -> Dataset:
+    """Return a breast tomosynthesis of ``(planes, rows, columns)``: sagittal, 1 mm apart, values 2 v - 5."""
+
+    def item(**attributes: Any) -> Dataset:
+        found = Dataset()
+        for keyword, value in attributes.items():
+            setattr(found, keyword, value)
+        return found
+
+    dataset = make_dataset(
+        pixels=pixels[..., None],
+        position=None,
+        orientation=None,
+        Modality="MG",
+        SOPClassUID="1.2.840.10008.5.1.4.1.1.13.1.3",
+        ImageType=["ORIGINAL", "PRIMARY", "TOMOSYNTHESIS", "NONE"],
+        SamplesPerPixel=1,
+        PhotometricInterpretation="MONOCHROME2",
+        PlanarConfiguration=None,
+        FrameOfReferenceUID=UID_ROOT + "4.1",
+        RescaleSlope=None,
+        RescaleIntercept=None,
+        PixelSpacing=None,
+        SliceThickness=None,
+    )
+    dataset.SharedFunctionalGroupsSequence = [
+        item(
+            PixelMeasuresSequence=[item(PixelSpacing=[0.1, 0.2], SliceThickness=1.0)],
+            PlaneOrientationSequence=[item(ImageOrientationPatient=[0, 1, 0, 0, 0, -1])],
+            PixelValueTransformationSequence=[item(RescaleSlope=2, RescaleIntercept=-5, RescaleType="US")],
+            FrameAnatomySequence=[item(FrameLaterality="L")],
+        )
+    ]
+    dataset.PerFrameFunctionalGroupsSequence = [
+        item(
+            FrameContentSequence=[item(DimensionIndexValues=[number + 1], StackID="1")],
+            PlanePositionSequence=[item(ImagePositionPatient=[-30.0 + number, -10, 20])],
+        )
+        for number in range(len(pixels))
+    ]
+    return dataset
+
+
 def value_mapping(
     unit: Code, slope: float, intercept: float, quantity: Code = codes.DCM.ApparentDiffusionCoefficient
 ) -> Any:
