@@ -10,7 +10,10 @@ import pytest
 import tifffile
 
 from shardflow.errors import SourceError
-from shardflow.packing.sources.slides.tiff import open_levels
+from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.stacks import split_series
+from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.slides.tiff import open_levels, read_tiff
 
 pytestmark = pytest.mark.fast
 
@@ -63,3 +66,16 @@ def test_ycbcr_that_is_no_jpeg_is_refused(tmp_path: Path) -> None:
     tifffile.imwrite(path, SCAN, **{**TILED, "photometric": "ycbcr"})
     with pytest.raises(SourceError, match="YCbCr"):
         shapes(path)
+
+
+def test_each_file_of_a_series_is_a_slide(tmp_path: Path) -> None:
+    """One of half the size is no level of the other, whose file alone would be opened."""
+    headers = []
+    for number, factor in enumerate((1, 2)):
+        path = tmp_path / f"{number}.svs"
+        tifffile.imwrite(path, SCAN[::factor, ::factor], **TILED)
+        placement = Placement(patient="p", study="s", series="r", instance=path.name, attributes={})
+        headers.append(read_tiff(path, placement, limits=HeaderLimits()))
+    slides = split_series(headers)
+    assert [[level.sop_instance_uid for level in slide.levels] for slide in slides] == [["0.svs"], ["1.svs"]]
+    assert {slide.flags for slide in slides} == {("several_slides",)}
