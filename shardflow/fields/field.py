@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
@@ -250,6 +250,8 @@ class FieldContext:
         self.samples, self.populations, self.counters = samples, populations, counters
         self.bound: dict[str, BoundField] = {}
         """Fields that are bound already, by name, see `Field.depends_on`."""
+        self.eased: frozenset[str] = frozenset()
+        """Names of fields with ``missing="error"`` that pad nevertheless, see `Field.needs_partly`."""
 
     @cached_property
     def catalog(self) -> SeriesCatalog:
@@ -332,6 +334,11 @@ class Field(ABC):
     @property
     def depends_on(self) -> Sequence[str]:
         """Names of fields that are bound before this one."""
+        return ()
+
+    @property
+    def needs_partly(self) -> Collection[str]:
+        """Names of `depends_on` that it needs of some samples only, and then refuses those that lack them."""
         return ()
 
     def for_evaluation(self) -> Field:

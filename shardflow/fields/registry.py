@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from functools import cache
 from importlib.metadata import entry_points
@@ -200,6 +200,19 @@ def _in_order(fields: Mapping[str, Field]) -> list[str]:
     return sorted(fields, key=lambda name: depth(name, frozenset({name})))
 
 
+def _eased(fields: Mapping[str, Field]) -> frozenset[str]:
+    """Return the names of fields that pad though they say ``error``, see `FieldContext.eased`."""
+    partly = {name for one in fields.values() for name in one.needs_partly}
+    eased = {name for name in partly & fields.keys() if fields[name].missing == "error"}
+    needed = {
+        other
+        for name, one in fields.items()
+        if name not in eased
+        for other in {*one.depends_on} - {*one.needs_partly}
+    }
+    return frozenset(eased - needed)
+
+
 class FieldSet:
     """Fields of a loader, bound to its samples. Safe for many threads.
 
@@ -226,8 +239,10 @@ class FieldSet:
         self.specs = dict(fields)
         reads_previous = any(one.study == "previous" for one in fields.values())
         self.previous: PreviousStudies | None = PreviousStudies(context.samples) if reads_previous else None
+        context.eased = _eased(fields)
         for name in _in_order(fields):
-            context.bound[name] = _bind(name, fields[name], context, self.previous)
+            spec = replace(fields[name], missing="pad") if name in context.eased else fields[name]
+            context.bound[name] = _bind(name, spec, context, self.previous)
         self.bound: Sequence[BoundField] = [context.bound[name] for name in fields]
         self._context = context
         self._entries = [self._describe(one) for one in self.bound]

@@ -257,6 +257,56 @@ def test_columns_alone_ask_and_answer_in_a_model_of_text(dataset: Dataset, proce
     assert len(found) == NUM_SAMPLES
 
 
+def test_numbers_are_written_in_full() -> None:
+    template = sf.Template(turns=[USER, ANSWER])  # type: ignore[arg-type]
+    given = [1234567.0, 0.1, np.float32(0.1), 40.0, 2**60 + 1, -2.5e-7, np.float32(16777216)]
+    said = ["1234567", "0.1", "0.1", "40", "1152921504606846977", "-0.00000025", "16777216"]
+    assert [template.write_value(one, "") for one in given] == said
+    assert [template.write_value(one, ".2f") for one in (3.14159, 1234567)] == ["3.14", "1234567.00"]
+    assert [template.write_value(one, "d") for one in (3.0, 2**60 + 1)] == ["3", "1152921504606846977"]
+
+
+def test_a_whole_number_is_written_of_whole_numbers_alone(
+    dataset: Dataset, processors: Any, tmp_path: Path
+) -> None:
+    def make_half(number: int, **_: Any) -> MadeSample:
+        made = make(number)
+        study = json.loads(made.fields[STUDY_FIELD])
+        study["patient"]["age_years"] += 0.5 * (number % 3 == 0)
+        return replace(made, fields={**made.fields, STUDY_FIELD: json.dumps(study).encode()})
+
+    turns = [{"role": "user", "text": "Age?"}, {"role": "assistant", "text": "{facts.age_years:d}"}]
+    spec = talk(processors, "llama", turns)
+    with open_loader(dataset, SPEC, {"talk": spec}) as loader:
+        assert {row.reason for batch in loader for row in batch.quarantined} == set()
+    other = Dataset.open(make_dataset(tmp_path / "b", num_samples=NUM_SAMPLES, make=make_half, facts=True))
+    with pytest.raises(
+        ConfigError, match=r"\{facts.age_years:d\}, and 6 of 16 samples .* \{facts.age_years:.0f"
+    ):
+        open_loader(other, SPEC, {"talk": spec})
+
+
+def test_a_field_is_required_where_it_is_used(dataset: Dataset, processors: Any) -> None:
+    """``missing="error"`` of what only turns with a condition name masks no sample that says none of them."""
+    prior = sf.Image(series="role == 'frontal'", size=(28, 30), study="previous")
+    padded = batches_of(loader_of(dataset, talk(processors)))
+    eased = batches_of(loader_of(dataset, talk(processors), fields={"prior": prior}))
+    assert eased == padded
+    turns = [
+        {"role": "user", "text": "Seen?"},
+        {"role": "assistant", "text": "{impression}", "when": "facts.sex == 'F'"},
+        {"role": "assistant", "text": "Ask him.", "when": "facts.sex == 'M'"},
+    ]
+    fields = {"impression": sf.Text(section="impression"), "talk": talk(processors, "llama", turns)}
+    with open_loader(dataset, SPEC, fields, max_bad_share=1.0, max_bad_samples=99) as loader:
+        batches = list(loader)
+    bad = {number for batch in batches for slot, number in slots_of(batch) if not batch.info.weight[slot]}
+    assert bad == {number for number in range(NUM_SAMPLES) if number % 2 == 0 and not impression_of(number)}
+    assert {(row.field, row.reason) for batch in batches for row in batch.quarantined} == {
+        ("talk", "FIELD_MISSING")
+    }
+
+
 GROUNDED: Final = [
     {"role": "user", "text": "<image:frontal>Where?"},
     {"role": "assistant", "text": "At {lesions}."},
@@ -365,6 +415,7 @@ ANSWER: Final = {"role": "assistant", "text": "{impression}"}
         ([USER, {**ANSWER, "when": "facts.sex = 'F'"}], "two equals signs"),
         ([USER, {**ANSWER, "text": "{impression"}], "write {{ or }}"),
         ([USER, {**ANSWER, "text": "{facts.age_years:>9}"}], "format"),
+        ([USER, {**ANSWER, "text": "{facts.age_years:.1d}"}], "format"),
         ([USER, {**ANSWER, "text": " "}], "none of them empty"),
         ([USER, {**ANSWER, "role": "doctor"}], "role"),
         ([USER, {**ANSWER, "weight": -1}], "weight"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -65,7 +65,8 @@ class Conversation(Field):
 
     With ``template`` the conversation is made from columns and other fields of the loader, see `Template`.
     Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
-    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations``.
+    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations``. A field that
+    only turns with ``when`` name may be missing where none of these is said, also with ``missing="error"``.
 
     With ``packed`` the conversations of a micro-batch are one row of T tokens, one behind another: the
     entry, mask, weights and ``token_type_ids`` are ``(1, T)``, and beside them are ``NAME_labels`` ``(1, T)``
@@ -160,6 +161,11 @@ class Conversation(Field):
     def depends_on(self) -> Sequence[str]:
         """Fields that the template may name."""
         return self.template.possible_fields if isinstance(self.template, Template) else ()
+
+    @property
+    def needs_partly(self) -> Collection[str]:
+        """Fields that only turns with a condition name."""
+        return self.template.optional_fields if isinstance(self.template, Template) else ()
 
     def for_evaluation(self) -> Conversation:
         """Return the field with the first phrasing of each turn."""
@@ -479,6 +485,7 @@ class BoundTemplate(BoundRendered):
                 "The template shows images, and the processor or max_images=0 takes text alone."
             )
         self._values = TemplateValues(template, context, self._original)
+        self._eased = context.eased
 
     @property
     def digests(self) -> Sequence[str]:
@@ -525,7 +532,7 @@ class BoundTemplate(BoundRendered):
             shown = {str(place): one for place, one in enumerate(pictures)}
             is_put = self.put(arrays, slot, document, shown)
         except IncompleteError as error:
-            if self.spec.missing == "error":
+            if self.spec.missing == "error" or error.field in self._eased:
                 return BadSampleReason.FIELD_MISSING, str(error)
             self._counters.add("incomplete_conversations", num_items=1)
             return None

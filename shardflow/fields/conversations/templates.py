@@ -29,15 +29,26 @@ _PIECE: Final = re.compile(
     r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][\w.]*)(?::(?P<format>[^{}]*))?\}|<image:(?P<image>\w+)>|(?P<slip>[{}])",
     re.ASCII,
 )
-_FORMAT: Final = re.compile(r"(?:\.\d{1,2})?[dfg%]", re.ASCII)
+_FORMAT: Final = re.compile(r"d|(?:\.\d{1,2})?[fg%]", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _EDGES: Final = ("x0", "y0", "x1", "y1")
 _WORD: Final = 1 << 64
 _MAX_CHARACTERS: Final = 1 << 16
+_ASKED: Final = "..."
+"""Stands for an answer that is asked for, and is never read."""
 
 
 class IncompleteError(Exception):
-    """A sample lacks what a template names; the message holds none of its values."""
+    """A sample lacks what a template names; the message holds none of its values.
+
+    Args:
+        message: What it lacks.
+        field: Name of the field that has nothing; empty for anything else.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,12 @@ class Turn:
     def pieces(self) -> list[Piece]:
         """Parts of all phrasings."""
         return [piece for one in self.text for piece in parse_text(one)]
+
+    @property
+    def possible_fields(self) -> set[str]:
+        """Names that may be those of fields: they have no dot."""
+        named = [one.text for one in self.pieces if one.kind != "text"]
+        return {name for name in [*named, *_NAME.findall(self.when)] if FIELD_NAME.fullmatch(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +167,14 @@ class Template:
 
     @property
     def possible_fields(self) -> tuple[str, ...]:
-        """Names that may be those of fields: they have no dot."""
-        asked = [name for one in self.turns for name in _NAME.findall(one.when)]
-        return tuple(
-            name for name in dict.fromkeys([*self.images, *self.values, *asked]) if FIELD_NAME.fullmatch(name)
-        )
+        """Names that may be those of fields, ascending."""
+        return tuple(sorted({name for one in self.turns for name in one.possible_fields}))
+
+    @property
+    def optional_fields(self) -> set[str]:
+        """Names that may be those of fields of which only turns with a condition need something."""
+        always = {name for one in self.turns if not one.when for name in one.possible_fields}
+        return {*self.possible_fields} - always
 
     @property
     def has_labels(self) -> bool:
@@ -166,9 +186,9 @@ class Template:
         return replace(self, turns=tuple(replace(one, text=one.text[0]) for one in self.turns))
 
     def without_answer(self) -> Template:
-        """Return the template with a mark in place of its last answer, for samples that have none."""
+        """Return the template for samples without an answer: the last question that is said is left open."""
         asked = max(place for place, one in enumerate(self.turns) if one.role == "user")
-        return replace(self, turns=(*self.turns[: asked + 1], Turn(role="assistant", text="...")))
+        return replace(self, turns=(*self.turns[: asked + 1], Turn(role="assistant", text=_ASKED)))
 
     def _named(self, kind: str) -> tuple[str, ...]:
         found = (piece.text for one in self.turns for piece in one.pieces if piece.kind == kind)
@@ -196,9 +216,8 @@ class Template:
         messages: list[dict[str, Any]] = []
         shown: list[Any] = []
         places: dict[str, range] = {}
-        for number, turn in enumerate(self.turns):
-            if not is_said[number]:
-                continue
+        for number in self._said(is_said):
+            turn = self.turns[number]
             chosen = turn.text[draw.derive(f"template-{number}") * len(turn.text) // _WORD]
             parts: list[dict[str, Any]] = []
             for piece in parse_text(chosen):
@@ -219,6 +238,16 @@ class Template:
         _check_order([one["role"] for one in messages])
         images = [{"member": str(place)} for place in range(len(shown))]
         return {"format_version": 1, "kind": "conversation", "messages": messages, "images": images}, shown
+
+    def _said(self, is_said: Sequence[bool]) -> list[int]:
+        """Return the numbers of the turns that are said: up to the last question if its answer is asked."""
+        found = [number for number, one in enumerate(is_said) if one]
+        if self.turns[-1].text != (_ASKED,):
+            return found
+        asked = [number for number in found if self.turns[number].role == "user"]
+        if not asked:
+            raise IncompleteError("no question of the template applies to it")
+        return [*(number for number in found if number <= asked[-1]), len(self.turns) - 1]
 
     def write_boxes(
         self,
@@ -251,15 +280,18 @@ class Template:
 
         Args:
             value: Text, number or answer.
-            form: How a number is written; empty for as it is.
+            form: How a number is written; empty for all its digits.
         """
         if isinstance(value, bool):
             found = "yes" if value else "no"
         elif isinstance(value, str):
             found = value
+        elif form:
+            found = format(int(value) if form == "d" else float(value), form)
+        elif isinstance(value, int):
+            found = str(value)
         else:
-            form = form or ("d" if isinstance(value, int) else "g")
-            found = format(int(value) if form == "d" else value, form)
+            found = np.format_float_positional(value, trim="-")
         return self.words.get(found, found)
 
 

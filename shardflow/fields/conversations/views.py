@@ -76,6 +76,7 @@ class TemplateValues:
         for name in template.values:
             if isinstance(one := self._fields.get(name), Boxes) and name not in every:
                 self._check_boxes(name, one)
+        self._check_whole(context)
         columns = [name for name in self._named_columns() if name in every]
         self.digests: list[str] = list(
             dict.fromkeys(filter(None, (one.digest(name) for one in self._columns for name in columns)))
@@ -122,11 +123,11 @@ class TemplateValues:
         spec, entries = self._fields[name], sample.entries
         is_there = _mask(name, entries)
         if not is_there.any():
-            raise IncompleteError(f"it has nothing for the field {name!r}")
+            raise IncompleteError(f"it has nothing for the field {name!r}", name)
         if not isinstance(spec, Boxes):
             said = str(entries[name]).strip()
             if not said:
-                raise IncompleteError(f"the text of the field {name!r} is empty")
+                raise IncompleteError(f"the text of the field {name!r} is empty", name)
             return said
         (shown,) = {one.shape[-2:] for one in _arrays(spec.like, entries)}
         seen = (1000, 1000) if self._template.coordinates == "thousandths" else shown
@@ -148,8 +149,26 @@ class TemplateValues:
         ranges = np.atleast_2d(entries[f"{name}_range"])
         found = _arrays(name, entries)
         if not found:
-            raise IncompleteError(f"it has no image for the field {name!r}")
+            raise IncompleteError(f"it has no image for the field {name!r}", name)
         return [_to_picture(one, ranges[min(place, len(ranges) - 1)]) for place, one in enumerate(found)]
+
+    def _check_whole(self, context: FieldContext) -> None:
+        """Refuse to write numbers with digits behind the point as whole ones."""
+        pieces = (piece for one in self._template.turns for piece in one.pieces)
+        for name in dict.fromkeys(piece.text for piece in pieces if piece.format == "d"):
+            for columns, used in zip(self._columns, context.populations, strict=True):
+                column = columns.gather(name, np.flatnonzero(used))
+                if column is None or column.names is not None or column.values.dtype.kind != "f":
+                    continue
+                is_cut = np.isfinite(column.values) & (column.values != np.trunc(column.values))
+                if column.is_missing is not None:
+                    is_cut &= ~column.is_missing
+                if is_cut.any():
+                    raise ConfigError(
+                        f"The template writes {{{name}:d}}, and {int(is_cut.sum()):,} of {len(is_cut):,} "
+                        f"samples have a value with digits behind the point; write {{{name}:.0f}} to round "
+                        f"it, or {{{name}}} for all digits."
+                    )
 
     def _check_boxes(self, name: str, boxes: Boxes) -> None:
         """Refuse boxes whose place in what the model sees is not known."""
@@ -235,6 +254,8 @@ def _value(column: ExpressionColumn) -> Any:
     found = column.values[0]
     if column.names is not None:
         return column.names[int(found)]
+    if isinstance(found, np.floating):  # whose digits depend on its type
+        return None if np.isnan(found) else found
     return found.decode("utf-8") if isinstance(found, bytes) else found.item()
 
 
