@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,14 +31,16 @@ from shardflow.fields.field import Field
 from shardflow.loading import Batch, Loader
 from shardflow.training.checkpoint.files import Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.tensors import load_model
-from shardflow.training.config import TrainConfig
+from shardflow.training.config import BatchConfig, TrainConfig
 from shardflow.training.data import open_data
 from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.inputs import InputMaker
 from shardflow.training.model_fields import CONVERSATION_FIELD, REPORT_FIELD
 from shardflow.training.models.conversations import ConversationModel
+from shardflow.training.models.weights import hold_frozen
 from shardflow.training.run import check_bindings, open_loader, open_task
 from shardflow.training.step import COMPUTE_TYPES, WeightAverage
+from shardflow.training.tasks.conversations import ConversationTask
 from shardflow.training.tasks.report import ReportTask
 from shardflow.training.tasks.text_scores import has_word_scores, label_scores, word_scores
 
@@ -180,6 +182,8 @@ class AnswerWriter:
             eos_token_id=self._ends,
             pad_token_id=self._ends[0],
         )
+        # What is not set above, such as penalties, is taken from here: nothing of the folder's own.
+        self._model.generation_config = GenerationConfig()
 
     def write(self, batch: Batch, device: torch.device) -> dict[int, dict[str, Any]]:
         """Return ``text``, ``reference``, and whether the answer ended, by slot."""
@@ -287,6 +291,12 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
                         rows.append(row)
             if ranks.rank != 0:
                 return {}
+            if not (rows or settings.has_reference):
+                raise ConfigError(
+                    f"None of the {num_left_out:,} samples of the split has a question: the template asks "
+                    "for what they lack, or each of its questions has a condition that is not true; ask "
+                    "without it, or leave out --no-reference."
+                )
             lines.flush()
             os.fsync(lines.fileno())
             partial.replace(settings.output)
@@ -328,18 +338,53 @@ def _read_config(settings: GenerateSettings) -> TrainConfig:
     split = settings.split or config.data.eval_split
     if not split:
         raise ConfigError("The run has no data.eval_split; write --split with a split of its dataset.")
-    fields = dict(config.fields)
-    if not settings.has_reference:
-        fields = {name: _without_reference(name, one) for name, one in fields.items()}
-    # What is packed into one sequence, or summed over micro-batches, has no text of its own.
-    data, batch = replace(config.data, eval_split=split), replace(config.batch, packed=False)
-    return replace(config, data=data, batch=batch, fields=fields)
+    fields = config.fields if settings.has_reference else _without_references(config)
+    data = replace(config.data, eval_split=split)
+    return replace(config, data=data, batch=_own_batch(config), fields=fields)
 
 
-def _without_reference(name: str, field: Field) -> Field:
-    if isinstance(field, Conversation) and isinstance(field.template, Template):
-        return replace(field, template=field.template.without_answer())
-    return replace(field, missing="pad") if name == REPORT_FIELD else field
+def _own_batch(config: TrainConfig) -> BatchConfig:
+    """Return a batch of single samples, as many as a budget holds of the longest; none is too long for it."""
+    batch, size = config.batch, config.batch.micro_batch_size
+    if batch.max_tokens is not None:
+        field = config.fields.get(CONVERSATION_FIELD)
+        longest = field.max_tokens if isinstance(field, Conversation) else batch.max_tokens
+        size = min(batch.max_samples, max(1, batch.max_tokens // longest))
+    return BatchConfig(micro_batch_size=size, micro_batches_per_step=batch.micro_batches_per_step)
+
+
+def _without_references(config: TrainConfig) -> dict[str, Field]:
+    """Return the fields of samples without an answer, and none that only the answer names.
+
+    Raises:
+        ConfigError: Conversations are stored, with their answers.
+    """
+    found = dict(config.fields)
+    if config.task.has_reports:
+        return {**found, REPORT_FIELD: replace(found[REPORT_FIELD], missing="pad")}
+    talk = found[CONVERSATION_FIELD]
+    assert isinstance(talk, Conversation)  # noqa: S101 - of the task
+    if not isinstance(talk.template, Template):
+        raise ConfigError(
+            "--no-reference is for reports and for conversations of a template, and stored ones end with the "
+            "answer that is asked for; leave it out."
+        )
+    found[CONVERSATION_FIELD] = replace(talk, template=talk.template.without_answer())
+    before, after = (_needed(one, [CONVERSATION_FIELD]) for one in (config.fields, found))
+    kept = _needed(found, found.keys() - (before - after))
+    return {name: one for name, one in found.items() if name in kept}
+
+
+def _needed(fields: Mapping[str, Field], names: Iterable[str]) -> set[str]:
+    """Return the names of fields, and of those that they depend on."""
+    found: set[str] = set()
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        if name in fields and name not in found:
+            found.add(name)
+            waiting += fields[name].depends_on
+    return found
 
 
 def _read_checkpoint(settings: GenerateSettings) -> Checkpoint:
@@ -363,12 +408,15 @@ def _prepare(
 ) -> tuple[Loader, AnswerWriter | ReportWriter]:
     """Open the split, and build the model with the weights of the checkpoint."""
     task = open_task(config)
+    if isinstance(task, ConversationTask):
+        task.leave_reference()
     bindings = {name: one for name, one in task.bindings().items() if name != "batch.packed"}
     check_bindings(replace(checkpoint, state=_without(checkpoint.state, "batch.packed")), bindings)
     data = open_data(config.data, checkpoint.state["loader"], lock=checkpoint.lock, cache=config.cache)
     assert data.evaluation is not None  # noqa: S101 - a split is named
     loader = stack.enter_context(open_loader(config, task, ranks, data.evaluation, tail="mask"))
     model = task.make_model(loader, None)
+    hold_frozen(model, config.model.frozen_dtype)
     load_model(model, checkpoint.model)
     if config.optimizer.ema_decay > 0 and config.optimizer.evaluate_ema:
         _load_average(model, checkpoint)

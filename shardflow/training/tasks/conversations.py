@@ -63,9 +63,14 @@ class ConversationTask(ArrayTask):
     def __init__(self, task: TaskConfig, model: ModelConfig, lora: LoraConfig, field: Conversation) -> None:
         self._task, self._model, self._lora, self._field = task, model, lora, field
         self._reference: nn.Module | None = None
+        self._has_reference = task.type == "dpo" and not lora.rank
         renderer = Renderer.load(field.processor)
         has_pictures = renderer.has_pictures and field.max_images != 0
         self._small = renderer.example([blank_picture(64, 64)] if has_pictures else ())
+
+    def leave_reference(self) -> None:
+        """Build no second model, which only the loss of ``dpo`` compares with."""
+        self._has_reference = False
 
     def settings(self) -> Mapping[str, Any]:
         """Return what a checkpoint must match; the loader compares the processor."""
@@ -132,7 +137,7 @@ class ConversationTask(ArrayTask):
             is_packed=self._run.batch.packed,
             seed=self._run.seed,
         )
-        if self._task.type == "dpo" and not self._lora.rank:
+        if self._has_reference:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
         return model
 

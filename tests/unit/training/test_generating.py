@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,32 @@ import torch
 import transformers
 from PIL import Image
 
-from shardflow.config import load_config
+from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.format.counts import open_conversation_counts
+from shardflow.format.writer import ShardWriter
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import TrainConfig
 from shardflow.training.generating import GenerateSettings, generate
 from shardflow.training.run import train
 from shardflow.training.tasks.text_scores import LABELS, has_word_scores, label_scores, word_scores
-from tests.conversation_case import FAMILIES, IMAGE_FAMILIES
+from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, make_folder
 from tests.sweeps import sampled
 from tests.tiny_runs import NUM_VAL, make_tiny_input, tiny_config
-from tests.unit.training.test_conversations import make_run
+from tests.unit.training.test_conversations import TEMPLATE, make_run
+from tests.unit.training.test_packed_conversations import packed_run
 
 NEW_TOKENS = 6
+OTHER_WORDS = {
+    "do_sample": True,
+    "temperature": 5.0,
+    "top_p": 0.9,
+    "repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 1,
+    "min_new_tokens": 9,
+}
+"""What a folder may ask for in its ``generation_config.json``."""
 
 
 def run_of(config: Path, *changes: str) -> Path:
@@ -102,7 +116,10 @@ def plain_answer(
 def test_answers_are_those_of_a_plain_loop(family: str, tmp_path: Path) -> None:
     from tests.integration.test_conversations import folder_of  # its processors need no torchvision
 
-    run = run_of(make_run(tmp_path, family))
+    config = make_run(tmp_path, family)
+    settings = tmp_path / "model" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | OTHER_WORDS), encoding="utf-8")
+    run = run_of(config)
     rows, summary = written(run)
     model = trained_model(tmp_path / "model", run, family)
     _, processor = folder_of(family, tmp_path / "again")
@@ -137,9 +154,8 @@ def test_what_slips_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             written(run, **settings)
-    rows, summary = written(run, has_reference=False)
-    assert summary["scores"] is None
-    assert not any("reference" in row for row in rows)
+    with pytest.raises(ConfigError, match="stored ones end with the answer"):
+        written(run, has_reference=False)
     with pytest.raises(ConfigError, match="resolved_config"):
         written(tmp_path)
 
@@ -155,6 +171,104 @@ def test_adapters_and_pairs_write_answers_too(tmp_path: Path) -> None:
         found = dataset.read_fields(dataset.samples.find(key), ["conversation.json"])["conversation.json"]
         document = json.loads(found)
         assert document["chosen"][0]["content"][0]["text"].strip() == reference
+
+
+def test_pairs_that_were_packed_are_written_by_the_trained_model_alone(tmp_path: Path) -> None:
+    config = packed_run(tmp_path, "qwen2", "dpo")
+    dataset = Dataset.open(str(tmp_path / "dataset"))
+    (processor,) = (one.name for one in (tmp_path / "dataset" / "conversations").iterdir())
+    longest = int(open_conversation_counts(dataset, processor).tokens.sum(axis=1).max())
+    run = run_of(
+        config,
+        f"batch={{max_tokens = {longest}, packed = true, micro_batches_per_step = 2}}",
+        "run.precision=bf16",
+        "model.frozen_dtype=bf16",
+        'model.frozen=["model.model.embed_tokens"]',
+    )
+    seen: list[tuple[int, torch.dtype]] = []
+
+    def note(module: Any, _: Any) -> None:
+        kind = transformers.Qwen2ForCausalLM
+        if type(module) is kind and torch.is_inference_mode_enabled() and not seen:
+            num_models = sum(type(one) is kind for one in gc.get_objects())
+            seen.append((num_models, module.model.embed_tokens.weight.dtype))
+
+    gc.collect()
+    with torch.nn.modules.module.register_module_forward_pre_hook(note):
+        rows, summary = written(run)
+    assert seen == [(1, torch.bfloat16)], "no reference, and what is not trained as the run held it"
+    assert len(rows) + summary["num_left_out"] == len(dataset.splits["val"])
+
+
+FIELDS = """
+[fields.ask]
+type = "text"
+member = "ask.txt"
+[fields.note]
+type = "text"
+member = "note.txt"
+[fields.final]
+type = "text"
+member = "final.txt"
+"""
+TURNS = """
+[[turns]]
+role = "user"
+text = "{ask}"
+[[turns]]
+role = "assistant"
+text = "{note}"
+when = "note"
+[[turns]]
+role = "user"
+text = "More?"
+when = "note"
+[[turns]]
+role = "assistant"
+text = "{final}"
+"""
+
+
+def test_questions_of_a_template_need_no_answer(tmp_path: Path) -> None:
+    """A question with a condition is left open where it is said, the one before it elsewhere."""
+    processor = make_folder("llama", tmp_path / "model")
+    asked: dict[str, list[str]] = {}
+    with ShardWriter(tmp_path / "dataset", splits={"train": 1, "val": 1}, max_samples=4) as writer:
+        for number in range(16):
+            said = {"ask.txt": f"What of {number}?"}
+            said |= {"note.txt": f"It is {number}."} if number % 2 else {}
+            asked[f"talk{number:04d}"] = [*said.values(), *(["More?"] if number % 2 else [])]
+            writer.write({"__key__": f"talk{number:04d}", "final.txt": "So it is.", **said})
+    (tmp_path / "template.toml").write_text(TURNS, encoding="utf-8")
+    head = TEMPLATE.format(task="sft", pairs="false").replace("pairs = false", 'template = "template.toml"')
+    (tmp_path / "train.toml").write_text(head + FIELDS, encoding="utf-8")
+    run = run_of(tmp_path / "train.toml")
+    # What the answer would be is in no sample any more.
+    config = load_config(TrainConfig, run / "resolved_config.toml")
+    final: Any = config.fields["final"]
+    fields = {**config.fields, "final": replace(final, member="gone.txt")}
+    (run / "resolved_config.toml").write_text(dump_config(replace(config, fields=fields)), encoding="utf-8")
+    rows, summary = written(run, has_reference=False)
+    assert summary["scores"] is None
+    keys = Dataset.open(str(tmp_path / "dataset"))
+    assert {row["sample_key"] for row in rows} == {keys.samples.sample_key(n) for n in keys.splits["val"]}
+    model = trained_model(tmp_path / "model", run, "llama")
+    for row in rows:
+        roles = ("user", "assistant") * 2
+        texts = [*asked[row["sample_key"]], "..."]
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in zip(roles, texts, strict=False)
+        ]
+        found = plain_answer(model, processor, {"messages": messages}, [], processor.eos_token_id)
+        assert row == {"sample_key": row["sample_key"], "text": found[0], "is_finished": found[1]}
+    talk: Any = fields["conversation"]
+    turns = [replace(one, when="final") if one.role == "user" else one for one in talk.template.turns]
+    fields["conversation"] = replace(talk, template=replace(talk.template, turns=tuple(turns)))
+    fields["final"] = replace(fields["final"], missing="pad")
+    (run / "resolved_config.toml").write_text(dump_config(replace(config, fields=fields)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"None of the \d+ samples of the split has a question"):
+        written(run, has_reference=False)
 
 
 def test_reports_are_written_alike_in_any_batch(tmp_path: Path) -> None:
