@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from shardflow.errors import RanksDisagreeError
+from shardflow.errors import ConfigError, RanksDisagreeError
 from shardflow.loading import Batch, Loader
 from shardflow.loading.lock import lock_digest
 from shardflow.training.adoption import Adoption
@@ -99,6 +99,9 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 _POLL_EVERY_S: Final = 2.0
 """Interval at which ranks exchange whether to stop; schedulers leave 30 s and more."""
+
+_MAX_PLANNED_EPOCHS: Final = 10_000
+"""Epochs of unequal lengths that are planned before the first step; each takes a millisecond and more."""
 
 
 def evaluate(
@@ -641,7 +644,16 @@ def _run_length(run: RunConfig, loader: Loader, done: int | None) -> int:
         return run.max_steps
     first = 0 if done is None else loader.epoch
     num_steps = 0 if done is None else done - loader.position.step
-    for epoch in range(first, run.num_epochs or 1):
+    epochs = range(first, run.num_epochs or 1)
+    if loader.plan.spec.budget is None:  # epochs are of one length
+        num_steps += len(epochs) * loader.num_steps
+        return num_steps if run.max_steps is None else min(num_steps, run.max_steps)
+    if len(epochs) > _MAX_PLANNED_EPOCHS and run.max_steps is None:
+        raise ConfigError(
+            f"run.num_epochs is {run.num_epochs:,}, and under batch.max_tokens, where epochs differ in "
+            f"length, {_MAX_PLANNED_EPOCHS:,} at most are planned before the first step; set run.max_steps."
+        )
+    for epoch in epochs:
         num_steps += loader.num_steps_in(epoch)
         if run.max_steps is not None and num_steps >= run.max_steps:
             return run.max_steps

@@ -102,6 +102,24 @@ def test_a_refused_run_leaves_no_process_group(tiny: TinyInput, tmp_path: Path) 
     assert not torch.distributed.is_initialized()
 
 
+def test_the_length_of_many_epochs_is_known_at_once(tiny: TinyInput, tmp_path: Path) -> None:
+    """Where they differ in length, as many as can be planned."""
+    stop = StopRequest()
+    lengths: list[int] = []
+
+    def end(_: StepMetrics, num_steps: int) -> None:
+        lengths.append(num_steps)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    many = "run.num_epochs=10_000_000"
+    with stop.listening():
+        train(tiny_config(tiny, tmp_path / "run", many), on_step=end, stop=stop)
+    assert {*lengths} == {60_000_000}
+    budget = "batch={max_tokens = 200, micro_batches_per_step = 2}"
+    with pytest.raises(ConfigError, match=r"num_epochs is 10,000,000.*set run\.max_steps"):
+        run(tiny, tmp_path / "budget", many, budget)
+
+
 def samples(steps: list[LedgerStep]) -> list[tuple[int, int, object]]:
     return [(step.epoch, step.step, step.micro_batches) for step in steps]
 
