@@ -15,16 +15,30 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import ConfigError, ManifestError, ShardflowError, SignatureError, StorageError
+from shardflow.errors import (
+    ConfigError,
+    ManifestError,
+    NotFoundError,
+    ShardflowError,
+    SignatureError,
+    StorageError,
+)
+from shardflow.fields.conversations.field import Conversation
+from shardflow.fields.conversations.rendering import Renderer
 from shardflow.format import Dataset, Manifest
+from shardflow.format.counts import CountsManifest
 from shardflow.format.manifest import latest_version, versions
 from shardflow.format.manifest_table import load_shared
+from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.signatures import trust_only
+from shardflow.format.tokens import TokensManifest
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import ByteStore, fsync_directory, open_store
 from shardflow.storage.local import make_directories
 from shardflow.training.config import DataConfig, TrainConfig
 from shardflow.training.ledger import LEDGER_FOLDER
+from shardflow.training.model_fields import CONVERSATION_FIELD
+from shardflow.training.tokenizing import tokenizer_digest
 
 _FILE: Final = "versions.jsonl"
 _LOGGER = logging.getLogger(__name__)
@@ -55,12 +69,11 @@ def recorded_versions(run: Path) -> list[Mapping[str, Any]]:
     return [line for line in read_events(path) if line["event"] == "version"] if path.exists() else []
 
 
-def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None) -> int:
+def choose_version(config: TrainConfig, state: Mapping[str, Any] | None) -> int:
     """Return the version that a start of the run trains on; on rank 0.
 
     Args:
-        data: The table ``[data]``.
-        run: The run folder.
+        config: All settings.
         state: What the checkpoint holds beside tensors; None for a fresh start.
 
     Raises:
@@ -69,6 +82,7 @@ def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None)
         ManifestError: A version cannot be read or trusted.
         StorageError: Reading failed.
     """
+    data, run = config.data, config.run.output
     position: Mapping[str, Any] = {"epoch": 0, "step": 0} if state is None else state["loader"]
     if position["step"]:
         return int(position["manifest_version"])
@@ -80,7 +94,21 @@ def choose_version(data: DataConfig, run: Path, state: Mapping[str, Any] | None)
         return latest_version(open_store(data.dataset))
     if "meanings" not in state:  # of a run that did not adopt versions yet: there is nothing to compare
         return int(position["manifest_version"])
-    return newest_descendant(data, run, int(position["manifest_version"]), position["dataset_id"])
+    current, dataset_id = int(position["manifest_version"]), position["dataset_id"]
+    return newest_descendant(data, run, current, dataset_id, _counts(config))
+
+
+def _counts(config: TrainConfig) -> tuple[type[SidecarManifest], str] | None:
+    """Return kind and name of the counts of tokens that a budget charges for; None where it needs none."""
+    if config.batch.max_tokens is None:
+        return None
+    if config.task.has_conversations:
+        field = config.fields[CONVERSATION_FIELD]
+        assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
+        return CountsManifest, Renderer.load(field.processor).digest
+    if config.batch.text_tokens == "counted":
+        return TokensManifest, tokenizer_digest(config.text.folder)
+    return None
 
 
 def _began_with(data: DataConfig, line: Mapping[str, Any]) -> int:
@@ -94,16 +122,23 @@ def _began_with(data: DataConfig, line: Mapping[str, Any]) -> int:
     return number
 
 
-def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str) -> int:
+def newest_descendant(
+    data: DataConfig,
+    run: Path,
+    current: int,
+    dataset_id: str,
+    counts: tuple[type[SidecarManifest], str] | None = None,
+) -> int:
     """Return the newest version of a dataset, which descends from the one that a run trains on.
 
-    Versions that no trusted key has signed yet are passed over.
+    Versions that no trusted key has signed yet, or whose tokens are not counted yet, are passed over.
 
     Args:
         data: The table ``[data]``.
         run: The run folder.
         current: The version that the run trains on, returned where none is newer.
         dataset_id: Its digest.
+        counts: Kind and name of the counts that a version must have.
 
     Raises:
         ConfigError: The newest version is no descendant, or brings back samples that were removed.
@@ -120,12 +155,24 @@ def newest_descendant(data: DataConfig, run: Path, current: int, dataset_id: str
             except SignatureError as error:
                 _LOGGER.info("version %d is not adopted: %s", number, error.message)
                 continue
+        if counts is not None and not _has(store, manifest, *counts):
+            _LOGGER.info("version %d is not adopted: its tokens are not counted (shardflow tokenize)", number)
+            continue
         _check_descent(store, manifest, current, dataset_id)
         trained = {int(line["manifest_version"]): line["dataset_id"] for line in recorded_versions(run)}
         # Digests bind the versions in between, which nobody needs to have signed.
         _check_removed(open_store(data.dataset), {**trained, current: dataset_id}, manifest)
         return number
     return current
+
+
+def _has(store: ByteStore, manifest: Manifest, kind: type[SidecarManifest], name: str) -> bool:
+    """Tell whether a version has a sidecar."""
+    try:
+        kind.load(store, name, manifest.dataset_id)
+    except NotFoundError:
+        return False
+    return True
 
 
 class Adoption:
@@ -137,7 +184,7 @@ class Adoption:
     """
 
     def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
-        self._data, self._run = config.data, config.run.output
+        self._config, self._data, self._run = config, config.data, config.run.output
         self._version, self._dataset_id = dataset.manifest_version, dataset.manifest.dataset_id
 
     def record(self, global_step: int, epoch: int) -> None:
@@ -153,12 +200,14 @@ class Adoption:
     def finds_newer(self) -> bool:
         """Return whether a newer version is there; the start that adopts it tells of one that is refused."""
         try:
-            return newest_descendant(self._data, self._run, self._version, self._dataset_id) > self._version
+            counts = _counts(self._config)
+            found = newest_descendant(self._data, self._run, self._version, self._dataset_id, counts)
         except StorageError as error:
             _LOGGER.warning("no newer version of the dataset is looked for in this epoch: %s", error.message)
             return False
         except ShardflowError:
             return True
+        return found > self._version
 
 
 def _check_descent(store: ByteStore, manifest: Manifest, current: int, dataset_id: str) -> None:

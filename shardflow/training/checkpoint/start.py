@@ -160,7 +160,7 @@ def agree_on_start(
             decision = decide_start(run, checkpoints)
             if config.data.adopt_new_versions == "epoch":
                 state = read_run_state(Path(decision.checkpoint)) if decision.checkpoint else None
-                decision = replace(decision, version=choose_version(config.data, run.output, state))
+                decision = replace(decision, version=choose_version(config, state))
             refuse_crash_loop(run.output, decision.checkpoint, max_failed_starts=run.max_failed_starts)
             stack.enter_context(record_start(run.output, decision.checkpoint, attempt=decision.attempt))
             answer["decision"] = asdict(decision)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardflow.config import load_config
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format import Dataset, Manifest
 from shardflow.format.copies.signing import sign_dataset
@@ -24,11 +25,14 @@ from shardflow.packing.versions.base import sample_entries
 from shardflow.storage import LocalStore
 from shardflow.training import adoption
 from shardflow.training.adoption import newest_descendant, recorded_versions
-from shardflow.training.config import DataConfig
+from shardflow.training.config import DataConfig, TrainConfig
 from shardflow.training.ledger import compare_ledgers, read_ledger, read_records
+from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import TrainSummary, train
+from shardflow.training.tokenizing import count_dataset
 from tests.packages import install_programs
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
+from tests.unit.training.test_packed_conversations import PACKED, packed_run
 
 ADOPT = "data.adopt_new_versions=epoch"
 
@@ -265,6 +269,30 @@ def test_a_store_that_cannot_be_asked_costs_nothing(
 def test_settings_that_contradict(tiny: TinyInput, tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_config(tiny, tmp_path, ADOPT, setting)
+
+
+def test_a_version_waits_until_its_tokens_are_counted(tmp_path: Path) -> None:
+    """The steps of its epochs follow its own counts."""
+    config = packed_run(tmp_path, "llama", num=32)
+    tiny = TinyInput(tmp_path)
+    dataset = Dataset.open(tiny.dataset)
+    keys = [dataset.samples.sample_key(row) for row in dataset.splits["train"]]
+    changes = [ADOPT, "run.num_epochs=3", "run.max_steps=999", PACKED]
+    done: dict[int, int] = {}
+
+    def act(metrics: StepMetrics, _: int) -> None:
+        if metrics.step == 0 and metrics.epoch == 0:
+            write_version(tiny, 2, keys[::3])
+        if metrics.step == 0 and metrics.epoch == 1:
+            count_dataset(Dataset.open(tiny.dataset), tmp_path / "model")
+        done[metrics.epoch] = metrics.step + 1
+
+    summary = train(load_config(TrainConfig, config, changes), on_step=act)
+    assert of_epochs(tmp_path / "run") == [(0, 1), (1, 1), (2, 2)]
+    assert summary.global_step == sum(done.values())
+    epochs = drawn(tmp_path / "run")
+    assert epochs[0] == epochs[1] == set(keys)
+    assert epochs[2] == set(keys) - set(keys[::3])
 
 
 @pytest.mark.slow
