@@ -83,6 +83,7 @@ class LoaderTrainer(Trainer):
         self._check(train_dataset)
         self.args.ignore_data_skip = True  # the loader goes to its position by itself
         self._loss: torch.Tensor | None = None
+        self._read_from: str | None = None
         if train_dataset is not None:
             self.add_callback(_Position(train_dataset))
 
@@ -156,6 +157,34 @@ class LoaderTrainer(Trainer):
                 ) from None
             self.train_dataset.load_state_dict(state)
         return super().train(resume_from_checkpoint, **arguments)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._read_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._read_from = None
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Read weights by the names that transformers saves them under; the Trainer knows the model's alone.
+
+        Raises:
+            StateError: The checkpoint is of another model.
+        """
+        if not load_result.unexpected_keys:
+            super()._issue_warnings_after_load(load_result)
+            return
+        model: Any = self.accelerator.unwrap_model(self.model)
+        lacking: Any = load_result.unexpected_keys
+        if hasattr(model, "from_pretrained"):
+            folder = self._read_from or self.state.best_model_checkpoint
+            settings = {"config": model.config, "dtype": model.dtype, "local_files_only": True}
+            read, found = type(model).from_pretrained(folder, output_loading_info=True, **settings)
+            lacking = [*found["missing_keys"], *found["unexpected_keys"]]
+            model.load_state_dict(read.state_dict())
+        if lacking:
+            raise StateError(
+                f"The checkpoint holds other weights than the model has, {min(lacking)} among them; resume "
+                "with the model that it was saved of."
+            )
 
     # ---- evaluation ------------------------------------------------------------------------------
 

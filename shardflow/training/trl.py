@@ -11,18 +11,23 @@ The loader renders conversations with the model's own processor, so TRL prepares
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, ClassVar, Final
 
 import datasets
+import numpy as np
 import torch
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 from shardflow.errors import ConfigError, TrainingError
+from shardflow.fields.conversations.field import Conversation
+from shardflow.fields.conversations.rendering import Rendered, Renderer, blank_picture
+from shardflow.fields.conversations.templates import Template
 from shardflow.loading import Batch, Loader
 from shardflow.training.hf import LoaderTrainer
 
 _IGNORED: Final = -100
-_BESIDE: Final = frozenset({"mask", "weights", "labels", "segment_ids", "cu_seqlens"})
+_BESIDE: Final = frozenset({"mask", "weights"})
 """Entries that tell what others tell, or what the model is not given."""
 
 
@@ -31,6 +36,10 @@ class _TrlTrainer(LoaderTrainer):
 
     stand_in: ClassVar[Mapping[str, list[Any]]]
     """A row of the dataset that TRL looks at."""
+    takes_pairs: ClassVar[bool] = True
+    """Whether samples are preferences."""
+    weighs_tokens: ClassVar[bool] = True
+    """Whether the loss is one of tokens that are learned or not."""
 
     def __init__(
         self, model: Any = None, args: Any = None, *, train_dataset: Loader, field: str, **arguments: Any
@@ -43,10 +52,34 @@ class _TrlTrainer(LoaderTrainer):
         if getattr(args, "packing", False) or getattr(args, "padding_free", False):
             raise ConfigError("TRL packs datasets of its own only; leave out packing and padding_free.")
         self._field = field
+        self._blank: Rendered | None = None
+        spec = train_dataset.fields[field]
+        if isinstance(spec, Conversation):
+            self._check_conversations(train_dataset, spec)
+            self._blank = _blank(spec)
         super().__init__(model, args, train_dataset=train_dataset, data_collator=self._to_inputs, **arguments)
 
     def _to_inputs(self, batch: Batch) -> Any:
         raise NotImplementedError
+
+    def _check_conversations(self, loader: Loader, spec: Conversation) -> None:
+        """Refuse conversations that TRL would learn otherwise, as far as settings and the first batch say."""
+        if spec.packed:
+            raise ConfigError(
+                "TRL takes conversations as rows here; leave out packed of the loader's field, or train by "
+                "[task] with batch.packed."
+            )
+        if spec.pairs != self.takes_pairs:
+            wanted = "takes pairs; set" if self.takes_pairs else "takes single conversations; leave out"
+            raise ConfigError(f"{type(self).__name__} {wanted} pairs of the loader's field.")
+        if not self.weighs_tokens:
+            return
+        turns = spec.template.turns if isinstance(spec.template, Template) else ()
+        _learned(torch.tensor([one.weight for one in turns]))
+        with closing(loader.stream(0, range(1))) as batches:
+            batch = next(batches)
+        is_used = batch.torch()["weight"] > 0
+        _learned(_rendered(batch, self._field)["weights"][is_used])
 
     def _shown(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         rows = datasets.Dataset.from_dict(dict(self.stand_in))
@@ -64,30 +97,30 @@ class LoaderSFTTrainer(_TrlTrainer, SFTTrainer):
         args: An ``SFTConfig`` with ``gradient_accumulation_steps=loader.num_micro_batches_per_rank`` and
             ``dataset_kwargs={"skip_prepare_dataset": True}``.
         train_dataset: The training loader.
-        field: Name of its field `shardflow.Conversation`, whose tokens are learned where they have weight 1;
-            a packed one for a model that takes ``position_ids`` for the ends of conversations.
+        field: Name of its field `shardflow.Conversation`, whose tokens are learned where they have weight 1.
         eval_dataset: The evaluation loader, or loaders by name, each with ``tail="mask"`` and this field.
         **arguments: The rest, such as ``processing_class``.
 
     Raises:
-        ConfigError: As `LoaderTrainer`; or there is no such field; or weights of tokens are neither 0 nor 1,
-            which TRL does not know.
+        ConfigError: As `LoaderTrainer`; or there is no such field, it is packed or of pairs; or weights of
+            tokens are neither 0 nor 1, which TRL does not know.
     """
 
     stand_in: ClassVar[Mapping[str, list[Any]]] = {"input_ids": [[0, 0]], "labels": [[0, 0]]}
+    takes_pairs = False
 
     def _to_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return rows and labels; where none shows a picture, one more that does and counts nothing.
+
+        So every trained parameter takes part in every backward on every rank, as in a run of ``[task]``.
+        """
         found = _rendered(batch, self._field)
-        learned = found.pop("weights")
-        if "position_ids" not in found:  # a slot is a row, and a masked one may hold words
-            learned = learned * batch.torch()["weight"][:, None]
-        if bool(((learned != 0) & (learned != 1)).any()):
-            raise ConfigError(
-                "TRL learns a token or does not, and a message has another weight than 0 and 1; train it by "
-                "[task] type = 'sft', or leave the weights out."
-            )
-        found["labels"] = torch.where(learned > 0, found["input_ids"], _IGNORED)
-        return found
+        # A masked slot may hold words.
+        learned = _learned(found.pop("weights") * batch.torch()["weight"][:, None])
+        found["labels"] = torch.where(learned, found["input_ids"], _IGNORED)
+        if self._blank is None or self._blank.pictures.keys() & found.keys():
+            return found
+        return _with_blank(found, self._blank)
 
 
 class _PairTrainer(_TrlTrainer):
@@ -98,10 +131,6 @@ class _PairTrainer(_TrlTrainer):
                 "= 'dpo' or 'reward', or with a dataset of TRL in another trainer."
             )
         loader = arguments.get("train_dataset")
-        if isinstance(loader, Loader) and any(
-            getattr(one, "packed", False) for one in loader.fields.values()
-        ):
-            raise ConfigError("TRL takes pairs and prompts as rows; leave out packed of the loader's field.")
         if isinstance(loader, Loader) and loader.plan.spec.tail == "mask":
             raise ConfigError("TRL counts a padding slot as a sample; write tail='drop' or tail='repeat'.")
         super().__init__(model, args, **arguments)
@@ -131,15 +160,15 @@ class LoaderDPOTrainer(_PairTrainer, DPOTrainer):
         **arguments: The rest, such as ``ref_model`` and ``processing_class``.
 
     Raises:
-        ConfigError: As `LoaderTrainer`; or there is no such field, it shows pictures, or ``eval_dataset`` is
-            given.
+        ConfigError: As `LoaderTrainer`; or there is no such field, it is packed, without pairs or with
+            pictures; or weights of tokens are neither 0 nor 1; or ``eval_dataset`` is given.
     """
 
     stand_in: ClassVar[Mapping[str, list[Any]]] = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
 
     def _to_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         found = self._pairs(batch)
-        found["completion_mask"] = (found.pop("weights") > 0).long()
+        found["completion_mask"] = _learned(found.pop("weights")).long()
         return found
 
 
@@ -154,10 +183,25 @@ class LoaderRewardTrainer(_PairTrainer, RewardTrainer):
         **arguments: The rest, such as ``processing_class``.
 
     Raises:
-        ConfigError: As `LoaderDPOTrainer`.
+        ConfigError: As `LoaderDPOTrainer`, whatever weights tokens have; or TRL would not find the last token
+            of a conversation, which it scores, by the padding behind it.
     """
 
     stand_in: ClassVar[Mapping[str, list[Any]]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
+    weighs_tokens = False
+
+    def __init__(self, model: Any = None, args: Any = None, **arguments: Any) -> None:
+        super().__init__(model, args, **arguments)
+        spec = self.train_dataset.fields[self._field]
+        assert isinstance(spec, Conversation)  # noqa: S101 - TRL gets its tokens
+        renderer, inner = Renderer.load(spec.processor), self.model
+        pad = inner.config.get_text_config().pad_token_id
+        if pad != renderer.pad_id or int(renderer.example(()).ids[-1]) == pad:
+            raise ConfigError(
+                f"TRL scores the last token that is not its padding token ({pad}), and conversations end "
+                f"with it too, or are padded with {renderer.pad_id}; give the tokenizer of the field's "
+                "processor a padding token of its own, and pass it as processing_class."
+            )
 
     def _to_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         found = self._pairs(batch)
@@ -243,19 +287,49 @@ def _prompt(document: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": shown, "answer": document["answer"]}
 
 
+def _learned(weights: torch.Tensor) -> torch.Tensor:
+    """Return which tokens are learned.
+
+    Raises:
+        ConfigError: One has another weight than 0 and 1.
+    """
+    if bool(((weights != 0) & (weights != 1)).any()):
+        raise ConfigError(
+            "TRL learns a token or does not, and a message has another weight than 0 and 1; train it by "
+            "[task] type = 'sft' or 'dpo', or leave the weights out."
+        )
+    return weights > 0
+
+
+def _blank(spec: Conversation) -> Rendered | None:
+    """Return a small conversation about a blank picture; None for text alone."""
+    renderer = Renderer.load(spec.processor)
+    has_pictures = renderer.has_pictures and spec.max_images != 0
+    return renderer.example([blank_picture(64, 64)]) if has_pictures else None
+
+
+def _with_blank(found: Mapping[str, torch.Tensor], blank: Rendered) -> dict[str, torch.Tensor]:
+    """Add a row that shows a blank picture, of which nothing is learned."""
+    num = len(blank.ids)
+    rows = {"input_ids": blank.ids, "attention_mask": np.ones(num, np.int64), **blank.tokens}
+    rows["labels"] = np.full(num, _IGNORED, np.int64)
+    made = dict(found)
+    for name, row in rows.items():
+        old = found[name]
+        width = max(num, old.shape[1])
+        made[name] = old.new_full((len(old) + 1, width), _IGNORED if name == "labels" else 0)
+        made[name][:-1, : old.shape[1]] = old
+        made[name][-1, :num] = torch.from_numpy(row)
+    return made | {name: torch.from_numpy(np.array(one)) for name, one in blank.pictures.items()}
+
+
 def _rendered(batch: Batch, name: str) -> dict[str, torch.Tensor]:
     """Return what the processor returned, and the weight of each token; sequences of pairs have an axis."""
     tensors = batch.torch()
-    if f"{name}_segment_ids" in tensors:
-        raise ConfigError(
-            f"TRL's trainers take the conversations of {name!r} as rows here; leave out packed, or train by "
-            "[task] with batch.packed."
-        )
     ids, mask = tensors[name].long(), tensors[f"{name}_mask"].long()
     found = {"input_ids": ids, "weights": tensors[f"{name}_weights"]}
-    if f"{name}_cu_seqlens" not in tensors:
-        # A softmax over nothing would be NaN.
-        found["attention_mask"] = torch.where(mask.any(dim=-1, keepdim=True), mask, 1)
+    # A softmax over nothing would be NaN.
+    found["attention_mask"] = torch.where(mask.any(dim=-1, keepdim=True), mask, 1)
     for key, one in tensors.items():
         short = key.removeprefix(f"{name}_")
         if short == key or short in _BESIDE or short.endswith("_offsets"):

@@ -15,7 +15,7 @@ from shardflow.format.writer import ShardWriter
 from shardflow.sampling import BatchSpec, EpochPlan
 from tests.conversation_case import generate, make_folder, write_conversations
 from tests.distributed.launcher import job
-from tests.distributed.trl_ranks import NUM_STEPS, STOPPED_AFTER
+from tests.distributed.trl_ranks import DATA, NUM_STEPS, STOPPED_AFTER
 from tests.sweeps import sampled
 
 pytest.importorskip("trl", reason="trl is not installed")
@@ -38,20 +38,23 @@ def write_prompts(folder: Path) -> None:
             writer.write({"__key__": f"prompt{number:04d}", "conversation.json": document})
 
 
-CASES = ("1 sft dpo reward grpo", "2 sft grpo", "2 dpo reward")
+CASES = ("1 sft dpo reward grpo", "2 sft vlm grpo", "2 dpo reward")
 """Ranks, and the trainers that they run."""
 
 
-@pytest.fixture(scope="module", params=sampled(CASES, {"2 sft grpo"}))
+@pytest.fixture(scope="module", params=sampled(CASES, {"2 sft vlm grpo"}))
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The input, and what the ranks wrote."""
     num_ranks, *kinds = request.param.split()
     folder = tmp_path_factory.mktemp("trl")
     make_folder("qwen2", folder / "model")
-    for name, pairs in (("talks", False), ("pairs", True)):
+    make_folder("qwen2_5_vl", folder / "vision")
+    for name in ("talks", "pairs", "pictures"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tests.conversation_case.WEIGHTED", 0.0)  # TRL knows no weights of messages
-            found = generate(NUM, 21, max_images=0, pairs=pairs)
+            found = generate(NUM, 21, max_images=0, pairs=name == "pairs")
+            if name == "pictures":  # in half of them, so that a micro-batch of one rank may show none
+                found = [*found[: NUM // 2], *generate(NUM // 2, 22)]
         write_conversations(folder / name, found, splits={"train": 1})
     write_prompts(folder / "prompts")
     (folder / "output").mkdir()
@@ -72,7 +75,7 @@ def by_kind(output: Path) -> dict[str, list[dict[str, Any]]]:
 def test_every_rank_trains_on_its_part_of_the_plan_once(outputs: tuple[Path, Path]) -> None:
     folder, output = outputs
     for kind, results in by_kind(output).items():
-        dataset = Dataset.open(str(folder / {"sft": "talks", "grpo": "prompts"}.get(kind, "pairs")))
+        dataset = Dataset.open(str(folder / DATA.get(kind, "pairs")))
         group = GENERATIONS if kind == "grpo" else 1
         spec = BatchSpec(micro_batch_size=SLOTS // group, micro_batches_per_step=MICROS)
         ranks = [result["whole"] for result in results]
@@ -90,6 +93,20 @@ def test_every_rank_trains_on_its_part_of_the_plan_once(outputs: tuple[Path, Pat
                 ]
                 for micro in range(MICROS)
             }
+
+
+def test_a_rank_without_pictures_goes_on_with_one_that_has_some(outputs: tuple[Path, Path]) -> None:
+    folder, output = outputs
+    results = by_kind(output).get("vlm", [])
+    dataset = Dataset.open(str(folder / "pictures"))
+
+    def has_pictures(keys: list[str]) -> bool:
+        rows = [dataset.samples.find(key) for key in keys]
+        read = (dataset.read_fields(row, ["conversation.json"])["conversation.json"] for row in rows)
+        return any(json.loads(one)["images"] for one in read)
+
+    shown = [[has_pictures(seen[3]) for seen in result["whole"]] for result in results]
+    assert not shown or any(one != other for one, other in zip(*shown, strict=True))
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_next_sample(outputs: tuple[Path, Path]) -> None:

@@ -26,8 +26,10 @@ from shardflow.training.trl import (
     LoaderSFTTrainer,
 )
 
-__all__ = ["NUM_STEPS", "STOPPED_AFTER"]
+__all__ = ["DATA", "NUM_STEPS", "STOPPED_AFTER"]
 
+DATA = {"sft": "talks", "vlm": "pictures", "grpo": "prompts"}
+"""Dataset of each trainer; of the others it is ``pairs``."""
 NUM_STEPS, STOPPED_AFTER = 5, 2
 """An epoch is four steps, so the first start ends within one and the second crosses its end."""
 
@@ -37,6 +39,7 @@ def run(kind: str, folder: Path, output: Path, num_steps: int) -> tuple[list[Any
     seen: list[Any] = []
     trainers: Any = {
         "sft": LoaderSFTTrainer,
+        "vlm": LoaderSFTTrainer,
         "dpo": LoaderDPOTrainer,
         "reward": LoaderRewardTrainer,
         "grpo": LoaderGRPOTrainer,
@@ -49,10 +52,11 @@ def run(kind: str, folder: Path, output: Path, num_steps: int) -> tuple[list[Any
         seen.append([batch.epoch, batch.step, batch.micro, list(batch.sample_keys), what])
         return found
 
-    data = folder / {"sft": "talks", "grpo": "prompts"}.get(kind, "pairs")
+    data, model = folder / DATA.get(kind, "pairs"), folder / ("vision" if kind == "vlm" else "model")
+    name = "sft" if kind == "vlm" else kind
     dist.barrier()
     with mock.patch.object(trainers[kind], "_to_inputs", noted):
-        trainer = trl_trainers.train(kind, data, folder / "model", output, num_steps)
+        trainer = trl_trainers.train(name, data, model, output, num_steps)
     dist.barrier()
     return seen, trainer.accelerator.unwrap_model(trainer.model)
 

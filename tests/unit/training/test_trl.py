@@ -14,6 +14,8 @@ import shardflow as sf
 from shardflow.errors import ConfigError, TrainingError
 from shardflow.format.writer import ShardWriter
 from shardflow.loading import Loader
+from shardflow.loading.sample import open_dataset
+from shardflow.training.tokenizing import count_dataset
 from tests.conversation_case import generate, make_folder
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -22,6 +24,7 @@ from shardflow.training.trl import (  # noqa: E402
     LoaderGRPOTrainer,
     LoaderRewardTrainer,
     LoaderSFTTrainer,
+    _blank,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what TRL warns of is not ours to judge
@@ -53,7 +56,7 @@ def loader_of(folder: Path, talk: sf.Field, size: int, **settings: Any) -> Loade
 def bare(kind: Any, loader: Loader | None = None) -> Any:
     """A trainer that was not made: what it makes of a batch depends on its field alone."""
     trainer = kind.__new__(kind)
-    trainer._field, trainer.train_dataset = "talk", loader
+    trainer._field, trainer.train_dataset, trainer._blank = "talk", loader, None
     return trainer
 
 
@@ -78,14 +81,84 @@ def test_labels_are_the_tokens_with_a_weight(model: Path, tmp_path: Path) -> Non
         assert bool(found["attention_mask"].any(dim=1).all())
 
 
-def test_a_weight_between_is_refused(model: Path, tmp_path: Path) -> None:
-    document = next(documents_of(1))
-    document["messages"][-1]["weight"] = 0.5
-    talk = sf.Conversation(processor=str(model), max_tokens=400)
+@pytest.mark.parametrize("kind", [LoaderSFTTrainer, LoaderDPOTrainer])
+def test_a_weight_between_is_refused(model: Path, tmp_path: Path, kind: Any) -> None:
+    """When the trainer is made, as far as the first batch says, and in every batch."""
+    is_pair = kind is LoaderDPOTrainer
+    document = next(documents_of(1, pairs=is_pair))
+    document["chosen" if is_pair else "messages"][-1]["weight"] = 0.5
+    talk = sf.Conversation(processor=str(model), max_tokens=400, pairs=is_pair)
     with loader_of(write(tmp_path / "data", [document]), talk, 1) as loader:
         batch = next(iter(loader))
         with pytest.raises(ConfigError, match="another weight than 0 and 1"):
-            bare(LoaderSFTTrainer)._to_inputs(batch)
+            bare(kind)._to_inputs(batch)
+        with pytest.raises(ConfigError, match="another weight than 0 and 1"):
+            kind("no model", train_dataset=loader, field="talk")
+
+
+def test_what_trl_would_train_otherwise_is_refused_before_the_model_is_read(
+    model: Path, tmp_path: Path
+) -> None:
+    singles, pairs = (write(tmp_path / f"{one}", [*documents_of(4, pairs=one)]) for one in (False, True))
+    turns: Any = [
+        {"role": "user", "text": "Seen?", "when": "facts.num_series < 0"},
+        {"role": "user", "text": "Well?", "when": "facts.num_series >= 0"},
+        {"role": "assistant", "text": "No.", "weight": 0.5},
+    ]
+    template = sf.Template(turns=turns)
+    budget = sf.TokenBudget(max_tokens=400, max_samples=8, padded=False)
+    packed, each = {"budget": budget, "lanes": 1}, {"micro_batch_size": 1}
+    cases: list[tuple[Any, Path, dict[str, Any], dict[str, Any], str]] = [
+        (LoaderSFTTrainer, singles, {"packed": True}, packed, "leave out packed"),
+        (LoaderDPOTrainer, pairs, {"packed": True, "pairs": True}, packed, "leave out packed"),
+        (LoaderRewardTrainer, singles, {}, each, "takes pairs; set pairs"),
+        (LoaderSFTTrainer, pairs, {"pairs": True}, each, "takes single conversations"),
+        (LoaderSFTTrainer, singles, {"template": template}, each, "another weight than"),
+    ]  # fmt: skip
+    for folder in (singles, pairs):
+        count_dataset(open_dataset(folder), model)
+    for kind, data, settings, batch, said in cases:
+        talk = sf.Conversation(processor=str(model), max_tokens=400, **settings)
+        spec = sf.BatchSpec(micro_batches_per_step=1, **batch)
+        with (
+            sf.Loader(sf.open(data), split="train", seed=1, batch=spec, fields={"talk": talk}) as loader,
+            pytest.raises(ConfigError, match=said),
+        ):
+            kind("no model", train_dataset=loader, field="talk")
+
+
+def test_a_reward_is_refused_whose_last_token_trl_would_not_find(tmp_path: Path) -> None:
+    make_folder("llama", tmp_path / "model")  # whose tokenizer has no padding token
+    data = write(tmp_path / "data", [*documents_of(2, pairs=True)])
+    talk = sf.Conversation(processor=str(tmp_path / "model"), max_tokens=400, pairs=True)
+    settings = trl.RewardConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, report_to=[])
+    with (
+        loader_of(data, talk, 2) as loader,
+        pytest.raises(ConfigError, match="scores the last token that is not its padding token"),
+    ):
+        LoaderRewardTrainer(str(tmp_path / "model"), settings, train_dataset=loader, field="talk")
+
+
+def test_a_micro_batch_without_pictures_shows_a_blank_one_that_counts_nothing(tmp_path: Path) -> None:
+    import transformers
+
+    make_folder("qwen2_5_vl", tmp_path / "model")
+    own = transformers.AutoModelForImageTextToText.from_pretrained(str(tmp_path / "model")).eval()
+    talk = sf.Conversation(processor=str(tmp_path / "model"), max_tokens=400)
+    with loader_of(write(tmp_path / "data", [*documents_of(2)]), talk, 2) as loader:
+        batch = next(iter(loader))
+        trainer = bare(LoaderSFTTrainer)
+        alone = own(**trainer._to_inputs(batch)).loss
+        trainer._check_conversations(loader, talk)
+        trainer._blank = _blank(talk)
+        found = trainer._to_inputs(batch)
+    assert len(found["input_ids"]) == 3
+    loss = own(**found).loss
+    torch.testing.assert_close(loss, alone)
+    loss.backward()
+    gradients = {name: one.grad for name, one in own.named_parameters()}
+    assert all(one is not None for one in gradients.values())
+    assert not any(one.any() for name, one in gradients.items() if "visual" in name)
 
 
 @pytest.mark.parametrize("kind", [LoaderDPOTrainer, LoaderRewardTrainer])
