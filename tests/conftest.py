@@ -1,6 +1,7 @@
 """What every test may use, and what no test may do.
 
-Fixtures: ``shared_data`` (real input beside the repository), ``golden`` (values frozen in ``tests/golden``).
+Fixtures: ``shared_data`` (real input beside the repository), ``golden`` (values frozen in ``tests/golden``),
+``packs_inline`` (packing without processes).
 Rules: a skipped test must stand in ``tests/allowed_skips.txt``; no test leaves a process behind.
 """
 
@@ -198,6 +199,15 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("shared data folder is absent")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="module")
+def packs_inline() -> Iterator[None]:
+    """Packing jobs of the file run in the test's process: where processes are not what is tested."""
+    from tests.inline_engine import packing_inline
+
+    with packing_inline():
+        yield
 
 
 @pytest.fixture(scope="session")

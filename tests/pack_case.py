@@ -26,9 +26,11 @@ from shardflow.packing.job import PackMode
 from shardflow.packing.versions.files import ledger_path
 from tests.pack_faults import HELD
 
-__all__ = ["PATIENCE_S", "REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
+__all__ = ["IN_PROCESSES", "PATIENCE_S", "REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+IN_PROCESSES = "shardflow.packing.handlers:make_handler"
+"""Handlers of studies by their place: never inline, see `tests.inline_engine`."""
 PATIENCE_S = 600.0
 """Deadline of what a test waits for: long, because a loaded machine is no failure."""
 

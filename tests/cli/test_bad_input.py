@@ -16,6 +16,8 @@ import pytest
 from shardflow.format import Dataset
 from tests.cli.conftest import Call
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 BUNDLED = Path(str(files("pydicom"))) / "data" / "test_files"
 CT_UID = "1.3.6.1.4.1.5962.1.2.1.20040119072730.12322"
 MR_UID = "1.3.6.1.4.1.5962.1.2.4.20040826185059.5457"

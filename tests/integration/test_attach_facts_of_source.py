@@ -18,6 +18,8 @@ from shardflow.format.keys import STUDY_FIELD
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _LACKING = ("technical", "images", "modality", "body_part", "series_number")
 
 

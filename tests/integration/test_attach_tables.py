@@ -30,6 +30,8 @@ from shardflow.storage import LocalStore
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _NUMBER = 5
 
 

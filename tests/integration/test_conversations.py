@@ -23,6 +23,8 @@ from shardflow.fields.conversations.rendering import Renderer
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
 from tests.corpora_case import CorpusCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 SPEC = sf.BatchSpec(micro_batch_size=4, micro_batches_per_step=1, tail="mask")
 ENDS = {"llama": "<|eot_id|>", "qwen": "<|im_end|>", "gemma3": "<end_of_turn>", "llava": "</s>"}
 

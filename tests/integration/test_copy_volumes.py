@@ -26,7 +26,7 @@ from tests.dicom_factory import make_study
 from tests.integration.loader_support import flip_bit, locate
 from tests.pack_case import PackCase, tree_digests
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("packs_inline")]
 
 
 def _pack(folder: Path, settings: str, codec: str = "htj2k") -> Dataset:

@@ -25,6 +25,8 @@ from tests.conversation_case import make_folder
 from tests.corpora_case import CorpusCase
 from tests.pack_case import tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 CONVERSATIONS = "fields.kind=conversations"
 NUM_LINES = 12
 

@@ -25,6 +25,8 @@ from shardflow.storage import LocalStore
 from tests.corpora_case import FAULTY, CorpusCase, make_lines
 from tests.pack_case import tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> CorpusCase:

@@ -22,6 +22,8 @@ from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 NUM_PATIENTS = 12
 PARTS = {"train": 2, "val": 1}
 BLEND = '[[component]]\ndataset = "images/out"\n[[component]]\ndataset = "notes/out"\n'

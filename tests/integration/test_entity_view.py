@@ -43,6 +43,8 @@ from tests.entity_datasets import CONFIDENCES, make_entity_dataset
 from tests.integration.loader_support import HookedStore, flip_bit, locate
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 SEED = 7
 RANDOM = Slices(num_slices=3, size=(16, 16), sampling="random", missing="pad")
 REPORT = Text(missing="pad")

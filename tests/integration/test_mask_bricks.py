@@ -33,7 +33,7 @@ from tests.layout_trees import make_nnunet
 from tests.pack_case import PackCase
 from tests.volume_cases import make_volumes
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("packs_inline")]
 
 NUM_SAMPLES = 8
 UNSEEN = 5

@@ -25,6 +25,8 @@ from tests.dicom_factory import dicom_uid, make_study
 from tests.pack_case import PackCase, read_ledger
 from tests.unit.packing.annotations.made_objects import code, item, make_object
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 LOOSE = "policy.max_quarantined_share=1.0"
 CANARY = "XCANARYX"
 

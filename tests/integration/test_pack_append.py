@@ -18,6 +18,8 @@ from tests.dicom_factory import MadeStudy, make_study, truncate
 from tests.pack_case import PackCase, read_ledger, tree_digests
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 LOOSE = "policy.max_quarantined_share=1.0"
 
 

@@ -26,6 +26,8 @@ from tests.dicom_factory import make_study
 from tests.integration.loader_support import HookedStore, flip_bit
 from tests.pack_case import PackCase, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _SIZE, _SLICES, _VARIANTS = (72, 80), 3, 2
 _POOL = tuple(
     f"variants.augment.{setting}"

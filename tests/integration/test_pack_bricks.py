@@ -31,7 +31,7 @@ from tests.pack_case import PackCase, tree_digests
 from tests.sweeps import sampled
 from tests.unit.format.tampering import replace_file
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("packs_inline")]
 
 BRICKS = """
 [volumes]
@@ -247,7 +247,7 @@ def test_a_cache_fetches_bricks_and_not_volumes(packed: PackCase, in_bricks: Dat
             assert found is not None
             plan = volume.plan((0, 0, 0), (1, 1, 1))
             (number,) = found.find(plan.brick_ranges())
-            assert found.span(number).num_bytes <= max(4096, plan.stored_num_bytes)
+            assert found.span(number).num_bytes <= max(4096, plan.read_num_bytes)
             assert found.span(number).num_bytes < index.field_num_bytes[field] / 2
             for _ in range(2):
                 assert np.array_equal(cached.read_volume(row, 0), in_bricks.read_volume(row, 0))

@@ -16,6 +16,8 @@ from shardflow.sampling import BatchSpec
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _ONE_SPLIT = ("splits.train=1", "splits.val=0", "shards.target_bytes=4MiB")
 
 

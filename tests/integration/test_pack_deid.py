@@ -17,6 +17,8 @@ from shardflow.viewing.page_sections import Treatment, summarize
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, read_ledger
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _RULES = """
 [[blackout]]
 name = "corner"

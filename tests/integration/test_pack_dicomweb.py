@@ -16,6 +16,8 @@ from tests.dicom_factory import make_study
 from tests.dicomweb_server import Fault, WebArchive, serving
 from tests.pack_case import PackCase, read_ledger, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 NUM_STUDIES = 5
 _FAST = ("inputs.archive.retry.first_wait_s=0.001", "inputs.archive.max_requests_per_s=0")
 

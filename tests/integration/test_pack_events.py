@@ -20,6 +20,8 @@ from shardflow.sampling import BatchSpec
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 ACQUIRED = datetime(2014, 10, 1, 9, 30, 15)  # noqa: DTZ001 - the clock of the hospital
 STUDY = "20141001", "080000"
 VITALS = sf.Events(codes={"heart_rate": {"codes": ["LOINC:8867-4"], "unit": "/min"}}, window=("-48h", "0h"))

@@ -34,6 +34,8 @@ from tests.object_stores import s3_bucket
 from tests.pack_case import PackCase, tree_digests
 from tests.unit.format.tampering import flip
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _NUMBERS = count()
 _VIEWS = (("PA", ["L", "F"]), ("LL", ["A", "F"]))
 

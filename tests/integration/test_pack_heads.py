@@ -16,6 +16,8 @@ from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 from tests.phantoms import Scan, head, scan, torso
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 LOOSE = ("policy.max_quarantined_share=1.0", "shards.target_bytes=64MiB")
 
 

@@ -23,6 +23,8 @@ from shardflow.packing.versions.removal import Withdrawn, remove
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study
 from tests.pack_case import PackCase, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 THREE = ("splits={train=50, val=25, test=25}", "shards.target_bytes=1MiB")
 _GIVEN = ("Ada", "Bela", "Carla", "Dora", "Elsa", "Fanny")
 _FAMILY = ("Lovelace", "Bartok", "Bruni", "Maar", "Triolet", "Blankers")

@@ -18,6 +18,8 @@ from tests.dicom_factory import make_study
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> PackCase:

@@ -17,7 +17,9 @@ from pydicom.uid import RLELossless
 
 from shardflow.format.codecs import decode_array
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study, truncate
-from tests.pack_case import PackCase, read_ledger, tree_digests
+from tests.pack_case import IN_PROCESSES, PackCase, read_ledger, tree_digests
+
+pytestmark = pytest.mark.usefixtures("packs_inline")
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_pixels_reports_and_facts_come_out(case: PackCase) -> None:
 
 def test_only_the_dataset_is_left(case: PackCase) -> None:
     _studies(case, 2)
-    case.pack()
+    case.pack(handlers=IN_PROCESSES)
     names = {path.split("/")[0] for path in tree_digests(case.output)}
     assert names == {"manifest-000001.json", "shards", "samples", "facts", "ledger.jsonl", "report.html"}
     assert {path.name for path in case.output.iterdir()} == names

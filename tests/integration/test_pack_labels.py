@@ -27,6 +27,8 @@ from tests.layout_trees import (
 )
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _FINDINGS = {**dict.fromkeys(CHEXPERT_LABELS, ""), "Edema": "1.0", "Pneumonia": "-1.0", "Fracture": "0.0"}
 
 

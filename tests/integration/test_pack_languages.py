@@ -19,6 +19,8 @@ from shardflow.reports.alignment.evidence import AlignmentRules
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 ITALIAN = "REPERTI: Non pneumotorace. Assenza di versamento pleurico."
 MIXED = "FINDINGS: No effusion.\nCONCLUSION: Non si osserva pneumotorace."
 ENGLISH = "FINDINGS: A nodule. No effusion."

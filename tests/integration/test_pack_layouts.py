@@ -38,6 +38,8 @@ from tests.layout_trees import (
 )
 from tests.pack_case import PackCase, read_ledger, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 TREES: dict[str, Callable[[Path], MadeTree]] = {
     "chexpert": make_chexpert,
     "ct-rate": make_ct_rate,

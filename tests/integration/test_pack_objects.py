@@ -27,6 +27,8 @@ from tests.unit.packing.sources.dicom.factory import (
     write,
 )
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
 _ALL = ("splits.train=1", "splits.val=0", "policy.max_quarantined_share=1", "variants.thumbnail_px=32")
 _SUSPECTS = ("ultrasound", "ultrasound_class", "secondary_capture", "fluoroscopy", "converted", "photography")

@@ -15,6 +15,8 @@ from pydicom.uid import UID
 from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
 PAGE = REPOSITORY / "tests" / "golden" / "outcomes.md"
 MAX_NAMES = 2

@@ -14,6 +14,8 @@ from shardflow.viewing import Bounds, gather, render_page
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PackCase, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> PackCase:

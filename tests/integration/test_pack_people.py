@@ -16,6 +16,8 @@ from shardflow.packing.versions.removal import Withdrawn, remove
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _REPORT = "No effusion. Compared with the images that Okonkwo-Brandt requested. FINDINGS: nodule of 5 mm."
 _HIDDEN = "Okonkwo"
 

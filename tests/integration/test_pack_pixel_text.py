@@ -25,6 +25,8 @@ from tests.pack_case import PackCase, tree_digests
 
 pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _SIZE = (240, 320)
 _NAME = "ADEYEMI TUNDE"
 _MEMORY = "execution.memory_bytes=4GiB"

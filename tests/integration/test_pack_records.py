@@ -12,10 +12,12 @@ from pydicom.dataset import FileDataset
 
 from shardflow.packing import PackSummary
 from tests.dicom_factory import MadeStudy, make_study
-from tests.pack_case import PackCase, read_ledger, tree_digests
+from tests.pack_case import IN_PROCESSES, PackCase, read_ledger, tree_digests
 from tests.pack_faults import HANDLERS
 from tests.privacy.canaries import output_bytes
 from tests.record_case import CANARIES, files_with_canaries, hidden_forms, make_pdf
+
+pytestmark = pytest.mark.usefixtures("packs_inline")
 
 LOOSE = "policy.max_quarantined_share=1.0"
 MAPPING = """
@@ -243,7 +245,7 @@ def test_a_pdf_that_exhausts_its_process_costs_that_report_alone(tmp_path: Path)
     studies, settings = _documents(case)
     path = tmp_path / "documents" / f"{studies[2].study_instance_uid}.pdf"
     path.write_bytes(make_pdf(*["No effusion."] * 400, operators=b"()Tj " * 300_000))
-    summary = case.pack(*settings, "execution.task_timeout_s=15")
+    summary = case.pack(*settings, "execution.task_timeout_s=15", handlers=IN_PROCESSES)
     assert all("No effusion" in text for text in _texts(case, [*studies[:2], *studies[3:]]))
     causes = [summary.reasons.get(f"WORKER_{how}", 0) for how in ("KILLED", "OUT_OF_MEMORY", "TIMEOUT")]
     assert sum(causes) == 1

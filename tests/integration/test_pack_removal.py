@@ -31,6 +31,8 @@ from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, read_ledger, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 LOOSE = ("policy.max_quarantined_share=1.0", "shards.target_bytes=64KiB")
 
 

@@ -18,6 +18,8 @@ from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 NUM_STUDIES = 7
 
 

@@ -20,6 +20,8 @@ from shardflow.format.verification import verify
 from tests.pack_case import PackCase, read_ledger, tree_digests
 from tests.slide_cases import PLANTED, dicom_level, make_slide_pixels, pyramid, write_ome, write_svs
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 LAYOUT = '[inputs.layout]\nkind = "folder"\npattern = "(?P<patient>[^/]+)/(?P<study>[^/]+)[.][a-z.]+"\n'
 PIXELS = make_slide_pixels(900, 1100)
 LEVELS = pyramid(PIXELS)

@@ -23,6 +23,8 @@ from tests.pack_faults import FAULTY_COMMAND
 from tests.pack_faults import HANDLERS as FAULTY
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 Expected = tuple[Path, dict[str, str]]
 
 

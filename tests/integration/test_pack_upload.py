@@ -29,6 +29,8 @@ from tests.object_stores import s3_bucket
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _NUMBERS = count()
 
 

@@ -28,6 +28,8 @@ from tests.object_stores import s3_bucket
 from tests.pack_case import PackCase, tree_digests
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _NUMBERS = count()
 NUM_STUDIES = 8
 

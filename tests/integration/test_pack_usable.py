@@ -17,6 +17,8 @@ from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 from tests.unit.packing.sources.dicom.factory import make_dataset, write
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 WEIGHT_KG, DOSE_BQ, HALF_LIFE_S = 80.0, 2.5e8, 6586.2
 
 

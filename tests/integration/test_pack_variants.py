@@ -23,6 +23,8 @@ from shardflow.storage import ByteRange, LocalStore
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase, tree_digests
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 _ROWS, _COLUMNS, _SLICES = 26, 34, 5
 _VARIANTS = ("variants.small_px=11", "variants.thumbnail_px=24")
 _ONE_SPLIT = ("splits.train=1", "splits.val=0", "shards.target_bytes=4MiB")

@@ -18,6 +18,8 @@ from tests.pack_case import PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
 from tests.sweeps import sampled
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 NUM_NEW = 4
 POINTS = [
     "phase:headers",

@@ -24,6 +24,8 @@ from shardflow.format.keys import mask_field
 from tests.layout_trees import VolumeTree, make_bids, make_msd, make_nnunet, make_pairs, make_totalsegmentator
 from tests.pack_case import PackCase, read_ledger
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 EVERYTHING = "policy.max_quarantined_share=1"
 TREES: dict[str, Callable[[Path], VolumeTree]] = {"msd": make_msd, "nnunet": make_nnunet, "pairs": make_pairs}
 _LPS: NDArray[np.float64] = np.diag([-1.0, -1.0, 1.0, 1.0])

@@ -26,6 +26,8 @@ from tests.field_cases import case_series, make_case_dataset
 from tests.layout_trees import make_openi
 from tests.pack_case import PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 NUM_SAMPLES = 14
 BY_ROLE = """
 [fields.frontal]
