@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.records import RECORD_TIMES
-
-TimeWindow: TypeAlias = tuple[str | float, str | float]
-"""Begin and end, in seconds from the study or as text."""
 
 _SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_557_600}
 _DISTANCE: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(s|min|h|d|w|y)", re.ASCII)

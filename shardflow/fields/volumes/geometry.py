@@ -236,16 +236,6 @@ def check_orientation(codes: object) -> None:
         )
 
 
-def axis_codes(affine: Affine) -> str:
-    """Return the directions in which the axes of an array run, such as ``SPL``."""
-    found = []
-    for column, axis in zip(affine.columns, _world_axes(affine), strict=True):
-        found.append(
-            next(code for code, way in _CODES.items() if way == (axis, 1 if column[axis] >= 0 else -1))
-        )
-    return "".join(found)
-
-
 def _world_axes(affine: Affine) -> Shape:
     """Return the axis of LPS that each axis of an array follows most closely, each one once."""
     spacing = affine.spacing_mm

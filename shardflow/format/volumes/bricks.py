@@ -448,11 +448,6 @@ class RegionPlan:
         return int(self.num_bytes.sum())
 
     @property
-    def stored_num_bytes(self) -> int:
-        """Size of the bricks to read, without gaps."""
-        return int(self.volume.columns["num_bytes"][self.bricks[: self.num_stored]].sum())
-
-    @property
     def shape(self) -> Extents:
         """Size of the region."""
         return _extents(self.stop - self.start)

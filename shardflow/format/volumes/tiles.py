@@ -37,7 +37,6 @@ _TAGS_OF: Final[dict[TileForm, tuple[int, int]]] = {
     "deflate": (8, 2),
 }
 _SHORT, _LONG, _LONG8 = 3, 4, 16
-_BYTES_OF: Final = {_SHORT: 2, _LONG: 4, _LONG8: 8}
 _CODE_OF: Final = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
 _FILE_HEADER: Final = struct.Struct("<2sHHHQ")
 _ENTRY: Final = struct.Struct("<HHQ8s")

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
@@ -212,7 +212,6 @@ Form: TypeAlias = Literal[
     "prompt",
 ]
 """Form of a conversation, as docs/corpora.md describes it."""
-FORMS: Final[tuple[Form, ...]] = get_args(Form)
 ROLES: Final = ("system", "user", "assistant", "tool")
 _FORMER_KINDS: Final = ("pair", "dialogue", "preference")
 _ROLE: Final = re.compile(r"[a-z0-9_]{1,32}")

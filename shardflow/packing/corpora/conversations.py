@@ -1,8 +1,8 @@
 """Conversations from the fields of a line: forms, turns, and places of pictures.
 
-A line is one of the `FORMS`, which its fields show, or the one that ``conversations.form`` names. What comes
-out is the same for all: turns of known roles in a known order, whose content is texts and places of pictures
-in the order of reading. Nothing is left out in silence: a line that does not fit has a reason.
+A line has one of the forms (`Form`), which its fields show, or the one that ``conversations.form`` names.
+What comes out is the same for all: turns of known roles in a known order, whose content is texts and places
+of pictures in the order of reading. Nothing is left out in silence: a line that does not fit has a reason.
 """
 
 from __future__ import annotations

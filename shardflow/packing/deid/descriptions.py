@@ -85,11 +85,6 @@ _FIRST: Final[dict[str, _Terms]] = {
 _ONE: Final[dict[str, _Terms]] = {"CT": _compiled(_PHASES)}
 """Likewise behind those: the one whose words are found, if no other's are."""
 
-DESCRIPTION_CLASSES: Final = frozenset(
-    name for terms in (*_FIRST.values(), *_ONE.values()) for name, _ in terms
-)
-"""All classes; nothing else leaves a description."""
-
 
 def description_class(modality: str, description: str) -> str | None:
     """Return the class of a series by the words of its description, in any case; None if it names none.

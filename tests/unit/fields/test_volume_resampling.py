@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from shardflow.fields.volumes.geometry import (
     Affine,
     Grid,
-    axis_codes,
     finest_spacing,
     oriented,
     spaced,
@@ -143,7 +142,7 @@ def test_axes_are_those_of_nibabel() -> None:
         assert (found == np.asarray(turned.dataobj)).all()
         own = grid.affine(stored)
         assert own.to_array() == pytest.approx(np.diag([-1, -1, 1, 1]) @ turned.affine, abs=1e-9)
-        assert axis_codes(own) == "".join(nibabel.aff2axcodes(turned.affine)) == codes
+        assert "".join(nibabel.aff2axcodes(turned.affine)) == codes
 
 
 @pytest.mark.parametrize("tilt", [0.0, 0.004, 0.3])
@@ -160,7 +159,8 @@ def test_a_spacing_covers_the_same_box_in_millimeters(tilt: float) -> None:
         grid = spaced(grid, stored, (1.5, 0.75, 0.5))
         own = grid.affine(stored)
         assert own.spacing_mm == pytest.approx((1.5, 0.75, 0.5))
-        assert codes is None or axis_codes(own) == codes
+        ras = np.diag([-1, -1, 1, 1]) @ own.to_array()
+        assert codes is None or "".join(nibabel.aff2axcodes(ras)) == codes
         directions = np.array(own.columns) / np.array(own.spacing_mm)[:, None]
         assert np.abs(directions @ directions.T - np.eye(3)).max() < (0.009 if tilt < 0.005 else 1e-9)
         is_inside = np.zeros(grid.shape, np.uint8)

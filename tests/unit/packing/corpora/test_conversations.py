@@ -8,7 +8,7 @@ import json
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ from PIL import Image
 
 from shardflow.errors import ConfigError
 from shardflow.packing.corpora.config import (
-    FORMS,
     ConversationsConfig,
     CorpusDeidConfig,
     CorpusSplitsConfig,
     FieldsConfig,
+    Form,
     LineError,
     LineReason,
 )
@@ -538,7 +538,7 @@ NAMES = ["messages", "conversations", "prompt", "response", "chosen", "rejected"
 
 @given(
     line=st.dictionaries(st.sampled_from(NAMES), json_values, max_size=5),
-    form=st.sampled_from(["auto", *FORMS]),
+    form=st.sampled_from(["auto", *get_args(Form)]),
 )
 def test_any_line_is_a_conversation_or_has_a_reason(line: dict[str, Any], form: Any) -> None:
     try:
