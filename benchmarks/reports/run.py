@@ -382,6 +382,7 @@ def score_openi(
     return {
         **{part: openi.score_part(path, part, negations if negspacy else None, errors) for part in parts},
         "entity_views": openi.compose_views(path),
+        "speed": _speed([one.text for one in openi.read_reports(path, "development")][::5]),
     }
 
 
