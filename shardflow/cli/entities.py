@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"]
     for column, counts in built.composition.items():
         # One reader is what one expects; of labels there are hundreds.
-        if column != "reader" or len(counts) > 1:
+        if len(counts) > (column == "reader"):
             told = ", ".join(f"{num:,} {value or 'unknown'}" for value, num in [*counts.items()][:_MOST_TOLD])
             more = len(counts) - _MOST_TOLD
             lines.append(f"by {column}: {told}{f', and {more:,} more' if more > 0 else ''}")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardflow.cli.main import main
 from shardflow.errors import ChecksumError, ConfigError, FormatError, StateError
 from shardflow.fields.field import Field
 from shardflow.fields.types.pictures import Slices
@@ -178,7 +179,9 @@ def labels_of(entities: Dataset) -> list[str]:
     return [entities.samples.labels[code] for code in entities.samples.column("label").tolist()]
 
 
-def test_a_view_keeps_its_rules_and_others_get_another_name(tmp_path: Path) -> None:
+def test_a_view_keeps_its_rules_and_others_get_another_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = make_entity_dataset(tmp_path / "a")
     first = build_view(dataset, EntityRules())
     assert build_view(dataset, EntityRules()) == first.__class__(
@@ -190,6 +193,11 @@ def test_a_view_keeps_its_rules_and_others_get_another_name(tmp_path: Path) -> N
     assert {sum(counts.values()) for counts in first.composition.values()} == {first.num_entities}
     with pytest.raises(ConfigError, match="must keep the rules"):
         build_view(dataset, EntityRules(threshold=0.94))
+    assert main(["entities", str(tmp_path / "a"), "--processes", "1"]) == 0
+    label, num = next(iter(first.composition["label"].items()))
+    assert f"by label: {num} {label}, " in " ".join(capsys.readouterr().out.split())
+    assert main(["entities", str(tmp_path / "a"), "--name", "none", "--threshold", "1"]) == 0
+    assert "by " not in capsys.readouterr().out
     sure = build_view(dataset, EntityRules(threshold=0.94), name="sure")
     assert 0 < sure.num_entities < first.num_entities
     assert sure.view_id != first.view_id
