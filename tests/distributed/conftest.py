@@ -1,4 +1,4 @@
-"""One torchrun for all scenarios, whichever pytest worker asks first."""
+"""One start of ranks for all scenarios, whichever pytest worker asks first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def scenarios(shared_folder: Path) -> Scenarios:
             output.mkdir()
             make_tiny_input(source)
             arguments = [str(source), str(output)]
-            with job(folder, "tests.distributed.scenarios", arguments, num_ranks=4) as running:
+            with job(
+                folder, "tests.distributed.scenarios", arguments, num_ranks=4, is_forked=True
+            ) as running:
                 finished = running.wait(SCENARIOS_TIMEOUT_S)
             assert finished.exit_code == 0, finished.text
             done.touch()

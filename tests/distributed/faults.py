@@ -1,14 +1,15 @@
 """The fault matrix: a run is hurt in one way, started again until it ends, and left to be compared.
 
-``python -m tests.distributed.faults INPUT OUTPUT CASE...`` runs cases in turn. Ranks are forked from this
-process, which has imported everything, so that a start takes a second and not eight; each is the real job,
-with processes, gloo, health monitor and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of
-each start wrote, and ``result.json``.
+``python -m tests.distributed.faults INPUT OUTPUT CASE...`` runs cases in turn, and beside them those that
+mostly wait. Ranks are forked, see `tests.distributed.forked`; each is the real job, with processes, gloo,
+health monitor and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of each start wrote, and
+``result.json``.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -17,8 +18,8 @@ import signal
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,11 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from shardflow.training import run as _run  # noqa: F401 - imported once, before the forks
 from shardflow.training.__main__ import main as train_main
 from shardflow.training.metrics import read_metrics
+from tests.distributed.forked import rank_variables, store_server
 from tests.distributed.moving_tuner import moving
 from tests.distributed.orphans import adopt_orphans, end_what_is_left
 from tests.tiny_runs import TinyInput, write_config
@@ -67,6 +68,8 @@ class Case:
     """Inside all ranks, in every start."""
     settings: dict[str, object] = field(default_factory=dict)
     dataset: str = "dataset"
+    waits: bool = False
+    """Whether it mostly waits for a timeout: it runs beside the other cases."""
 
 
 # ---- ways to hurt a rank from inside ------------------------------------------------------------
@@ -175,7 +178,9 @@ CASES: dict[str, Case] = {
         hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._point_latest", 3, kill_myself),
     ),
     "kill-at-four-ranks": Case(world_size=4, rank=2, send=signal.SIGKILL, hurt=unhurried),
-    "stop-without-end": Case(send=signal.SIGSTOP, hurt=unhurried, settings={"timeouts.hang_s": HANG_S}),
+    "stop-without-end": Case(
+        send=signal.SIGSTOP, hurt=unhurried, settings={"timeouts.hang_s": HANG_S}, waits=True
+    ),
     "asked-to-stop": Case(send=signal.SIGTERM, hurt=unhurried),
     "error-in-transform": Case(
         hurt=at_call("shardflow.training.text.ReportTokenizer.encode", 11, raise_strange)
@@ -192,6 +197,7 @@ CASES: dict[str, Case] = {
     "long-preparation": Case(
         hurt=at_call("shardflow.training.run.open_data", 1, prepare_long),
         settings={"timeouts.steady_s": 25, "timeouts.hang_s": HANG_S, "loader.wait_timeout_s": 15},
+        waits=True,
     ),
     "kill-while-execution-changes": Case(
         hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
@@ -205,6 +211,7 @@ CASES: dict[str, Case] = {
     "read-that-never-ends": Case(
         hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, sleep_long),
         settings={"loader.wait_timeout_s": 15},
+        waits=True,
     ),
 }
 """The rows that ``make test`` runs, behind the three undisturbed runs that they are compared with."""
@@ -281,29 +288,6 @@ def run_start(case: Case, config: Path, folder: Path, number: int) -> list[int]:
         return wait_for_all(pids)
 
 
-@contextmanager
-def store_server() -> Iterator[int]:
-    """A store in a process of its own, new for each start, as torchrun has it."""
-    read_end, write_end = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        os.write(write_end, str(store.port).encode())
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(0)
-    os.close(write_end)
-    try:
-        yield int(os.read(read_end, 16))
-    finally:
-        os.close(read_end)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
 def be_rank(
     rank: int,
     world_size: int,
@@ -319,16 +303,7 @@ def be_rank(
         for descriptor, kind in ((1, "out"), (2, "err")):
             path = folder / f"start-{start}-rank-{rank}.{kind}"
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT=str(start),
-        )
+        os.environ.update(rank_variables(rank, world_size, port, start))
         with ExitStack() as stack:
             for hurt in hurts:
                 if hurt is not None:
@@ -383,17 +358,29 @@ def damage_one_sample(tiny: TinyInput) -> None:
                 file.write(bytes([byte[0] ^ 0xFF]))
 
 
-def main() -> None:
-    tiny, output, names = TinyInput(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
+def run_lane(tiny: TinyInput, output: Path, names: Sequence[str]) -> None:
+    """Run cases in turn and leave the result of each."""
     adopt_orphans()
-    if not (tiny.folder / "bad").exists():
-        damage_one_sample(tiny)
     for name in names:
         began = time.monotonic()
         result = run_case(tiny, name, output / name)
         result["elapsed_s"] = time.monotonic() - began
         (output / name / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def main() -> None:
+    tiny, output, names = TinyInput(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    if not (tiny.folder / "bad").exists():
+        damage_one_sample(tiny)
+    lanes = [[name for name in names if case_of(name).waits is waits] for waits in (False, True)]
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=run_lane, args=(tiny, output, lane)) for lane in lanes]
+    for lane in running:
+        lane.start()
+    for lane in running:
+        lane.join()
+    sys.exit(any(lane.exitcode for lane in running))
 
 
 if __name__ == "__main__":

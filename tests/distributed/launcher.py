@@ -1,4 +1,4 @@
-"""Starts torchrun in a process of its own and never leaves anything behind."""
+"""Starts torchrun, or ranks forked in its place, in a process of its own and never leaves anything behind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["REPOSITORY", "Finished", "Job", "job", "job_environment"]
+__all__ = ["REPOSITORY", "Finished", "Job", "is_gone", "job", "job_environment"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_KILL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,15 @@ class Job:
         return self._read(code)
 
     def kill(self) -> None:
-        """Kill the job and all its processes, by id."""
+        """Kill the job and all its processes, by id, and wait for their end."""
         pids = [self.process.pid, *_descendants(self.process.pid)]
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + _KILL_S
+        while not all(map(is_gone, pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _read(self, code: int) -> Finished:
         texts = []
@@ -82,18 +86,20 @@ def job(
     arguments: Sequence[str],
     *,
     num_ranks: int | None,
+    is_forked: bool = False,
     options: Sequence[str] = (),
     passes_codes: bool = False,
     standalone: bool = True,
     warnings: str = "error",
 ) -> Iterator[Job]:
-    """Start ``python -m module``, under torchrun where ``num_ranks`` is given; killed at the block's end.
+    """Start ``python -m module``, on ranks where ``num_ranks`` is given; killed at the block's end.
 
     Args:
         folder: Where its output is kept.
         module: What to run.
         arguments: Its arguments.
         num_ranks: Ranks on this machine; None for one process without torchrun.
+        is_forked: Fork the ranks, where torchrun is not what is tested: they import everything once.
         options: More options of torchrun.
         warnings: What Python does with warnings there.
         standalone: This machine alone; False where the options name the others.
@@ -106,6 +112,8 @@ def job(
         command = [*torchrun, *ranks, "-m", module, *arguments]
         if passes_codes:
             command = [sys.executable, "-m", "shardflow.cli.main", "train", *ranks, *arguments]
+        if is_forked:
+            command = [sys.executable, "-m", "tests.distributed.forked", str(num_ranks), module, *arguments]
     environment = job_environment() | {"PYTHONWARNINGS": warnings}
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()
@@ -129,6 +137,14 @@ def job_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "error",
     }
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie whom nobody waits for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _descendants(pid: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Several ranks in one torchrun: what needs real processes and is too quick to be worth a start of its own.
+"""Several ranks in one start: what needs real processes and is too quick to be worth a start of its own.
 
-``torchrun --nproc-per-node 4 -m tests.distributed.scenarios INPUT OUTPUT``: every rank runs every scenario
-and writes its results to ``OUTPUT/rank-N.json``; the tests in ``test_scenarios.py`` judge them. Smaller
-world sizes are groups of the first ranks; the others meanwhile wait at the end of the scenario.
+``python -m tests.distributed.forked 4 tests.distributed.scenarios INPUT OUTPUT``: every rank runs every
+scenario and writes its results to ``OUTPUT/rank-N.json``; the tests in ``test_scenarios.py`` judge them.
+Smaller world sizes are groups of the first ranks; the others meanwhile wait at the end of the scenario.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What each rank receives: the script of the ranks, and the words in which the tests speak of it.
 
-``torchrun --nproc-per-node W -m tests.distributed.sequences FOLDER TASKS``: every rank runs every task of
-``FOLDER/TASKS``, one after the other in one process group, and writes what it received to
+``python -m tests.distributed.sequences FOLDER WORLD...`` forks the ranks of one world after another, where 0
+is one process that nobody made a rank. In world number N every rank runs every task of
+``FOLDER/tasks-N.json``, one after the other in one process group, and writes what it received to
 ``FOLDER/<run>.<part>.rank-<rank>.json``. A task is an epoch, or a part of one: where an earlier part of the
 run left a state, the task begins there, whatever world left it. After each step the ranks tell each other
 where they are, as they would exchange gradients: were one to run short of steps, the job would fail.
@@ -14,6 +15,7 @@ import sys
 import warnings
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.training.config import TimeoutConfig
 from shardflow.training.distributed import Ranks, join_ranks
+from tests.distributed.forked import run_ranks
 
 __all__ = ["DATASET", "DELIVERIES", "EPOCH", "SEED", "Part", "Task", "read_part", "read_state", "write_tasks"]
 
@@ -62,9 +65,13 @@ class Part:
     """In order: ``epoch``, ``step``, ``micro``, ``keys`` and ``weights`` of each."""
 
 
-def write_tasks(path: Path, tasks: list[Task]) -> None:
-    """Write tasks for the ranks."""
-    path.write_text(json.dumps([asdict(task) for task in tasks]), encoding="utf-8")
+def write_tasks(folder: Path, number: int, tasks: list[Task]) -> None:
+    """Write the tasks of a world."""
+    _tasks_path(folder, number).write_text(json.dumps([asdict(task) for task in tasks]), encoding="utf-8")
+
+
+def _tasks_path(folder: Path, number: int) -> Path:
+    return folder / f"tasks-{number}.json"
 
 
 def read_part(folder: Path, run: str, part: int, rank: int) -> Part:
@@ -147,15 +154,24 @@ def agree(ranks: Ranks, task: Task, place: list[float]) -> None:
     assert places == [place] * ranks.world_size, f"ranks of {task.run} are at {places}"
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    tasks = [Task(**task) for task in json.loads((folder / sys.argv[2]).read_text(encoding="utf-8"))]
+def run_tasks(folder: Path, number: int) -> None:
+    """Run the tasks of a world, as one of its ranks."""
+    tasks = [Task(**task) for task in json.loads(_tasks_path(folder, number).read_text(encoding="utf-8"))]
     # torch warns of more workers than processors.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     with join_ranks("cpu", TimeoutConfig(startup_s=WAIT, steady_s=WAIT, control_s=WAIT, hang_s=0)) as ranks:
         for task in tasks:
             run_task(ranks, folder, task)
             ranks.barrier(f"end of {task.run}", WAIT)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for number, world_size in enumerate(map(int, sys.argv[2:])):
+        if not world_size:
+            run_tasks(folder, number)
+        elif code := run_ranks(world_size, partial(run_tasks, folder, number)):
+            sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_text_only_beside_images(tmp_path: Path) -> None:
     make_dataset(tmp_path / "texts", splits={"train": 13}, slices=0, seed=5)
     (tmp_path / "blend.toml").write_text(BLEND, encoding="utf-8")
     arguments = [str(tmp_path), str(tmp_path / "out")]
-    with job(tmp_path, "tests.distributed.blend_ranks", arguments, num_ranks=2) as running:
+    with job(tmp_path, "tests.distributed.blend_ranks", arguments, num_ranks=2, is_forked=True) as running:
         finished = running.wait(240)
     assert finished.exit_code == 0, finished.text
 

@@ -44,7 +44,7 @@ def test_killed_rank_costs_nothing_and_one_rank_trains_the_same(is_packed: bool,
     texts = [tmp_path / f"answers{num}.jsonl" for num in (1, 2)]
     for num, path in enumerate(texts, start=1):
         options = [f"--out={path}", "--max-new-tokens=4", str(run)]
-        with job(tmp_path, "shardflow.cli.generate", options, num_ranks=num) as running:
+        with job(tmp_path, "shardflow.cli.generate", options, num_ranks=num, is_forked=True) as running:
             written = running.wait(RUN_TIMEOUT_S)
         assert written.exit_code == 0, written.text
         assert json.loads(written.stdout.splitlines()[-1])["num_texts"] > 0

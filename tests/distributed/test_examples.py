@@ -33,7 +33,12 @@ def examples(
     tiny = make_tiny_input(folder / "input")
     arguments = [str(folder / "input"), str(folder / "output")]
     with job(
-        folder, "tests.distributed.example_ranks", arguments, num_ranks=request.param, warnings="default"
+        folder,
+        "tests.distributed.example_ranks",
+        arguments,
+        num_ranks=request.param,
+        is_forked=True,
+        warnings="default",
     ) as running:
         finished = running.wait(240)
     assert finished.exit_code == 0, finished.text

@@ -31,7 +31,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
         output.mkdir()
         arguments = [dataset, str(output)]
         module = "tests.distributed.hf_ranks"
-        with job(output, module, arguments, num_ranks=num_ranks, warnings="default") as running:
+        with job(
+            output, module, arguments, num_ranks=num_ranks, is_forked=True, warnings="default"
+        ) as running:
             finished = running.wait(240)
         assert finished.exit_code == 0, finished.text
         found[num_ranks] = json.loads(Path(output / "results.json").read_text(encoding="utf-8"))

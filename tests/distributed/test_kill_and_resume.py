@@ -17,16 +17,15 @@ from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from tests.distributed.conftest import Scenarios
-from tests.distributed.launcher import Job, job
+from tests.distributed.launcher import Finished, Job, job
 from tests.distributed.runs import committed_samples, differing_weights, newest_checkpoint
-from tests.distributed.stage import NUM_EPOCHS
 from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 START_TIMEOUT_S = 600.0
 RUN_TIMEOUT_S = 600.0
-NUM_STEPS = 6 * NUM_EPOCHS
+NUM_STEPS = 3 * 7
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +48,17 @@ def train_alone(config: Path, *overrides: str) -> TrainSummary:
 
 
 def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None:
-    """Four ranks, SIGKILL amid an epoch, a restart by torchrun: equal to a run that nobody touched.
+    """Two ranks, SIGKILL amid an epoch, a restart by torchrun: equal to a run that nobody touched.
 
-    The scenarios' ``whole`` run has the same settings, apart from its folder.
+    The scenarios' ``tuned-off`` run takes the same steps.
     """
-    run = tmp_path / "run"
-    config = write_config(scenarios.tiny, tmp_path / "train.toml", run, {"run.num_epochs": NUM_EPOCHS})
+    run, whole = tmp_path / "run", scenarios.output / "tuned-off"
+    settings = {"run.num_epochs": 3, "batch.tail": "mask"}
+    config = write_config(scenarios.tiny, tmp_path / "train.toml", run, settings)
     options = ["--max-restarts=1", "--monitor-interval=0.1"]
-    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=4, options=options) as running:
+    with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2, options=options) as running:
         wait_for_step(running, run, 7)
-        os.kill(running.rank_pids()[2], signal.SIGKILL)
+        os.kill(running.rank_pids()[1], signal.SIGKILL)
         finished = running.wait(RUN_TIMEOUT_S)
     assert finished.exit_code == 0, finished.text
     summary = json.loads(finished.stdout.splitlines()[-1])
@@ -66,44 +66,42 @@ def test_killed_rank_costs_nothing(scenarios: Scenarios, tmp_path: Path) -> None
     # The checkpoint of step 6 may still be being written then; the one before it stands for certain.
     assert summary["resumed_from"] in {f"step-{step:08d}" for step in range(4, NUM_STEPS, 2)}
     assert {step.attempt for step in read_ledger(run)} == {1, 2}
-    whole = scenarios.output / "whole"
     assert committed_samples(run) == committed_samples(whole)
     assert differing_weights(run, whole) == []
 
 
-@pytest.mark.parametrize(
-    ("stop_signal", "passes_codes"),
-    [(signal.SIGTERM, False), (signal.SIGUSR1, True)],
-    ids=["torchrun", "launch"],
-)
-def test_stop_signal_leaves_a_checkpoint_and_one_rank_goes_on(
-    tiny: TinyInput, tmp_path: Path, stop_signal: signal.Signals, passes_codes: bool
-) -> None:
-    """A signal to torchrun reaches both ranks; what they did is kept, and one rank alone ends the run."""
+def test_stop_signal_leaves_a_checkpoint_and_one_rank_goes_on(tiny: TinyInput, tmp_path: Path) -> None:
+    """A signal to the launcher reaches both ranks; what they did is kept, and one rank alone ends the run."""
     run = tmp_path / "run"
     # 100 epochs would take minutes; the signal comes after a few steps, and the second start is told to end
     # soon.
     config = write_config(tiny, tmp_path / "train.toml", run, {"run.num_epochs": 100})
     arguments = [f"--config={config}"]
-    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=passes_codes) as running:
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
         wait_for_step(running, run, 3)
         # SLURM and srun may each send one; torchrun itself gives its ranks up at the third.
-        for _ in range(4 if passes_codes else 1):
-            running.process.send_signal(stop_signal)
+        for _ in range(4):
+            running.process.send_signal(signal.SIGUSR1)
             time.sleep(0.02)
         finished = running.wait(RUN_TIMEOUT_S)
-    summary = json.loads(finished.stdout.splitlines()[-1])
-    assert (summary["outcome"], summary["stop_signal"]) == ("stopped", stop_signal.name), finished.text
-    assert finished.exit_code == (75 if passes_codes else 1)
-    done = summary["global_step"]
-    assert newest_checkpoint(run) == f"step-{done:08d}"
-    assert len(committed_samples(run)) == done
-
+    assert finished.exit_code == 75, finished.text
+    done = check_stopped(finished, run, "SIGUSR1")
     again = train_alone(config, f"run.max_steps={done + 3}")
     assert (again.outcome, again.world_size, again.attempt) == ("finished", 1, 2)
     assert again.resumed_from == f"step-{done:08d}"
     assert again.global_step == done + 3
     assert [step.global_step for step in read_ledger(run)] == list(range(done + 3))
+
+
+def check_stopped(finished: Finished, run: Path, signal_name: str) -> int:
+    """Check what a run of two ranks left that was asked to stop; return the number of its steps."""
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    stopped = (summary["outcome"], summary["stop_signal"], summary["world_size"])
+    assert stopped == ("stopped", signal_name, 2), finished.text
+    done: int = summary["global_step"]
+    assert newest_checkpoint(run) == f"step-{done:08d}"
+    assert len(committed_samples(run)) == done
+    return done
 
 
 def test_budget_run_goes_on_alone_as_if_nobody_had_stopped_it(
@@ -118,10 +116,9 @@ def test_budget_run_goes_on_alone_as_if_nobody_had_stopped_it(
     with job(tmp_path, "shardflow.training", arguments, num_ranks=2) as running:
         wait_for_step(running, run, 3)
         running.process.send_signal(signal.SIGTERM)
-        stopped = running.wait(RUN_TIMEOUT_S)
-    summary = json.loads(stopped.stdout.splitlines()[-1])
-    assert (summary["outcome"], summary["world_size"]) == ("stopped", 2), stopped.text
-    done = summary["global_step"]
+        finished = running.wait(RUN_TIMEOUT_S)
+    assert finished.exit_code == 1, finished.text
+    done = check_stopped(finished, run, "SIGTERM")
     again, whole = (
         train_alone(config, f"run.output={output}", f"run.max_steps={done + 6}")
         for output in (run, tmp_path / "whole")

@@ -18,7 +18,7 @@ from shardflow.training.config import TrainConfig
 from shardflow.training.ledger import compare_ledgers, read_records
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
-from tests.distributed.launcher import Job, job
+from tests.distributed.launcher import Job, is_gone, job
 from tests.tiny_runs import TinyInput, make_tiny_input, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
@@ -42,14 +42,6 @@ def wait_until(what: str, holds: Callable[[], bool], *jobs: Job) -> None:
 def train_alone(config: Path, *overrides: str) -> TrainSummary:
     """Run the job on one rank, in this process."""
     return train(load_config(TrainConfig, config, overrides))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie whom nobody waits for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def test_ranks_of_a_killed_launcher_stop_with_a_checkpoint_and_free_the_run(

@@ -1,7 +1,7 @@
 """The same steps of the same micro-batches from real processes: any world, any workers, and after two stops.
 
-torchrun with gloo starts 1, 2 and 4 ranks; what each received is compared with what ``shardflow plan`` says,
-key by key. The script of the ranks is ``sequences.py``.
+Ranks with gloo in worlds of 1, 2 and 4; what each received is compared with what ``shardflow plan`` says, key
+by key. The script of the ranks is ``sequences.py``.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ ALL_SPECS = {
     )
 }
 ANY_SPEC = SPECS | ALL_SPECS
+PAIRS = [
+    (spec, DELIVERIES[(number + shift) % len(DELIVERIES)])
+    for number, spec in enumerate(SPECS)
+    for shift in (0, 2)
+]
+"""Specs and deliveries, each in two pairs; the slow tests run all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +145,30 @@ def launches(worlds: Iterable[int], wholes: dict[str, Task], chains: list[Chain]
 
 
 def run_all(
-    folder: Path, worlds: list[int], specs: Iterable[str], chains: list[Chain], timeout_s: float
+    folder: Path,
+    worlds: list[int],
+    pairs: Iterable[tuple[str, str]],
+    chains: list[Chain],
+    timeout_s: float,
 ) -> Runs:
     """Run everything, once a session; another pytest worker waits for it."""
     folder.mkdir(exist_ok=True)
     wholes = {
         f"{spec}.{delivery}": Task(run="", spec=ANY_SPEC[spec].to_json(), delivery=delivery)
-        for spec in specs
-        for delivery in DELIVERIES
+        for spec, delivery in pairs
     }
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             make_dataset(folder / DATASET, num_samples=NUM_SAMPLES, samples_per_shard=6, facts=True)
             for number, tasks in enumerate(launches(worlds, wholes, chains)):
-                write_tasks(folder / f"tasks-{number}.json", tasks)
-                arguments = [str(folder), f"tasks-{number}.json"]
-                module = "tests.distributed.sequences"
-                # The last one stands for the user who goes on without torchrun.
-                is_plain = number == len(worlds) - 1 and worlds[number] == 1
-                with job(
-                    folder, module, arguments, num_ranks=None if is_plain else worlds[number]
-                ) as running:
-                    finished = running.wait(timeout_s)
-                assert finished.exit_code == 0, finished.text
+                write_tasks(folder, number, tasks)
+            # A last world of one stands for the user who goes on without torchrun.
+            sizes = [*worlds[:-1], 0 if worlds[-1] == 1 else worlds[-1]]
+            arguments = [str(folder), *map(str, sizes)]
+            with job(folder, "tests.distributed.sequences", arguments, num_ranks=None) as running:
+                finished = running.wait(timeout_s)
+            assert finished.exit_code == 0, finished.text
             (folder / "done").touch()
     names = {f"{name}.{world}": (name.split(".")[0], world) for name in wholes for world in set(worlds)}
     return Runs(folder, names)
@@ -177,7 +183,7 @@ CHAINS = [
 
 @pytest.fixture(scope="session")
 def runs(shared_folder: Path) -> Runs:
-    return run_all(shared_folder / "sequences", [1, 4, 2, 1], SPECS, CHAINS, LAUNCH_TIMEOUT_S)
+    return run_all(shared_folder / "sequences", [1, 4, 2, 1], PAIRS, CHAINS, LAUNCH_TIMEOUT_S)
 
 
 def planned(
@@ -273,8 +279,7 @@ def check_chain(runs: Runs, chain: Chain, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "delivery"), PAIRS)
 def test_every_rank_receives_its_part_of_the_plan(
     runs: Runs, spec: str, delivery: str, world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,7 +303,11 @@ SLOW_CHAINS = [
 @pytest.fixture(scope="session")
 def all_runs(shared_folder: Path) -> Runs:
     return run_all(
-        shared_folder / "all-sequences", [1, 2, 3, 4] * 3, ALL_SPECS, SLOW_CHAINS, SLOW_LAUNCH_TIMEOUT_S
+        shared_folder / "all-sequences",
+        [1, 2, 3, 4] * 3,
+        itertools.product(ANY_SPEC, DELIVERIES),
+        SLOW_CHAINS,
+        SLOW_LAUNCH_TIMEOUT_S,
     )
 
 

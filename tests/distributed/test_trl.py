@@ -60,7 +60,9 @@ def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "output").mkdir()
     arguments = [str(folder), str(folder / "output"), *kinds]
     module = "tests.distributed.trl_ranks"
-    with job(folder, module, arguments, num_ranks=int(num_ranks), warnings="default") as running:
+    with job(
+        folder, module, arguments, num_ranks=int(num_ranks), is_forked=True, warnings="default"
+    ) as running:
         finished = running.wait(400)
     assert finished.exit_code == 0, finished.text
     return folder, folder / "output"

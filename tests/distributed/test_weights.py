@@ -36,7 +36,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     make_folder(folder / "large", "70M")
     arguments = [str(folder), str(folder / "found.json")]
     with job(
-        folder, "tests.distributed.weights_ranks", arguments, num_ranks=2, warnings="default"
+        folder,
+        "tests.distributed.weights_ranks",
+        arguments,
+        num_ranks=2,
+        is_forked=True,
+        warnings="default",
     ) as running:
         finished = running.wait(300)
     assert finished.exit_code == 0, finished.text

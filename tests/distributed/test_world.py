@@ -19,7 +19,9 @@ NUM_RANKS = 4
 def test_ranks_that_say_nothing_get_different_samples(tmp_path: Path) -> None:
     url = make_dataset(tmp_path / "a", num_samples=29, samples_per_shard=6)
     arguments = [url, str(tmp_path / "out")]
-    with job(tmp_path, "tests.distributed.world_ranks", arguments, num_ranks=NUM_RANKS) as running:
+    with job(
+        tmp_path, "tests.distributed.world_ranks", arguments, num_ranks=NUM_RANKS, is_forked=True
+    ) as running:
         finished = running.wait(240)
     assert finished.exit_code == 0, finished.text
     ranks = [

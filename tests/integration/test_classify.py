@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from shardflow.training.ledger import read_ledger
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.tasks.task import ArrayTask
+from tests.distributed.launcher import job
 from tests.factories import make_dataset
 
 _SETTINGS = """
@@ -172,20 +170,18 @@ def test_a_task_of_a_users_own(folder: Path, tmp_path: Path) -> None:
     assert (found.outcome, found.evaluation_scores) == ("finished", {"num_scores": 11.0})
 
 
-def _job(folder: Path, output: Path, num_ranks: int, *settings: str) -> None:
-    command = [sys.executable, "-m", "shardflow.cli.main", "train", "--config", str(folder / "train.toml")]
-    command += ["--nproc-per-node", str(num_ranks), "--set", f"run.output={output}"]
-    for one in (*settings, "run.evaluate_every_steps=3"):
-        command += ["--set", one]
-    subprocess.run(command, check=True, capture_output=True, timeout=500, env=os.environ)
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_a_run_resumes_on_fewer_ranks_with_the_same_order_and_metrics(folder: Path, tmp_path: Path) -> None:
-    _job(folder, tmp_path / "cut", 2, "run.max_steps=4")
-    _job(folder, tmp_path / "cut", 1, "run.max_steps=6")
-    _job(folder, tmp_path / "whole", 1, "run.max_steps=6")
+    every, resumed = "run.evaluate_every_steps=3", tmp_path / "cut"
+    arguments = [f"--config={folder / 'train.toml'}"]
+    for one in (f"run.output={resumed}", "run.max_steps=4", every):
+        arguments += ["--set", one]
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, is_forked=True) as running:
+        finished = running.wait(600)
+    assert finished.exit_code == 0, finished.text
+    for output in (resumed, tmp_path / "whole"):
+        run(folder, output, "run.max_steps=6", every)
     taken = [
         [(step.global_step, sorted((one.micro, one.keys) for one in step.micro_batches)) for step in read]
         for read in (read_ledger(tmp_path / name) for name in ("cut", "whole"))

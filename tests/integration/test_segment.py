@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +23,11 @@ from shardflow.training.metrics import read_metrics
 from shardflow.training.model_fields import TaskConfig, VolumeAugmentConfig
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.tasks.segment import SegmentTask
+from tests.distributed.launcher import job
 from tests.integration.loader_support import flip_bit, locate
 from tests.pack_case import PackCase
+
+pytestmark = pytest.mark.usefixtures("packs_inline")
 
 _SETTINGS = """
 [data]
@@ -191,17 +190,6 @@ def test_dice_improves_and_equals_that_of_whole_volumes_by_monai(folder: Path, w
     assert lines[-1]["dice"] == pytest.approx(np.mean([np.mean(one) for one in dice.values()]), abs=1e-3)
 
 
-def _start(folder: Path, output: Path, num_ranks: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "shardflow.cli.main", "train", "--config", str(folder / "train.toml")]
-    command += ["--nproc-per-node", str(num_ranks)]
-    for one in (f"run.output={output}", "run.max_steps=12", "run.evaluate_every_steps=2"):
-        command += ["--set", one]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_a_killed_run_resumes_to_equal_weights_on_another_number_of_processes(
@@ -209,16 +197,18 @@ def test_a_killed_run_resumes_to_equal_weights_on_another_number_of_processes(
 ) -> None:
     """The sum of a step's two micro-batches has one order of additions, on one process and on two."""
     output = tmp_path / "killed"
-    process = _start(folder, output, 2)
-    deadline = time.monotonic() + 300
-    while not (
-        list((output / "checkpoints").glob("step-*/state.json")) and read_metrics(output, "evaluation")
-    ):
-        assert process.poll() is None, process.communicate()[0][-3000:].decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    arguments = [f"--config={folder / 'train.toml'}"]
+    for one in (f"run.output={output}", "run.max_steps=12", "run.evaluate_every_steps=2"):
+        arguments += ["--set", one]
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, is_forked=True) as running:
+        deadline = time.monotonic() + 300
+        while not (
+            list((output / "checkpoints").glob("step-*/state.json")) and read_metrics(output, "evaluation")
+        ):
+            assert running.process.poll() is None, running.wait(1).text
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.kill()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -424,6 +414,7 @@ def test_real_files_of_two_projects_are_learned_from(tmp_path: Path, shared_data
         assert one in text
         text = text.replace(one, other)
     (tmp_path / "train.toml").write_text(text)
-    summary = run(tmp_path, tmp_path / "run", "run.max_steps=2", "batch.micro_batch_size=1")
+    few = ("run.max_steps=2", "batch.micro_batch_size=1", "task.overlap=0.0")
+    summary = run(tmp_path, tmp_path / "run", *few)
     assert summary.evaluation_scores["num_volumes"] == 2
     assert summary.evaluation_scores.keys() >= {"dice", "dice/foreground"}
