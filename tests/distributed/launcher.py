@@ -140,11 +140,12 @@ def job_environment() -> dict[str, str]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie whom nobody waits for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    """Whether every thread of a process has ended: until then its files are open, and its locks are held."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}:
+                return False
+    return True
 
 
 def _descendants(pid: int) -> list[int]:
