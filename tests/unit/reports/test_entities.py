@@ -137,6 +137,8 @@ def test_assertion(text: str, expected: list[str]) -> None:
         ("No improvement in the effusion.", ["present stable"]),
         ("No significant increase or decrease of the effusion.", ["present stable"]),
         ("The effusion has not improved, edema persists.", ["present stable", "present stable"]),
+        ("No change or worsening of the effusion.", ["present stable"]),
+        ("No changes of emphysema.", ["absent"]),
         ("Effusion no larger than before.", ["present stable"]),
         ("No worsening edema.", ["present stable"]),
         (
