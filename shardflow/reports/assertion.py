@@ -64,6 +64,8 @@ class PhraseIndex(Generic[T]):
 def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
     """Keep the longest of overlapping matches, the first of equals; in the text's order."""
     ordered = sorted(matches, key=_first)
+    if len(ordered) < 2:
+        return ordered
     end = 0
     for match in ordered:
         if match[0] < end:

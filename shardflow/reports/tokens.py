@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from shardflow.reports.language import ENGLISH, Language, load_language
 
 _HYPHENS = frozenset("-\u2010\u2011\u2012\u2013")
+_ENDING = frozenset(".?!;")
 _LONGEST_SENTENCE = 150
 """Tokens; a longer one is cut, so that the time stays in proportion to the text."""
 _SHORT_LINE = 55
@@ -65,7 +66,7 @@ def tokenize(text: str, language: str = ENGLISH, offset: int = 0) -> Tokens:
     """
     of = load_language(language)
     text = of.normalize(text)
-    matches = list(_words(text, language))
+    matches = _words(text, language)
     words = _fold([match.group() for match in matches], language)
     starts = [match.start() for match in matches]
     ends = [match.end() for match in matches]
@@ -98,13 +99,17 @@ def _token(language: str) -> re.Pattern[str]:
     )
 
 
-def _words(text: str, language: str) -> Iterator[re.Match[str]]:
-    for match in _token(language).finditer(text):
-        if match.group() in _HYPHENS:
-            before, after = text[match.start() - 1 : match.start()], text[match.end() : match.end() + 1]
-            if before.isalnum() and after.isalnum() and not (before.isdigit() and after.isdigit()):
-                continue
-        yield match
+def _words(text: str, language: str) -> list[re.Match[str]]:
+    found = [*_token(language).finditer(text)]
+    if _HYPHENS.isdisjoint(text):
+        return found
+    return [match for match in found if match.group() not in _HYPHENS or not _joins(text, match)]
+
+
+def _joins(text: str, hyphen: re.Match[str]) -> bool:
+    """Whether a hyphen stands inside a compound."""
+    before, after = text[hyphen.start() - 1 : hyphen.start()], text[hyphen.end() : hyphen.end() + 1]
+    return before.isalnum() and after.isalnum() and not (before.isdigit() and after.isdigit())
 
 
 def _fold(words: list[str], language: str) -> list[str]:
@@ -117,8 +122,12 @@ def _sentences(
     text: str, words: list[str], starts: list[int], ends: list[int], of: Language
 ) -> Iterator[tuple[int, int]]:
     begin = 0
-    for number in range(len(words)):
-        if number - begin >= _LONGEST_SENTENCE or _is_end(text, words, starts, ends, number, of):
+    for number, word in enumerate(words[:-1]):
+        # Most words end nothing, and are followed by a blank.
+        may_end = word in _ENDING or "\n" in text[ends[number] : starts[number + 1]]
+        if number - begin >= _LONGEST_SENTENCE or (
+            may_end and _is_end(text, words, starts, ends, number, of)
+        ):
             yield begin, number + 1
             begin = number + 1
     if begin < len(words):
@@ -129,8 +138,6 @@ def _is_end(
     text: str, words: list[str], starts: list[int], ends: list[int], number: int, of: Language
 ) -> bool:
     word = words[number]
-    if number + 1 == len(words):
-        return True
     gap = text[ends[number] : starts[number + 1]]
     if word in ("?", "!", ";"):
         # A question mark before a word asks for it: "?pneumonia", "Cough. ? pneumonia".
