@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 FUZZ_SECONDS := 10
 SOAK_MINUTES := 60
 ATHERIS := 3.0.0
-LOWEST := pack,view,pixels,documents,waveforms,slides,wfdb,train,webdataset,sign,remote,htj2k,service,prometheus,metrics,hf,lightning,lora
+LOWEST := pack,view,pixels,documents,waveforms,slides,wfdb,train,webdataset,sign,remote,htj2k,service,prometheus,metrics,ray,hf,lightning,lora
 # uv does not read pip's find-links; where that variable holds local wheels (a CPU build of torch, say), pass it on.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export HF_HUB_OFFLINE := 1
@@ -52,9 +52,9 @@ test-slow: $(STAMP) ## Run the long sweeps
 # torch as the lock has it: every machine has its build. What tests need beside extras comes from the lock as well.
 test-lowest: $(STAMP) ## Run the fast tests of format, sampling, fields and storage with the lowest versions of dependencies
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .lowest-venv
-	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python $(LOCKED) torch hypothesis pytest pytest-timeout pytest-xdist pyyaml
+	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python $(LOCKED) torch hypothesis pytest pytest-timeout pytest-xdist pyyaml simpleitk
 	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python --resolution lowest-direct --editable '.[$(LOWEST)]'
-	.lowest-venv/bin/python -m pytest -q tests/architecture/test_imports.py --deselect tests/architecture/test_imports.py::test_layers_hold
+	.lowest-venv/bin/python -m pytest -q tests/architecture/test_imports.py -k 'not layers'
 	.lowest-venv/bin/python -m pytest -q -n auto --maxprocesses 4 -m fast $(addprefix tests/unit/,format sampling fields storage) $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device, on a machine that has one

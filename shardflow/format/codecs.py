@@ -247,7 +247,7 @@ def _decode_picture(data: bytes) -> NDArray[np.uint8]:
     # The import takes 0.2 s, which only users of pictures should pay.
     import cv2
 
-    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
     if pixels is None:
         raise ValueError
     return np.ascontiguousarray(pixels[..., ::-1] if pixels.ndim == 3 else pixels, np.uint8)

@@ -233,24 +233,34 @@ def _attempt_folder(run: Path, attempt: int) -> Path:
 
 
 def _read_attempt(folder: Path, attempt: int) -> tuple[int | None, dict[int, LedgerStep]]:
-    """Read the steps that all ranks of an attempt finished, and where the attempt started."""
+    """Read the steps that all ranks of an attempt finished, and where the attempt started.
+
+    Raises:
+        CheckpointError: A line is none that a rank writes.
+    """
     files = sorted(path for path in folder.iterdir() if _RANK.fullmatch(path.name))
     ranks = [list(read_events(path)) for path in files]
-    headers = [events[0] for events in ranks if events and events[0]["event"] == "attempt"]
-    if not headers:  # killed before any rank had written: nothing was done, nothing is superseded
-        return None, {}
-    start, world_size = int(headers[0]["start"]), int(headers[0]["world_size"])
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
-    for events in ranks:
-        for event in events:
-            if event["event"] == "step":
-                by_step.setdefault(int(event["global_step"]), []).append(event)
-    # A kill may leave the last step on some ranks only; it was not committed then.
-    steps = {
-        number: merge_lines(number, attempt, lines)
-        for number, lines in by_step.items()
-        if len(lines) == world_size
-    }
+    try:
+        headers = [events[0] for events in ranks if events and events[0]["event"] == "attempt"]
+        if not headers:  # killed before any rank had written: nothing was done, nothing is superseded
+            return None, {}
+        start, world_size = int(headers[0]["start"]), int(headers[0]["world_size"])
+        by_step: dict[int, list[Mapping[str, Any]]] = {}
+        for events in ranks:
+            for event in events:
+                if event["event"] == "step":
+                    by_step.setdefault(int(event["global_step"]), []).append(event)
+        # A kill may leave the last step on some ranks only; it was not committed then.
+        steps = {
+            number: merge_lines(number, attempt, lines)
+            for number, lines in by_step.items()
+            if len(lines) == world_size
+        }
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"{folder.name} of the run ledger must hold the lines that its ranks wrote, got another one; "
+            "restore the ledger folder."
+        ) from None
     return start, steps
 
 

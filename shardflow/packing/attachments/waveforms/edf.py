@@ -84,24 +84,25 @@ def read_edf_recording(path: Path) -> Recording:
         flags.append("truncated")
     recording = _open(path)
     by_rate: dict[float, list[Any]] = {}
-    for signal in recording.signals:
-        by_rate.setdefault(float(signal.sampling_frequency), []).append(signal)
-    arrays = [
-        SampleArray(
-            samples=np.stack([signal.digital for signal in signals]),
-            rate_hz=rate,
-            channels=[_channel(signal) for signal in signals],
-        )
-        for rate, signals in sorted(by_rate.items(), reverse=True)
-    ]
-    events = [
-        {
-            "start_s": float(event.onset),
-            "duration_s": None if event.duration is None else float(event.duration),
-            "kind": allow_event(event.text),
-        }
-        for event in recording.annotations
-    ]
+    with parsing():  # numbers of the header are read when they are asked for
+        for signal in recording.signals:
+            by_rate.setdefault(float(signal.sampling_frequency), []).append(signal)
+        arrays = [
+            SampleArray(
+                samples=np.stack([signal.digital for signal in signals]),
+                rate_hz=rate,
+                channels=[_channel(signal) for signal in signals],
+            )
+            for rate, signals in sorted(by_rate.items(), reverse=True)
+        ]
+        events = [
+            {
+                "start_s": float(event.onset),
+                "duration_s": None if event.duration is None else float(event.duration),
+                "kind": allow_event(event.text),
+            }
+            for event in recording.annotations
+        ]
     return Recording(source=source, arrays=arrays, start=_start_of(recording), events=events, flags=flags)
 
 

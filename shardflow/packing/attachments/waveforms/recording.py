@@ -186,6 +186,8 @@ def parsing(what: str = "") -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             yield
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - libraries raise of every kind
             raise source_error(Reason.ATTACHMENT_UNREADABLE, what + type(error).__name__) from None
 
