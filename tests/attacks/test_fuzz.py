@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from fuzz.targets import TARGETS, found_inputs, make_target, mutations
+from fuzz.targets import FOUND, TARGETS, found_inputs, make_target, mutations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of parsers, about what is wrong with an input
 
@@ -20,3 +22,21 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
     seeds = list(target.seeds())
     for data in (*seeds, *found_inputs(name), *mutations(seeds, number, name)):
         target.run(data)
+
+
+def test_a_length_that_is_stated_and_not_there_is_not_allocated() -> None:
+    """A PNG of 144 bytes with a chunk of 4 GiB."""
+    code = """
+import resource, sys
+from shardflow.errors import FormatError
+from shardflow.format import decode_array
+try:
+    decode_array("png16", open(sys.argv[1], "rb").read()[1:])
+except FormatError:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    command = [sys.executable, "-c", code, str(FOUND / "slices-2.bin")]
+    done = subprocess.run(
+        command, cwd=FOUND.parents[1], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(done.stdout) < 1 << 20  # KiB

@@ -6,6 +6,7 @@ PNG has no signed numbers, so int16 is stored with an offset, which a text chunk
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 import zlib
@@ -20,6 +21,7 @@ from shardflow.errors import FormatError
 # checksum. Ours has the chunk tEXt behind it where values are moved.
 _HEAD = struct.Struct(">8sI4sIIBB")
 _HEAD_NUM_BYTES = 33
+_LENGTH = struct.Struct(">I")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GRAY, _RGB = 0, 2
 _OFFSET = 0x8000
@@ -78,10 +80,10 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     if shape != out.shape or dtype != out.dtype:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
     cv2 = _cv2()
-    try:
-        found = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
-    except cv2.error:
-        found = None
+    found = None
+    if _holds_its_chunks(payload):
+        with contextlib.suppress(cv2.error):
+            found = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
     stored = out.view(np.uint16) if dtype.kind == "i" else out
     if found is None or found.shape != shape or found.dtype != stored.dtype:
         raise FormatError("a png16 payload must decode, got a damaged PNG.")
@@ -91,6 +93,14 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         np.bitwise_xor(plain, _OFFSET, out=stored)
     else:
         np.copyto(stored, plain)
+
+
+def _holds_its_chunks(payload: memoryview) -> bool:
+    """Whether no chunk states more bytes than there are: OpenCV allocates what is stated, up to 4 GiB."""
+    position = len(_SIGNATURE)
+    while position + _LENGTH.size <= len(payload):
+        position += 12 + _LENGTH.unpack_from(payload, position)[0]
+    return position <= len(payload)
 
 
 @functools.cache
