@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardflow.errors import FormatError
 from shardflow.format import array_header, decode_array
 from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
+from shardflow.format.slice_codecs.png16 import PNG_SIGNATURE, holds_its_chunks
 
 _STEP = 1 << 20
 
@@ -222,6 +223,8 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
     header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
     if header is None:
         raise FormatError("no JPEG or PNG of a known size")
+    if payload[:8].tobytes() == PNG_SIGNATURE and not holds_its_chunks(payload):
+        raise FormatError("a PNG that ends early")
     flags = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
     flags |= cv2.IMREAD_COLOR if header.has_color else cv2.IMREAD_GRAYSCALE
     try:

@@ -24,14 +24,21 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
         target.run(data)
 
 
-def test_a_length_that_is_stated_and_not_there_is_not_allocated() -> None:
+@pytest.mark.parametrize(
+    "decode",
+    [
+        "from shardflow.format import decode_array as decode; decode('png16', data)",
+        "import numpy as np; from shardflow.fields import decode; decode.decode_file(np.frombuffer(data, 'u1'))",
+    ],
+)
+def test_a_length_that_is_stated_and_not_there_is_not_allocated(decode: str) -> None:
     """A PNG of 144 bytes with a chunk of 4 GiB."""
-    code = """
+    code = f"""
 import resource, sys
 from shardflow.errors import FormatError
-from shardflow.format import decode_array
+data = open(sys.argv[1], "rb").read()[1:]
 try:
-    decode_array("png16", open(sys.argv[1], "rb").read()[1:])
+    {decode}
 except FormatError:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -21,8 +21,8 @@ from shardflow.errors import FormatError
 # checksum. Ours has the chunk tEXt behind it where values are moved.
 _HEAD = struct.Struct(">8sI4sIIBB")
 _HEAD_NUM_BYTES = 33
-_LENGTH = struct.Struct(">I")
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_CHUNK = struct.Struct(">I4s")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GRAY, _RGB = 0, 2
 _OFFSET = 0x8000
 _OFFSET_TEXT = b"Offset\x00-32768"
@@ -60,7 +60,7 @@ def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
     except struct.error:
         signature = name = b""
         columns = rows = depth = kind = 0
-    if signature != _SIGNATURE or name != b"IHDR" or depth not in (8, 16) or kind not in (_GRAY, _RGB):
+    if signature != PNG_SIGNATURE or name != b"IHDR" or depth not in (8, 16) or kind not in (_GRAY, _RGB):
         raise FormatError("a png16 payload must be a gray or RGB PNG of 8 or 16 bits, got other bytes.")
     chunk = _offset_chunk()
     is_signed = bytes(payload[_HEAD_NUM_BYTES : _HEAD_NUM_BYTES + len(chunk)]) == chunk
@@ -81,7 +81,7 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
     cv2 = _cv2()
     found = None
-    if _holds_its_chunks(payload):
+    if holds_its_chunks(payload):
         with contextlib.suppress(cv2.error):
             found = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
     stored = out.view(np.uint16) if dtype.kind == "i" else out
@@ -95,11 +95,14 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         np.copyto(stored, plain)
 
 
-def _holds_its_chunks(payload: memoryview) -> bool:
-    """Whether no chunk states more bytes than there are: OpenCV allocates what is stated, up to 4 GiB."""
-    position = len(_SIGNATURE)
-    while position + _LENGTH.size <= len(payload):
-        position += 12 + _LENGTH.unpack_from(payload, position)[0]
+def holds_its_chunks(payload: memoryview | NDArray[np.uint8]) -> bool:
+    """Tell whether no chunk of a PNG states more bytes than there are: OpenCV allocates them, up to 4 GiB."""
+    position = len(PNG_SIGNATURE)
+    while position + _CHUNK.size <= len(payload):
+        num_bytes, kind = _CHUNK.unpack_from(payload, position)
+        position += 12 + num_bytes
+        if kind == b"IEND":  # what follows is nobody's
+            break
     return position <= len(payload)
 
 
