@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
 @pytest.mark.parametrize(
     "decode",
     [
-        "from shardflow.format import decode_array as decode; decode('png16', data)",
-        "import numpy as np; from shardflow.fields import decode; decode.decode_file(np.frombuffer(data, 'u1'))",
+        "from shardflow.format import decode_array\ndecode_array('png16', data)",
+        "import numpy\nfrom shardflow.fields.decode import decode_file as d\nd(numpy.frombuffer(data, 'u1'))",
     ],
 )
 def test_a_length_that_is_stated_and_not_there_is_not_allocated(decode: str) -> None:
@@ -38,7 +39,7 @@ import resource, sys
 from shardflow.errors import FormatError
 data = open(sys.argv[1], "rb").read()[1:]
 try:
-    {decode}
+{textwrap.indent(decode, "    ")}
 except FormatError:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
