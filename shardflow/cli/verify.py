@@ -31,7 +31,7 @@ With --signature the newest version must be signed (shardflow sign) by a key of 
 beside it; this is checked first.
 
 With --fast the shards are not read: their sizes are compared, and everything else is checked as above. It
-finds shards that are missing, cut off or of another version, not flipped bits in them.
+finds shards that are missing or of another size, not flipped bits in them.
 
 Exit code 0: all is as it was written, and signed if that was asked. 1: something is damaged; each file's
 first damage is named with its place. 2: not signed by a trusted key.

@@ -9,7 +9,7 @@ begins: a start that repeats the epoch takes the version of its line, whatever i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,7 +91,9 @@ def choose_version(config: TrainConfig, state: Mapping[str, Any] | None) -> int:
         if (line["global_step"], line["epoch"]) == (global_step, position["epoch"]):
             return _began_with(data, line)
     if state is None:
-        return latest_version(open_store(data.dataset))
+        # Where no version is ready, opening the newest says what it lacks.
+        ready = next(_ready_versions(data, 0, _counts(config)), None)
+        return latest_version(open_store(data.dataset)) if ready is None else ready[1].manifest_version
     if "meanings" not in state:  # of a run that did not adopt versions yet: there is nothing to compare
         return int(position["manifest_version"])
     current, dataset_id = int(position["manifest_version"]), position["dataset_id"]
@@ -143,6 +145,19 @@ def newest_descendant(
     Raises:
         ConfigError: The newest version is no descendant, or brings back samples that were removed.
     """
+    for store, manifest in _ready_versions(data, current, counts):
+        _check_descent(store, manifest, current, dataset_id)
+        trained = {int(line["manifest_version"]): line["dataset_id"] for line in recorded_versions(run)}
+        # Digests bind the versions in between, which nobody needs to have signed.
+        _check_removed(open_store(data.dataset), {**trained, current: dataset_id}, manifest)
+        return manifest.manifest_version
+    return current
+
+
+def _ready_versions(
+    data: DataConfig, current: int, counts: tuple[type[SidecarManifest], str] | None
+) -> Iterator[tuple[ByteStore, Manifest]]:
+    """Yield the versions above one that are signed and counted where that is asked, the newest first."""
     store = open_store(data.dataset)
     trust = None
     if data.trusted_keys is not None:
@@ -156,21 +171,18 @@ def newest_descendant(
                 _LOGGER.info("version %d is not adopted: %s", number, error.message)
                 continue
         if counts is not None and not _has(store, manifest, *counts):
-            _LOGGER.info("version %d is not adopted: its tokens are not counted (shardflow tokenize)", number)
+            _LOGGER.info(
+                "version %d is not adopted: no trusted counts of tokens (shardflow tokenize)", number
+            )
             continue
-        _check_descent(store, manifest, current, dataset_id)
-        trained = {int(line["manifest_version"]): line["dataset_id"] for line in recorded_versions(run)}
-        # Digests bind the versions in between, which nobody needs to have signed.
-        _check_removed(open_store(data.dataset), {**trained, current: dataset_id}, manifest)
-        return number
-    return current
+        yield store, manifest
 
 
 def _has(store: ByteStore, manifest: Manifest, kind: type[SidecarManifest], name: str) -> bool:
-    """Tell whether a version has a sidecar."""
+    """Tell whether a version has a sidecar, one that is trusted where keys are given."""
     try:
         kind.load(store, name, manifest.dataset_id)
-    except NotFoundError:
+    except (NotFoundError, SignatureError):  # signed before it was there, and not again yet
         return False
     return True
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError, SourceError, os_reason
+from shardflow.errors import FormatError, os_reason
 from shardflow.format.keys import level_field
 from shardflow.format.reasons import Reason, source_error
 from shardflow.format.volumes.encoder import LevelWriter
@@ -276,23 +276,26 @@ def _tiles(level: SlideLevel, places: Sequence[Place], form: TileForm) -> Iterat
 
 
 def _form_of(level: SlideLevel, places: Sequence[Place]) -> TileForm:
-    """Return how tiles are stored: JPEG stays as it is if both decoders see one image in the first tile."""
+    """Return how tiles are stored: JPEG stays as it is if both decoders see one image in the first tile.
+
+    Raises:
+        SourceError: The first tile is refused, as it would be in any other place.
+    """
     if not level.is_jpeg:
         return "deflate"
-    try:
-        # One pass: a sparse level may lack most tiles, and each pass finds all frames of the file.
-        for stream, pixels in zip(level.streams(places), level.pixels(places), strict=True):
-            if stream is None or pixels is None:
-                continue
-            tile, is_rgb = stream
-            decoded = np.empty_like(pixels)
+    # One pass: a sparse level may lack most tiles, and each pass finds all frames of the file.
+    for stream, pixels in zip(level.streams(places), level.pixels(places), strict=True):
+        if stream is None or pixels is None:
+            continue
+        tile, is_rgb = stream
+        decoded = np.empty_like(pixels)
+        try:
             decode_tile(tile, decoded)
-            if float(np.abs(decoded.astype(np.int16) - pixels).mean()) > _MAX_DIFFERENCE:
-                return "deflate"
-            return "jpeg_rgb" if is_rgb else "jpeg_ycbcr"
-    except (FormatError, SourceError):
-        # What cannot be decoded at all is refused when it is encoded.
-        return "deflate"
+        except FormatError:  # of another decoder than the one that made the pixels
+            return "deflate"
+        if float(np.abs(decoded.astype(np.int16) - pixels).mean()) > _MAX_DIFFERENCE:
+            return "deflate"
+        return "jpeg_rgb" if is_rgb else "jpeg_ycbcr"
     return "deflate"
 
 

@@ -20,11 +20,12 @@ from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, commit, load, manifest_path
 from shardflow.format.samples import SamplesTable
+from shardflow.format.tables import TableManifest
 from shardflow.packing.tables.joining import TableSettings, attach_table
 from shardflow.packing.versions.base import sample_entries
 from shardflow.storage import LocalStore
 from shardflow.training import adoption
-from shardflow.training.adoption import newest_descendant, recorded_versions
+from shardflow.training.adoption import choose_version, newest_descendant, recorded_versions
 from shardflow.training.config import DataConfig, TrainConfig
 from shardflow.training.ledger import compare_ledgers, read_ledger, read_records
 from shardflow.training.metrics import StepMetrics
@@ -81,6 +82,14 @@ def write_version(
     commit(store, manifest)
     attach_facts(Dataset(store, manifest))
     return manifest
+
+
+def attach_kinds(tiny: TinyInput, kinds: str, version: int, folder: Path) -> None:
+    """Attach a table ``kinds`` with a column of letters to a version."""
+    dataset = Dataset.open(tiny.dataset, version=version)
+    rows = [f"{dataset.samples.sample_key(row)},{kinds[row % len(kinds)]}" for row in range(len(dataset))]
+    (folder / "kinds.csv").write_text("\n".join(("sample_key,kind", *rows)) + "\n")
+    attach_table(dataset, folder / "kinds.csv", TableSettings(name="kinds", on="sample_key"), private=None)
 
 
 def run(tiny: TinyInput, output: Path, *overrides: str, at: dict[int, object] | None = None) -> TrainSummary:
@@ -200,8 +209,13 @@ def test_an_unsigned_version_in_between_is_passed_over(tiny: TinyInput, tmp_path
     sign_dataset(store, key)
     write_version(tiny, 2, keys[:2])
     assert newest_descendant(data, tmp_path, 1, first.dataset_id) == 1
+    config = tiny_config(tiny, tmp_path / "run", ADOPT, f"data.trusted_keys={tmp_path / 'key.pub'}")
+    assert choose_version(config, None) == 1  # a new run waits as one under way does
     write_version(tiny, 3, keys[:3])
     sign_dataset(store, key)
+    attach_kinds(tiny, "abc", 3, tmp_path)
+    # What was written beside a signed version is not signed yet.
+    assert newest_descendant(data, tmp_path, 1, first.dataset_id, (TableManifest, "kinds")) == 1
     assert newest_descendant(data, tmp_path, 1, first.dataset_id) == 3
     write_version(tiny, 4, keys[:1])
     sign_dataset(store, key)
@@ -233,19 +247,11 @@ def test_what_cannot_be_adopted_is_refused_in_a_sentence(tiny: TinyInput, tmp_pa
 
 
 def test_a_class_that_was_not_there_is_refused(tiny: TinyInput, tmp_path: Path) -> None:
-    def attach(kinds: str, version: int) -> None:
-        dataset = Dataset.open(tiny.dataset, version=version)
-        rows = [f"{dataset.samples.sample_key(row)},{kinds[row % len(kinds)]}" for row in range(len(dataset))]
-        (tmp_path / "kinds.csv").write_text("\n".join(("sample_key,kind", *rows)) + "\n")
-        attach_table(
-            dataset, tmp_path / "kinds.csv", TableSettings(name="kinds", on="sample_key"), private=None
-        )
-
     def next_version() -> None:
         write_version(tiny, 2, keys_of(tiny)[:1])
-        attach("abc", 2)
+        attach_kinds(tiny, "abc", 2, tmp_path)
 
-    attach("ab", 1)
+    attach_kinds(tiny, "ab", 1, tmp_path)
     with (tiny.folder / "train.toml").open("a") as file:
         file.write('[fields.kind]\ntype = "column"\ncolumn = "kinds.kind"\n')
     with pytest.raises(ConfigError, match="changes the dtype, classes or columns of kind"):

@@ -92,7 +92,9 @@ class SlideLevel(ABC):
 def plain_jpeg(
     data: bytes, shape: tuple[int, int], *, tables: bytes = b"", photometric: str
 ) -> tuple[bytes, bool]:
-    """Return a JPEG stream that a decoder reads by itself and that holds nothing else, and whether it is RGB.
+    """Return a JPEG stream of the segments that a decoder needs alone, and whether it is RGB.
+
+    Bytes within the data of a scan are not looked at: what a decoder passes over there stays.
 
     Args:
         data: The stream.

@@ -149,6 +149,26 @@ def test_a_sparse_level_is_read_in_a_few_passes(tmp_path: Path) -> None:
     assert level.passes == {"pixels": 2, "streams": 2}
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tile_that_ends_early_is_refused_wherever_it_is(number: int, tmp_path: Path) -> None:
+    class CutLevel(CountedLevel):
+        def streams(self, places: Sequence[Place]) -> Iterator[tuple[bytes, bool] | None]:
+            for at, found in enumerate(super().streams(places)):
+                assert found is not None
+                data = found[0]
+                yield plain_jpeg(
+                    data[: len(data) // 2] if at == number else data, (64, 64), photometric="YBR_FULL"
+                )
+
+    path = tmp_path / "level.dcm"
+    dicom_level(path, make_slide_pixels(64, 128), study="1.2", series="1.3", syntax=JPEGBaseline8Bit)
+    with (
+        FragmentWriter(tmp_path / "fragment", sample_key="abcd", task_digest="d1") as writer,
+        pytest.raises(SourceError, match="no end of a JPEG tile"),
+    ):
+        write_slide(0, [CutLevel(path)], writer, SlidesConfig(tissue_only=False))
+
+
 def test_a_level_names_its_pyramid(tmp_path: Path) -> None:
     path = tmp_path / "level.dcm"
     dicom_level(path, TILE, study="1.2", series="1.3", PyramidUID="1.2.3.4")
