@@ -223,7 +223,7 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
     header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
     if header is None:
         raise FormatError("no JPEG or PNG of a known size")
-    if payload[:8].tobytes() == PNG_SIGNATURE and not holds_its_chunks(payload):
+    if payload[:8].tobytes() == PNG_SIGNATURE and not holds_its_chunks(payload.data):
         raise FormatError("a PNG that ends early")
     flags = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
     flags |= cv2.IMREAD_COLOR if header.has_color else cv2.IMREAD_GRAYSCALE

@@ -95,7 +95,7 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         np.copyto(stored, plain)
 
 
-def holds_its_chunks(payload: memoryview | NDArray[np.uint8]) -> bool:
+def holds_its_chunks(payload: memoryview) -> bool:
     """Tell whether no chunk of a PNG states more bytes than there are: OpenCV allocates them, up to 4 GiB."""
     position = len(PNG_SIGNATURE)
     while position + _CHUNK.size <= len(payload):
