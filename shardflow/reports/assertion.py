@@ -12,7 +12,7 @@ found as whole words in one pass (Aho-Corasick), and the longest ones are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -171,23 +171,32 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     return kept
 
 
-def qualified(words: Sequence[str], first: int, begin: int, of: Language) -> Literal["", "almost", "denied"]:
-    """Return how the words before a change qualify it: "nearly resolved", "not significantly improved".
+def qualified(
+    words: Sequence[str], change: Match[Any], sentence: tuple[int, int], of: Language
+) -> Literal["", "almost", "denied"]:
+    """Return how words qualify a change: "nearly resolved", "resolved partially", "not improved".
 
     Args:
         words: Those of the text.
-        first: The first word of the change.
-        begin: Where its sentence begins.
+        change: Where the change is said.
+        sentence: Range of its sentence.
         of: Its language.
     """
-    place = first - 1
-    while place >= begin and (
+    place = change.first - 1
+    while place >= sentence[0] and (
         words[place] in of.degree or words[place] in of.alteration or words[place] in of.closing
     ):
         place -= 1
-    if place < begin:
-        return ""
-    return "almost" if words[place] in of.almost else "denied" if words[place] in of.denying else ""
+    if place >= sentence[0] and words[place] in of.almost:
+        return "almost"
+    if place >= sentence[0] and words[place] in of.denying:
+        return "denied"
+    place = change.last
+    while place < sentence[1] and (words[place] in of.almost or words[place] in of.degree):
+        place += 1
+    # "Resolved, partially loculated" and "resolved partially loculated X" qualify what follows.
+    is_over = place == sentence[1] or words[place] in of.not_attributive
+    return "almost" if is_over and not of.almost.isdisjoint(words[change.last : place]) else ""
 
 
 Link: TypeAlias = Literal["adjective", "and", "bare", "comma", "no", "or", "versus"]
@@ -211,33 +220,79 @@ class Scopes:
         self._ends_alteration = words.not_attributive | words.than
 
     def meant(
-        self, tokens: Tokens, sentence: tuple[int, int], cues: Sequence[Match[Cue]]
+        self,
+        tokens: Tokens,
+        sentence: tuple[int, int],
+        entities: Sequence[Match[Any]],
+        cues: Sequence[Match[Cue]],
     ) -> list[Match[Cue]]:
         """Leave out cues of one sentence: what needs another one, and denials of a change.
 
         "Over" means something only in "favors X over Y"; "no improvement in the X" and "X has nearly
-        cleared" deny no X.
+        cleared" deny no X. Such a denial still holds for what is new: "no worsening of the X or new Y".
         """
         kept: list[Match[Cue]] = []
         is_preferred = False
-        for cue in cues:
-            if cue.value.effect == "absent" and self._is_of_change(tokens.words, sentence, cue):
+        taken = {number for one in entities for number in range(one.first, one.last)}
+        for number, cue in enumerate(cues):
+            is_of_change = cue.value.effect == "absent" and self._is_of_change(
+                tokens.words, sentence, cue, taken
+            )
+            if is_of_change or cue.value.effect == "none":
+                further = self._denied_further(tokens.words, sentence, cue, cues[number + 1 :])
+                if further is not None:
+                    kept.append(further)
+            if is_of_change:
                 continue
             if is_preferred or cue.value.words not in self._words.preferred_to:
                 kept.append(cue)
             words = tokens.words[cue.first : cue.last]
             is_preferred = is_preferred or not self._words.preference.isdisjoint(words)
-        return kept
+        return sorted(kept, key=_first)
 
-    def _is_of_change(self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue]) -> bool:
+    def _denied_further(
+        self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue], behind: Sequence[Match[Cue]]
+    ) -> Match[Cue] | None:
+        """Return the denial that goes on behind one of a change, with something new: "or new Y"."""
+        of, last = self._words, cue.last
+        while last < sentence[1] - 1 and words[last] in of.degree:
+            last += 1
+        said = words[cue.first : last + 1]
+        if of.denying.isdisjoint(words[cue.first : cue.last]) or (
+            self._altering.isdisjoint(said) and of.changes.get(cue.value.words) != "stable"
+        ):
+            return None
+        # Another cue is another thought, unless it is part of the change ("no resolution of the X").
+        others = [
+            one.first
+            for one in behind
+            if one.value.effect != "none" and of.alteration.isdisjoint(words[one.first : one.last])
+        ]
+        for place in _outside(words, cue.last, min(others, default=sentence[1])):
+            if words[place] in of.verb or words[place] in _ENDS_LIST:
+                break
+            if words[place] in of.closing:
+                new = place + 1
+                while new < sentence[1] and (words[new] in of.degree or words[new] in of.determiner):
+                    new += 1
+                if new < sentence[1] and of.changes.get(words[new]) == "new":
+                    return Match(place, place + 1, Cue("absent", "forward", words[place]))
+        return None
+
+    def _is_of_change(
+        self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue], taken: Container[int]
+    ) -> bool:
         """Whether what seems to deny a finding says that it has not changed, or is not quite gone."""
         of, said = self._words, words[cue.first : cue.last]
         if not of.resolving.isdisjoint(said):
-            return qualified(words, cue.first, sentence[0], of) != ""
+            return qualified(words, cue, sentence, of) != ""
         if of.denying.isdisjoint(said):
             return False
         end = cue.last
         for place in range(cue.last, sentence[1]):
+            if place in taken:
+                # "Increase in heart size" is a finding.
+                break
             if words[place] in self._altering:
                 end = place + 1
             elif words[place] not in of.degree and (end == cue.last or words[place] not in of.closing):
@@ -477,7 +532,7 @@ class Scopes:
         of = self._words
         for place in range(first - 1, max(sentence[0], first - _REACH_OF_ALTERATION) - 1, -1):
             if words[place] in of.alteration:
-                return qualified(words, place, sentence[0], of) == "denied"
+                return qualified(words, Match(place, place + 1, None), sentence, of) == "denied"
             if words[place] in of.not_attributive or words[place] in of.list:
                 break
         return False
@@ -572,8 +627,14 @@ class Scopes:
             # "X, possibly Y": it speaks of Y, whatever that is.
             return []
         reached = [nearest]
+        # "X, Y resolved": without "and", a participle is said of the last one alone.
+        is_list = cue.value.direction != "both" or self._words.resolving.isdisjoint(
+            tokens.words[cue.first : cue.last]
+        )
         for number in reversed(numbers[:-1]):
-            if not joined[number]:
+            gap = tokens.words[entities[number].last : entities[number + 1].first]
+            is_list = is_list or not self._joints.isdisjoint(gap)
+            if not joined[number] or not is_list:
                 break
             reached.append(number)
         return [(number, distance if number == nearest else distance + 1) for number in reached]

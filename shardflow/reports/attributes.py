@@ -300,7 +300,7 @@ def _as_qualified(clause: Clause, change: Match[Change]) -> Change:
         word[0].isdigit() for word in words[change.last + 1 : change.last + 2]
     ):
         return ""
-    qualifier = qualified(words, change.first, clause.sentence[0], of)
+    qualifier = qualified(words, change, clause.sentence, of)
     if qualifier == "almost" and change.value == "resolved":
         return "better"
     if qualifier == "denied" and change.value != "stable":

@@ -215,7 +215,7 @@ class EntityFinder:
         taken = {number for one in findings for number in range(one.first, one.last)}
         # The words of a finding's name are no cues.
         said = keep_longest(cue for cue in cues if taken.isdisjoint(range(cue.first, cue.last)))
-        said = self._scopes.meant(tokens, sentence, said)
+        said = self._scopes.meant(tokens, sentence, findings, said)
         kinds = [Match(one.first, one.last, one.value.kind) for one in findings]
         joined = self._scopes.coordinate(tokens, kinds, said)
         judgments = self._scopes.judge(tokens, sentence, kinds, said, joined)
