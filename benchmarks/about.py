@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["about_run", "processor"]
+__all__ = ["about_run", "processor", "write_result"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -34,6 +36,15 @@ def about_run(packages: Iterable[str] = ()) -> dict[str, object]:
 def processor() -> str:
     """Return the processor's name."""
     return _first("/proc/cpuinfo", "model name")
+
+
+def write_result(found: Mapping[str, object], output: Path | None) -> None:
+    """Write a result as JSON into a file; without one, print it."""
+    text = json.dumps(found, indent=1) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
 
 
 def _first(path: str, key: str) -> str:

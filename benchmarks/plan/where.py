@@ -10,10 +10,8 @@ process holds beyond the mapped columns.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.about import about_run
+from benchmarks.about import about_run, write_result
 from shardflow.sampling.expressions import parse_expression
 from shardflow.sampling.layout import select_rows
 
@@ -106,11 +104,7 @@ def main() -> None:
         "method": " ".join((__doc__ or "").split("\n\n")[-1].split()),
         **measure(arguments.rows, arguments.repeats),
     }
-    text = json.dumps(found, indent=1) + "\n"
-    if arguments.output is None:
-        sys.stdout.write(text)
-    else:
-        arguments.output.write_text(text, encoding="utf-8")
+    write_result(found, arguments.output)
 
 
 if __name__ == "__main__":

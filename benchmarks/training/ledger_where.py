@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.about import about_run
+from benchmarks.about import about_run, write_result
 from shardflow.training.ledger import LEDGER_FOLDER, LedgerMicroBatch, LedgerWriter
 from shardflow.training.ledger_index import FOLDER
 
@@ -134,11 +134,7 @@ def main() -> None:
             "method": " ".join((__doc__ or "").split("\n\n")[-1].split()),
             **measure(Path(folder), arguments.rows, arguments.repeats),
         }
-    text = json.dumps(found, indent=1) + "\n"
-    if arguments.output is None:
-        sys.stdout.write(text)
-    else:
-        arguments.output.write_text(text, encoding="utf-8")
+    write_result(found, arguments.output)
 
 
 if __name__ == "__main__":

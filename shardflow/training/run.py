@@ -1,10 +1,10 @@
 """Training run: chooses where to start, prepares every part, runs the loop, and returns a summary.
 
-Rank 0 locks the run folder (two jobs must not write into one run) and decides where the run starts: its own
-newest sound checkpoint, another run's, or step 0. All ranks then read files, build the model and load the
-checkpoint without exchanging anything, within ``timeouts.startup_s``; after a barrier the model is wrapped
-and warmed up. A checkpoint of another model is refused here, one of another seed, dataset or batch spec by
-the loader. Nothing depends on the number of ranks: one process without torchrun runs the same code.
+Once the ranks have agreed on a start (`shardflow.training.checkpoint.start`), all of them read files, build
+the model and load the checkpoint without exchanging anything, within ``timeouts.startup_s``; after a barrier
+the model is wrapped and warmed up.
+A checkpoint of another model is refused here, one of another seed, dataset or batch spec by the loader.
+Nothing depends on the number of ranks: one process without torchrun runs the same code.
 """
 
 from __future__ import annotations

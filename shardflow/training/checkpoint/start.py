@@ -1,4 +1,8 @@
-"""Start of a run: who may write into its folder, and from which checkpoint it goes on."""
+"""Start of a run: who may write into its folder, and from which checkpoint it goes on.
+
+Rank 0 locks the run folder (two jobs must not write into one run) and decides where the run starts: its own
+newest sound checkpoint, another run's, or step 0.
+"""
 
 from __future__ import annotations
 
