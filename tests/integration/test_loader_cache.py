@@ -320,6 +320,7 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
     next(iterator)
     (cached,) = source._runtime.planner._cached
     assert eventually(lambda: cached.run.table.has_epoch(0) and cached.run.table.has_epoch(1))
+    iterator.close()  # its threads report where they read, too
     schedule = RankSchedule(4, 4, lanes=SPECS[kind].lanes, ranks_per_node=2)
     micros = [micro for rank in (2, 3) for micro in schedule.micros(rank) if not schedule.is_padding(micro)]
     plans = [select(dataset, "train").plan(SPECS[kind], seed=SEED, epoch=epoch) for epoch in (0, 1)]
