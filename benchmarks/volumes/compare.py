@@ -5,10 +5,10 @@
 Generated CT (about 205 x 512 x 512, int16) and MR (about 154 x 410 x 410, uint16) volumes are stored as
 datasets in bricks (``b2nd`` and ``fast``), as ``.nii.gz``, and as nnU-Net's Blosc2 files with the parameters
 that it chooses. The loader decides where crops are; the others take the same ones, and the crc32 of all crops
-must be equal. A cell is a process of its own; the order turns each round. ``cold`` takes each crop once after
-the files have left the page cache. MONAI's ``PersistentDataset`` reads whole volumes from its cache on the
-disk, ``CacheDataset`` has them all in memory. With ``--s3`` the dataset is also read from a Ceph gateway
-behind a link of 100 MB/s and 20 ms.
+must be equal. A cell is a process of its own; the order turns each round. ``cold`` takes all places again and
+again, each time after the files have left the page cache. MONAI's ``PersistentDataset`` reads whole volumes
+from its cache on the disk, ``CacheDataset`` has them all in memory. With ``--s3`` the dataset is also read
+from a Ceph gateway behind a link of 100 MB/s and 20 ms.
 """
 
 from __future__ import annotations
@@ -163,14 +163,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     url = os.environ.get("BENCHMARK_URL", str(folder))
     places, crc = [], 0
     with open_loader(url, arguments, NUM_PLACES) as loader:
-        if arguments.cold:
-            evict(folder)
-        start, start_cpu = time.perf_counter(), time.process_time()
         for batch in loader:
             crc = zlib.crc32(batch["image"][0], crc)
             places.append([batch.info.sample_keys[0], *_first_voxel(batch)])
-        num_crops = len(places)
-        seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    num_crops, seconds, cpu = 0, 0.0, 0.0
+    while arguments.cold and seconds < arguments.seconds:
+        # A loader of its own each time, so that nothing is in its memory either.
+        with open_loader(url, arguments, NUM_PLACES) as loader:
+            evict(folder)
+            start, start_cpu = time.perf_counter(), time.process_time()
+            num_crops += sum(len(batch["image"]) for batch in loader)
+            seconds += time.perf_counter() - start
+            cpu += time.process_time() - start_cpu
     if not arguments.cold:
         with open_loader(url, arguments, NUM_CROPS_PER_EPOCH) as loader:
             batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -247,7 +251,7 @@ def compare(arguments: argparse.Namespace, python: Path) -> list[dict[str, Any]]
                     options = ["--content", str(content), "--places", str(places)]
                     options += ["--threads", str(threads), "--seconds", str(arguments.seconds)]
                     if is_cold:
-                        options += ["--cold", "--evict", str(content / FOLDERS[name])]
+                        options += ["--evict", str(content / FOLDERS[name])]
                     found = _peer(python if name == "nnunet" else Path(sys.executable), [name, *options])
                 cell = {"contestant": name, "kind": kind, "crop": crop, "threads": threads, "cold": is_cold}
                 rows.append({**cell, "round": number, **found})

@@ -35,8 +35,7 @@ def main() -> None:
     parser.add_argument("--places", type=Path, help="list of [case, slice, row, column] and the crop's size")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cold", action="store_true", help="take each place once, from the disk")
-    parser.add_argument("--evict", type=Path, help="folder that leaves the page cache before")
+    parser.add_argument("--evict", type=Path, help="folder that leaves the page cache before each pass")
     arguments = parser.parse_args()
     if arguments.contestant == "write-nnunet":
         write_nnunet(arguments.content)
@@ -47,19 +46,23 @@ def main() -> None:
 
 
 def measure(take: Take, places: Sequence[Sequence[Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Take all places once, and then again until the time is over."""
-    load = os.getloadavg()[0]
-    if arguments.evict is not None:
-        evict(arguments.evict)
-    start, start_cpu, crc = time.perf_counter(), time.process_time(), 0
+    """Take all places once, and then again until the time is over; from the disk after each eviction."""
+    load, crc = os.getloadavg()[0], 0
     for case, *first in places:
         crc = zlib.crc32(take(case, first), crc)
-    if not arguments.cold:
+    num_crops, seconds, cpu = 0, 0.0, 0.0
+    while seconds < arguments.seconds:
+        if arguments.evict is not None:
+            evict(arguments.evict)
         start, start_cpu = time.perf_counter(), time.process_time()
-        num_crops = repeat(take, places, arguments)
-    else:
-        num_crops = len(places)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+        if arguments.evict is None:
+            num_crops += repeat(take, places, arguments)
+        else:
+            for case, *first in places:
+                take(case, first)
+            num_crops += len(places)
+        seconds += time.perf_counter() - start
+        cpu += time.process_time() - start_cpu
     return {
         "crops_per_s": round(num_crops / seconds, 3),
         "cpu_ms_per_crop": round(1000 * cpu / num_crops, 3),
