@@ -241,15 +241,28 @@ def test_a_damaged_png_is_an_error_and_nothing_is_written_beside_the_output() ->
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, b"\xff\x4e"), (8, b"\0\0\0\1"), (24, b"\0\0\0\0"), (38, b"\0\4"), (40, b"\x0b"), (41, b"\2")],
-    ids=["start", "another width", "no tiles", "four components", "twelve bits", "every second pixel"],
+    [
+        *((0, b"\xff\x4e"), (8, b"\0\0\0\1"), (24, b"\0\0\0\0"), (38, b"\0\4"), (40, b"\x0b"), (41, b"\2")),
+        *((47, b"\xff\xff"), (61, b"\0\2"), (67, b"\0"), (67, b"\xc0"), (68, b"\0")),
+    ],
+    ids=[
+        *("start", "another width", "no tiles", "four components", "twelve bits", "every second pixel"),
+        *("segment beyond the end", "two layers", "JPEG 2000 blocks", "mixed blocks", "loses bits"),
+    ],
 )
 def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: int, value: bytes) -> None:
-    """OpenJPH divides by what stands there."""
+    """Decoders divide by what stands there, or decode what no reader of this format needs to."""
     payload = bytearray(encode_array("htj2k", _pixels((16, 16), "<i2", "smooth")))
     payload[offset : offset + len(value)] = value
     with pytest.raises(FormatError):
-        decode_array("htj2k", payload, np.empty((16, 16), "<i2"))
+        array_header("htj2k", payload)
+
+
+def test_a_codestream_that_ends_early_is_an_error() -> None:
+    """imagecodecs drops that error where OpenJPH decodes."""
+    payload = encode_array("htj2k", _pixels((64, 64), "<i2", "noise"))
+    with pytest.raises(FormatError, match="must decode"):
+        decode_array("htj2k", payload[:-80] + payload[-2:])
 
 
 def test_the_documented_filters_are_used() -> None:

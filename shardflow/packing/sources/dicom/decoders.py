@@ -287,10 +287,9 @@ def _decode_any(src: bytes, runner: DecodeRunner) -> Any:
 def _decode(src: bytes, syntax: str, runner: DecodeRunner) -> Array:
     if syntax in _JPEG_LS:
         return _array(imagecodecs.jpegls_decode(src))
-    if syntax in _JPEG_2000:
+    if syntax in _JPEG_2000 | _HTJ2K:
+        # Not htj2k_decode, which drops the errors of OpenJPH: a frame that is cut off would be wrong pixels.
         return _array(imagecodecs.jpeg2k_decode(src, numthreads=1))
-    if syntax in _HTJ2K:
-        return _array(imagecodecs.htj2k_decode(src))
     if runner.samples_per_pixel == 1:
         return _array(imagecodecs.jpeg8_decode(src))
     if syntax in _LOSSLESS_JPEG:

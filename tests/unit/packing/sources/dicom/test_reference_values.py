@@ -123,10 +123,10 @@ def _jpeg_lossless(pixels: Array) -> bytes:
     return bytes(imagecodecs.jpeg8_encode(pixels, lossless=True, bitspersample=12, predictor=4))
 
 
-def _by_openjpeg(path: Path) -> Array:
-    """HTJ2K by OpenJPEG; ours is decoded by OpenJPH."""
+def _by_openjph(path: Path) -> Array:
+    """HTJ2K by OpenJPH; ours is decoded by OpenJPEG."""
     data = path.read_bytes()
-    found: Array = imagecodecs.jpeg2k_decode(data[data.index(b"\xff\x4f\xff\x51") :])
+    found: Array = imagecodecs.htj2k_decode(data[data.index(b"\xff\x4f\xff\x51") :])
     return found
 
 
@@ -134,9 +134,9 @@ MADE: dict[str, tuple[Callable[[Array], bytes] | None, Callable[[Path], Array], 
     DeflatedExplicitVRLittleEndian: (None, _by_simpleitk, 0),
     JPEGLossless: (_jpeg_lossless, _by_simpleitk, 0),
     JPEGLSNearLossless: (lambda pixels: bytes(imagecodecs.jpegls_encode(pixels, level=2)), _by_simpleitk, 2),
-    HTJ2KLossless: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjpeg, 0),
-    HTJ2KLosslessRPCL: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjpeg, 0),
-    HTJ2K: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjpeg, 0),
+    HTJ2KLossless: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjph, 0),
+    HTJ2KLosslessRPCL: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjph, 0),
+    HTJ2K: (lambda pixels: bytes(imagecodecs.htj2k_encode(pixels)), _by_openjph, 0),
 }
 """Encoder, the other reader, and how far the encoder may go."""
 
