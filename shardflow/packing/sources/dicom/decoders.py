@@ -28,6 +28,9 @@ from shardflow.packing.sources.dicom.values import third_party_silence
 _JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  "
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC} | {0xF7}
 _APP0, _APP14 = 0xE0, 0xEE
+_END_OF_IMAGE = b"\xff\xd9"
+# What follows it may be padding, and nothing longer.
+_MAX_TAIL = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +155,7 @@ def decode_frame(data: bytes, image: ImageDescription, transfer_syntax_uid: str)
         bits.
 
     Raises:
-        SourceError: UNSUPPORTED_TRANSFER_SYNTAX or DECODE_FAILED.
+        SourceError: UNSUPPORTED_TRANSFER_SYNTAX, DECODE_FAILED, PIXEL_DATA_TRUNCATED (a JPEG without end).
     """
     order = DECODER_ORDER.get(transfer_syntax_uid)
     if order is None:
@@ -216,7 +219,9 @@ def _extend_sign(array: Array, image: ImageDescription) -> Array:
 
 
 def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid: str) -> int:
-    """Refuse a frame whose own header tells another shape: a codec would allocate by it.
+    """Refuse a frame whose own header tells another shape: a codec would allocate by it. Refuse one cut off.
+
+    libjpeg fills the missing part with gray and reports nothing; the other codecs report it.
 
     Returns:
         Bits of a sample in the codestream; 0 for RLE, which does not say it.
@@ -240,6 +245,8 @@ def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid:
         raise source_error(
             Reason.DECODE_FAILED, "rows, columns or components of the frame differ from the header's"
         )
+    if transfer_syntax_uid in _LOSSY_JPEG | _LOSSLESS_JPEG and data.rfind(_END_OF_IMAGE, -_MAX_TAIL) < 0:
+        raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the JPEG")
     return header.precision
 
 

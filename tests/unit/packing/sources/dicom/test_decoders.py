@@ -134,14 +134,26 @@ def test_signed_values_come_back_signed(syntax: str, data: bytes) -> None:
     np.testing.assert_array_equal(decoded, SIGNED)
 
 
-def test_an_htj2k_frame_that_is_cut_off_is_an_error() -> None:
-    pixels = np.random.default_rng(0).integers(0, 4096, (64, 64), np.uint16)
-    whole = bytes(imagecodecs.htj2k_encode(pixels, reversible=True))
-    image = _describe(rows=64, columns=64)
-    np.testing.assert_array_equal(decode_frame(whole, image, HTJ2KLossless)[0], pixels)
+NOISE = np.random.default_rng(0).integers(0, 4096, (64, 64), np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "data", "end"),
+    [
+        (JPEGLSLossless, imagecodecs.jpegls_encode(NOISE), b"\xff\xd9"),
+        (JPEG2000Lossless, imagecodecs.jpeg2k_encode(NOISE, level=0, codecformat="j2k"), b"\xff\xd9"),
+        (HTJ2KLossless, imagecodecs.htj2k_encode(NOISE, reversible=True), b"\xff\xd9"),
+        (JPEGLosslessSV1, imagecodecs.jpeg8_encode(NOISE, lossless=True, bitspersample=12), b""),
+        (JPEGBaseline8Bit, imagecodecs.jpeg8_encode((NOISE >> 4).astype(np.uint8)), b""),
+    ],
+)
+def test_a_frame_that_is_cut_off_is_an_error(syntax: str, data: bytes, end: bytes) -> None:
+    bits = 8 if syntax == JPEGBaseline8Bit else 16
+    image = _describe(rows=64, columns=64, bits_allocated=bits, bits_stored=bits, high_bit=bits - 1)
+    decode_frame(bytes(data) + bytes(8), image, syntax)
     with pytest.raises(SourceError) as caught:
-        decode_frame(whole[: len(whole) // 2] + whole[-2:], image, HTJ2KLossless)
-    assert caught.value.reason == "DECODE_FAILED"
+        decode_frame(bytes(data)[: len(data) // 2] + end, image, syntax)
+    assert caught.value.reason == ("DECODE_FAILED" if end else "PIXEL_DATA_TRUNCATED")
 
 
 @pytest.mark.parametrize("is_transformed", [True, False])
