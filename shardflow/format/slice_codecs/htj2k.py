@@ -26,13 +26,17 @@ from shardflow.errors import FormatError
 _START, _END = b"\xff\x4f\xff\x51", b"\xff\xd9"
 _SIZ = struct.Struct(">4xHH8IH")
 _COMPONENT_NUM_BYTES = 3
-# A segment behind it: marker and length, which counts itself. Of COD (A.6.1) the number of layers, the style
-# of the code-blocks and the wavelet; ours is the second segment.
+# The segments behind it: marker and length, which counts itself. Of COD (A.6.1) the style, the number of
+# layers, the style of the code-blocks and the wavelet; of SOT (A.4.2), which is last, the tile, the length of
+# its only part up to the end of the codestream, the number and count of parts, and the marker behind it.
 _SEGMENT = struct.Struct(">HH")
-_CODING = struct.Struct(">2xH4xBB")
-_COD = 0xFF52
+_CODING = struct.Struct(">4xBxH4xBB")
+_TILE_PART = struct.Struct(">4xHIBBH")
+_COD, _SOT, _SOD = 0xFF52, 0xFF90, 0xFF93
+_OTHERS = {0xFF50, 0xFF5C, 0xFF64}  # CAP, QCD, COM
 _MAX_SEGMENTS = 8
-_BLOCKS, _HIGH_THROUGHPUT, _REVERSIBLE = 0xC0, 0x40, 1
+_PRECINCTS, _BLOCKS = 0x01, 0xC0
+_OURS = (0, 1, 0x40, 1)  # no precincts, one layer, high-throughput blocks alone, reversible
 _SIGNED = 0x80
 _COLORS = 3
 _DTYPES = {"|u1", "|i1", "<u2", "<i2"}
@@ -89,7 +93,7 @@ def _parse(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
         and components == bytes((depth, 1, 1)) * num_components
         and (left, top, tile_left, tile_top) == (0, 0, 0, 0)
         and (tile_columns, tile_rows) == (columns, rows)
-        and _coding(payload) == (1, _HIGH_THROUGHPUT, _REVERSIBLE)
+        and _is_ours(payload)
     )
     num_bits, shape = (depth & ~_SIGNED) + 1, (rows, columns)
     if not is_whole or num_bits not in (8, 16) or min(shape) < 1 or num_components not in (1, _COLORS):
@@ -98,17 +102,26 @@ def _parse(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return (shape if num_components == 1 else (*shape, num_components)), dtype
 
 
-def _coding(payload: memoryview) -> tuple[int, int, int]:
-    """Find the coding style: OpenJPEG also decodes what loses bits, or has blocks of plain JPEG 2000."""
+def _is_ours(payload: memoryview) -> bool:
+    """Tell whether the segments behind SIZ are of the kinds that this codec writes.
+
+    OpenJPEG also decodes what loses bits or has blocks of plain JPEG 2000, and takes 300 times the memory of
+    the slice for small precincts, which other segments could bring in, too.
+    """
     position = len(_START) + struct.unpack_from(">H", payload, len(_START))[0]
+    codings: list[tuple[int, int, int, int]] = []
     for _ in range(_MAX_SEGMENTS):
         marker, num_bytes = _SEGMENT.unpack_from(payload, position)
-        position += _SEGMENT.size
+        if marker == _SOT:
+            part = (0, len(payload) - len(_END) - position, 0, 1, _SOD)
+            return codings == [_OURS] and part == _TILE_PART.unpack_from(payload, position)
         if marker == _COD:
-            num_layers, style, wavelet = _CODING.unpack_from(payload, position)
-            return num_layers, style & _BLOCKS, wavelet
-        position += num_bytes - 2
-    raise ValueError
+            style, num_layers, blocks, wavelet = _CODING.unpack_from(payload, position)
+            codings.append((style & _PRECINCTS, num_layers, blocks & _BLOCKS, wavelet))
+        elif marker not in _OTHERS:
+            return False
+        position += 2 + num_bytes
+    return False
 
 
 @functools.cache

@@ -239,17 +239,29 @@ def test_a_damaged_png_is_an_error_and_nothing_is_written_beside_the_output() ->
     assert (room[::2] == 9).all()
 
 
-@pytest.mark.parametrize(
-    ("offset", "value"),
-    [
-        *((0, b"\xff\x4e"), (8, b"\0\0\0\1"), (24, b"\0\0\0\0"), (38, b"\0\4"), (40, b"\x0b"), (41, b"\2")),
-        *((47, b"\xff\xff"), (61, b"\0\2"), (67, b"\0"), (67, b"\xc0"), (68, b"\0")),
-    ],
-    ids=[
-        *("start", "another width", "no tiles", "four components", "twelve bits", "every second pixel"),
-        *("segment beyond the end", "two layers", "JPEG 2000 blocks", "mixed blocks", "loses bits"),
-    ],
-)
+_OTHER_CODESTREAMS = {
+    "start": (0, b"\xff\x4e"),
+    "another width": (8, b"\0\0\0\1"),
+    "no tiles": (24, b"\0\0\0\0"),
+    "four components": (38, b"\0\4"),
+    "twelve bits": (40, b"\x0b"),
+    "every second pixel": (41, b"\2"),
+    "a segment beyond the end": (47, b"\xff\xff"),
+    "no coding style": (56, b"\x50"),
+    "precincts": (59, b"\1"),
+    "two layers": (61, b"\0\2"),
+    "blocks of JPEG 2000": (67, b"\0"),
+    "mixed blocks": (67, b"\xc0"),
+    "loses bits": (68, b"\0"),
+    "two coding styles": (70, b"\x52"),
+    "a coding style of a component": (91, b"\x53"),
+    "a part that ends elsewhere": (124, b"\0"),
+    "two parts": (126, b"\2"),
+    "a segment of the part": (128, b"\x52"),
+}
+
+
+@pytest.mark.parametrize(("offset", "value"), _OTHER_CODESTREAMS.values(), ids=_OTHER_CODESTREAMS)
 def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: int, value: bytes) -> None:
     """Decoders divide by what stands there, or decode what no reader of this format needs to."""
     payload = bytearray(encode_array("htj2k", _pixels((16, 16), "<i2", "smooth")))
@@ -258,11 +270,13 @@ def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: in
         array_header("htj2k", payload)
 
 
-def test_a_codestream_that_ends_early_is_an_error() -> None:
-    """imagecodecs drops that error where OpenJPH decodes."""
-    payload = encode_array("htj2k", _pixels((64, 64), "<i2", "noise"))
+def test_damage_that_the_decoder_finds_is_an_error() -> None:
+    """imagecodecs drops this one where OpenJPH decodes."""
+    payload = bytearray(encode_array("htj2k", _pixels((64, 64), "<i2", "smooth")))
+    start = payload.index(b"\xff\x93") + 22
+    payload[start:-2] = bytes(len(payload) - 2 - start)
     with pytest.raises(FormatError, match="must decode"):
-        decode_array("htj2k", payload[:-80] + payload[-2:])
+        decode_array("htj2k", payload)
 
 
 def test_the_documented_filters_are_used() -> None:
