@@ -6,89 +6,20 @@ next only along a list (*no X, Y, or Z*). Adjectives do not end a list that "or"
 or Z*); without it they do (*no X, small Y*). Of several cues the nearest one holds. A cue that draws a
 conclusion takes over the denial of what it is drawn from (*no X to suggest Y*). Parentheses between a cue and
 a finding are skipped (*a nodule (series 3, images 16, 17 and 18) cannot be excluded*). A cue with the effect
-``none`` only keeps its words from being read as another cue (*no change*, *without contrast*). Phrases are
-found as whole words in one pass (Aho-Corasick), and the longest ones are kept.
+``none`` only keeps its words from being read as another cue (*no change*, *without contrast*).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-import ahocorasick
-
-from shardflow.reports.language import ENGLISH, Language, table_rows
+from shardflow.reports.language import ENGLISH, Language, load_language, table_rows
 from shardflow.reports.lexicon import ConceptKind
-from shardflow.reports.tokens import Tokens, fold_words
-
-T = TypeVar("T")
-
-
-class Match(NamedTuple, Generic[T]):
-    """A phrase at tokens ``first`` to ``last``, closed-open."""
-
-    first: int
-    last: int
-    value: T
-
-
-class PhraseIndex(Generic[T]):
-    """Many phrases, sought at once.
-
-    Args:
-        phrases: What each phrase (folded words, joined by a blank) stands for.
-    """
-
-    def __init__(self, phrases: Mapping[str, T]) -> None:
-        # The blanks around a phrase are its word boundaries; neighbors share one.
-        self._automaton: Any = ahocorasick.Automaton()
-        for phrase, value in phrases.items():
-            self._automaton.add_word(f" {phrase} ", (len(phrase), value))
-        self._automaton.make_automaton()
-
-    def find(self, tokens: Tokens) -> list[Match[T]]:
-        """Return all matches, overlapping ones too, by their ends."""
-        haystack, places = tokens.phrase_text
-        # As Match(...) would make it, without the call: there are many.
-        new = tuple.__new__
-        return [
-            new(Match, (places[end - length], places[end + 1], value))
-            for end, (length, value) in self._automaton.iter(haystack)
-        ]
-
-
-def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
-    """Keep the longest of overlapping matches, the first of equals; in the text's order."""
-    ordered = sorted(matches, key=_first)
-    if len(ordered) < 2:
-        return ordered
-    end = 0
-    for match in ordered:
-        if match[0] < end:
-            break
-        end = match[1]
-    else:
-        return ordered
-    taken: set[int] = set()
-    kept: list[Match[T]] = []
-    for match in sorted(ordered, key=_length, reverse=True):
-        span = range(match.first, match.last)
-        if taken.isdisjoint(span):
-            taken.update(span)
-            kept.append(match)
-    return sorted(kept, key=_first)
-
-
-_first = attrgetter("first")
-
-
-def _length(match: Match[Any]) -> int:
-    return match.last - match.first
-
+from shardflow.reports.tokens import Match, PhraseIndex, Tokens, by_first, fold_words
 
 Assertion = Literal["absent", "historical", "hypothetical", "present", "uncertain"]
 """Assertion of a finding; the table in docs/reports.md has examples."""
@@ -109,6 +40,8 @@ class Cue:
     strength: Strength = ""
     negated: Assertion | Literal[""] = ""
     """Effect where what it concludes from is denied."""
+    is_denial: bool = False
+    """Whether it is said with a word that denies, which may deny a change alone."""
 
 
 class Judgment(NamedTuple):
@@ -133,6 +66,7 @@ _REACH_OF_ASKING = 2
 @cache
 def _cue_index(language: str) -> PhraseIndex[Cue]:
     phrases: dict[str, Cue] = {}
+    denying = load_language(language).denying
     for row in table_rows("cues.csv", language):
         for cue in row["cues"].split("|"):
             words = " ".join(fold_words(cue, language))
@@ -142,13 +76,14 @@ def _cue_index(language: str) -> PhraseIndex[Cue]:
                 words,
                 cast("Strength", row["strength"]),
                 cast("Assertion", row["negated"]),
+                row["effect"] in ("absent", "none") and not denying.isdisjoint(words.split()),
             )
     return PhraseIndex(phrases)
 
 
 def find_cues(tokens: Tokens, language: str = ENGLISH) -> list[Match[Cue]]:
     """Find the cues of a text, overlapping ones too, by their first words."""
-    return sorted(_cue_index(language).find(tokens), key=_first)
+    return sorted(_cue_index(language).find(tokens), key=by_first)
 
 
 _OPENING = frozenset("([")
@@ -171,8 +106,17 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     return kept
 
 
+def denials(cues: Iterable[Match[Cue]]) -> frozenset[int]:
+    """Return the tokens of the cues that deny, a change perhaps: "no signs of"."""
+    return frozenset(number for cue in cues if cue.value.is_denial for number in range(cue.first, cue.last))
+
+
 def qualified(
-    words: Sequence[str], change: Match[Any], sentence: tuple[int, int], of: Language
+    words: Sequence[str],
+    change: Match[Any],
+    sentence: tuple[int, int],
+    denied: Container[int],
+    of: Language,
 ) -> Literal["", "almost", "denied"]:
     """Return how words qualify a change: "nearly resolved", "resolved partially", "not improved".
 
@@ -180,11 +124,15 @@ def qualified(
         words: Those of the text.
         change: Where the change is said.
         sentence: Range of its sentence.
+        denied: Its `denials`.
         of: Its language.
     """
     place = change.first - 1
     while place >= sentence[0] and (
-        words[place] in of.degree or words[place] in of.alteration or words[place] in of.closing
+        words[place] in of.degree
+        or words[place] in of.alteration
+        or words[place] in of.closing
+        or (place in denied and words[place] not in of.denying)
     ):
         place -= 1
     if place >= sentence[0] and words[place] in of.almost:
@@ -223,20 +171,27 @@ class Scopes:
         self,
         tokens: Tokens,
         sentence: tuple[int, int],
-        entities: Sequence[Match[Any]],
         cues: Sequence[Match[Cue]],
+        taken: Container[int],
+        denied: Container[int],
     ) -> list[Match[Cue]]:
         """Leave out cues of one sentence: what needs another one, and denials of a change.
 
         "Over" means something only in "favors X over Y"; "no improvement in the X" and "X has nearly
         cleared" deny no X. Such a denial still holds for what is new: "no worsening of the X or new Y".
+
+        Args:
+            tokens: The text.
+            sentence: Range of its tokens.
+            cues: The sentence's cues, in order.
+            taken: Tokens of its findings' names, which are no changes.
+            denied: Its `denials`.
         """
         kept: list[Match[Cue]] = []
         is_preferred = False
-        taken = {number for one in entities for number in range(one.first, one.last)}
         for number, cue in enumerate(cues):
             is_of_change = cue.value.effect == "absent" and self._is_of_change(
-                tokens.words, sentence, cue, taken
+                tokens.words, sentence, cue, taken, denied
             )
             if is_of_change or cue.value.effect == "none":
                 further = self._denied_further(tokens.words, sentence, cue, cues[number + 1 :])
@@ -248,7 +203,7 @@ class Scopes:
                 kept.append(cue)
             words = tokens.words[cue.first : cue.last]
             is_preferred = is_preferred or not self._words.preference.isdisjoint(words)
-        return sorted(kept, key=_first)
+        return sorted(kept, key=by_first)
 
     def _denied_further(
         self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue], behind: Sequence[Match[Cue]]
@@ -258,7 +213,7 @@ class Scopes:
         while last < sentence[1] - 1 and words[last] in of.degree:
             last += 1
         said = words[cue.first : last + 1]
-        if of.denying.isdisjoint(words[cue.first : cue.last]) or (
+        if not cue.value.is_denial or (
             self._altering.isdisjoint(said) and of.changes.get(cue.value.words) != "stable"
         ):
             return None
@@ -280,13 +235,18 @@ class Scopes:
         return None
 
     def _is_of_change(
-        self, words: Sequence[str], sentence: tuple[int, int], cue: Match[Cue], taken: Container[int]
+        self,
+        words: Sequence[str],
+        sentence: tuple[int, int],
+        cue: Match[Cue],
+        taken: Container[int],
+        denied: Container[int],
     ) -> bool:
         """Whether what seems to deny a finding says that it has not changed, or is not quite gone."""
-        of, said = self._words, words[cue.first : cue.last]
-        if not of.resolving.isdisjoint(said):
-            return qualified(words, cue, sentence, of) != ""
-        if of.denying.isdisjoint(said):
+        of = self._words
+        if not of.resolving.isdisjoint(words[cue.first : cue.last]):
+            return qualified(words, cue, sentence, denied, of) != ""
+        if not cue.value.is_denial:
             return False
         end = cue.last
         for place in range(cue.last, sentence[1]):
@@ -297,9 +257,12 @@ class Scopes:
                 end = place + 1
             elif words[place] not in of.degree and (end == cue.last or words[place] not in of.closing):
                 break
+        if end == cue.last:
+            return False
+        while end < sentence[1] and words[end] in of.degree and words[end] not in self._ends_alteration:
+            # "Pas d'augmentation significative de ...".
+            end += 1
         behind = words[end : sentence[1]]
-        if end == cue.last or not behind:
-            return end > cue.last
         # A comma may go on with a list: "no worsening, effusion, or edema".
         return behind[0] in self._ends_alteration and (behind[0] != "," or of.closing.isdisjoint(behind))
 
@@ -374,6 +337,7 @@ class Scopes:
         entities: Sequence[Match[ConceptKind]],
         cues: Sequence[Match[Cue]],
         joined: Sequence[bool],
+        denied: Container[int],
     ) -> list[Judgment]:
         """Judge the findings of one sentence.
 
@@ -383,6 +347,7 @@ class Scopes:
             entities: The sentence's findings, in order, with the kinds of their concepts.
             cues: The sentence's cues, in order.
             joined: From `coordinate`.
+            denied: Tokens of the `denials`, those of changes too.
         """
         best: list[tuple[int, Judgment] | None] = [None] * len(entities)
         stops = [cue.first for cue in cues if cue.value.effect == "stop"]
@@ -415,7 +380,7 @@ class Scopes:
         silent = Judgment("present", "", "shadowed" if is_shadowed else "plain")
         found = [held[1] if held else silent for held in best]
         return [
-            self._settle(tokens, sentence, entities, number, judgment)
+            self._settle(tokens, sentence, entities, number, judgment, denied)
             for number, judgment in enumerate(found)
         ]
 
@@ -484,11 +449,12 @@ class Scopes:
         entities: Sequence[Match[ConceptKind]],
         number: int,
         judgment: Judgment,
+        denied: Container[int],
     ) -> Judgment:
         of, words, entity = self._words, tokens.words, entities[number]
         assertion = judgment.assertion
         is_question = words[sentence[1] - 1] == "?"
-        if assertion == "absent" and self._is_presupposed(words, sentence, entity.first):
+        if assertion == "absent" and self._is_presupposed(words, sentence, entity.first, denied):
             return Judgment("present", "", judgment.basis)
         if assertion == "hypothetical" or (assertion == "absent" and not is_question):
             return judgment
@@ -527,12 +493,22 @@ class Scopes:
             return Judgment("hypothetical", "", judgment.basis)
         return judgment
 
-    def _is_presupposed(self, words: Sequence[str], sentence: tuple[int, int], first: int) -> bool:
-        """Whether a finding is denied only to have grown: "no worsening edema", not "no new or worsening"."""
+    def _is_presupposed(
+        self, words: Sequence[str], sentence: tuple[int, int], first: int, denied: Container[int]
+    ) -> bool:
+        """Whether a finding is denied only to have changed: "no worsening edema".
+
+        A denied change denies no finding, whatever the form of its word: a noun ("no increase in", which
+        `meant` leaves out), or a participle or comparative before the finding ("no worsening", "no worsened",
+        "no signs of worse"). The denial must speak of the change itself: what may not be new is denied ("no
+        new or worsening X"), and so is a later item of a list ("no X or worsening Y"). Words of a finding's
+        own name are no change ("no increased density"), nor are adjectives of its kind ("progressive").
+        """
         of = self._words
         for place in range(first - 1, max(sentence[0], first - _REACH_OF_ALTERATION) - 1, -1):
             if words[place] in of.alteration:
-                return qualified(words, Match(place, place + 1, None), sentence, of) == "denied"
+                change = Match(place, place + 1, None)
+                return qualified(words, change, sentence, denied, of) == "denied"
             if words[place] in of.not_attributive or words[place] in of.list:
                 break
         return False
@@ -627,14 +603,38 @@ class Scopes:
             # "X, possibly Y": it speaks of Y, whatever that is.
             return []
         reached = [nearest]
-        # "X, Y resolved": without "and", a participle is said of the last one alone.
-        is_list = cue.value.direction != "both" or self._words.resolving.isdisjoint(
-            tokens.words[cue.first : cue.last]
-        )
+        is_closed = False
         for number in reversed(numbers[:-1]):
             gap = tokens.words[entities[number].last : entities[number + 1].first]
-            is_list = is_list or not self._joints.isdisjoint(gap)
-            if not joined[number] or not is_list:
+            is_closed = is_closed or not self._joints.isdisjoint(gap)
+            if not joined[number] or (
+                "," in gap and not is_closed and self._is_of_nearest(tokens.words, cue, entities, number)
+            ):
                 break
             reached.append(number)
         return [(number, distance if number == nearest else distance + 1) for number in reached]
+
+    def _is_of_nearest(
+        self,
+        words: Sequence[str],
+        cue: Match[Cue],
+        entities: Sequence[Match[ConceptKind]],
+        number: int,
+    ) -> bool:
+        """Whether a cue behind "X, Y" speaks of Y alone: "X, Y resolved", "X, Y is not seen", "small X, Y".
+
+        Without "and", a participle and a verb in the singular are said of one finding, and a finding with an
+        adjective of its own is a statement.
+        """
+        of, said = self._words, words[cue.first : cue.last]
+        if not of.singular.isdisjoint(said):
+            return True
+        if cue.value.direction == "both" and not of.resolving.isdisjoint(said):
+            return True
+        begin = entities[number - 1].last if number else 0
+        for place in range(entities[number].first - 1, begin - 1, -1):
+            if words[place] in self._own or words[place] in of.severity:
+                return True
+            if words[place] in of.list or words[place] in of.not_attributive:
+                break
+        return False

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from shardflow.reports.assertion import Cue, Match, qualified
+from shardflow.reports.assertion import Cue, qualified
 from shardflow.reports.language import Change, Language, Side, load_language
 from shardflow.reports.lexicon import Concept
-from shardflow.reports.tokens import Tokens
+from shardflow.reports.tokens import Match, Tokens
 
 _DIGIT = re.compile(r"\d")
 _NUMBER = r"(\d{1,3}(?:@decimal@\d{1,2})?)"
@@ -72,6 +72,8 @@ class Clause:
     joined: Sequence[bool]
     of: Language
     changes: Sequence[Match[Change]] = ()
+    denied: Container[int] = ()
+    """Tokens of cues that deny, a change perhaps."""
     has_sides: bool = field(init=False)
     """Whether any word or place of the sentence names a side."""
     has_severity: bool = field(init=False)
@@ -300,7 +302,7 @@ def _as_qualified(clause: Clause, change: Match[Change]) -> Change:
         word[0].isdigit() for word in words[change.last + 1 : change.last + 2]
     ):
         return ""
-    qualifier = qualified(words, change, clause.sentence, of)
+    qualifier = qualified(words, change, clause.sentence, clause.denied, of)
     if qualifier == "almost" and change.value == "resolved":
         return "better"
     if qualifier == "denied" and change.value != "stable":

@@ -14,12 +14,10 @@ from shardflow.reports.assertion import (
     Assertion,
     Cue,
     Judgment,
-    Match,
-    PhraseIndex,
     Scopes,
     Strength,
+    denials,
     find_cues,
-    keep_longest,
 )
 from shardflow.reports.attributes import (
     Clause,
@@ -37,7 +35,7 @@ from shardflow.reports.lexicon import (
     Lexicon,
     load_lexicon,
 )
-from shardflow.reports.tokens import Tokens, fold_words, tokenize
+from shardflow.reports.tokens import Match, PhraseIndex, Tokens, fold_words, keep_longest, tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -215,10 +213,11 @@ class EntityFinder:
         taken = {number for one in findings for number in range(one.first, one.last)}
         # The words of a finding's name are no cues.
         said = keep_longest(cue for cue in cues if taken.isdisjoint(range(cue.first, cue.last)))
-        said = self._scopes.meant(tokens, sentence, findings, said)
+        denied = denials(said)
+        said = self._scopes.meant(tokens, sentence, said, self._named(tokens, findings, taken), denied)
         kinds = [Match(one.first, one.last, one.value.kind) for one in findings]
         joined = self._scopes.coordinate(tokens, kinds, said)
-        judgments = self._scopes.judge(tokens, sentence, kinds, said, joined)
+        judgments = self._scopes.judge(tokens, sentence, kinds, said, joined, denied)
         clause = Clause(
             tokens=tokens,
             sentence=sentence,
@@ -229,6 +228,7 @@ class EntityFinder:
             joined=joined,
             of=self._of,
             changes=[one for one in changes if taken.isdisjoint(range(one.first, one.last))],
+            denied=denied,
         )
         sizes = sizes_of(clause)
         is_advice = not self._of.advice.isdisjoint(tokens.words[sentence[0] : sentence[1]])
@@ -289,12 +289,25 @@ class EntityFinder:
             if word in of.not_attributive and word not in of.adding and word != ",":
                 break
         if of.node_behind:
-            for place in range(node.last, min(node.last + 4, len(tokens))):
+            for place in range(node.last, min(node.last + _NODE_REACH, len(tokens))):
                 if tokens.words[place] in of.node_behind:
                     return [Match(node.first, node.last, _ENLARGED_NODE)]
                 if tokens.words[place] in (",", ".", ";"):
                     break
         return []
+
+    def _named(self, tokens: Tokens, findings: Sequence[Match[Concept]], taken: set[int]) -> set[int]:
+        """Add what makes findings of nodes from behind to the tokens of names: no change is said by it."""
+        behind = self._of.node_behind
+        if not behind:
+            return taken
+        return taken.union(
+            number
+            for one in findings
+            if one.value is _ENLARGED_NODE
+            for number in range(one.last, min(one.last + _NODE_REACH, len(tokens)))
+            if tokens.words[number] in behind
+        )
 
     def _state(
         self, tokens: Tokens, state: Match[Concept], following: Sequence[Match[Concept]]
@@ -320,6 +333,8 @@ class EntityFinder:
 
 _STATE_REACH = 4
 """Words between an adjective and the noun that it is said of: "calcified 5 mm right apical granuloma"."""
+_NODE_REACH = 4
+"""Words behind nodes among which their qualifier may stand."""
 _ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnormality")
 
 

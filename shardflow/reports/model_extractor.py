@@ -19,13 +19,13 @@ from tempfile import NamedTemporaryFile
 from typing import Final, cast, get_args
 
 from shardflow.errors import ConfigError, os_reason
-from shardflow.reports.assertion import Assertion, Match
+from shardflow.reports.assertion import Assertion
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.findings import Entity, EntityFinder, kind_of
 from shardflow.reports.language import ENGLISH, LANGUAGES
 from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
 from shardflow.reports.token_classifier import Labeled, TokenClassifier, model_digest
-from shardflow.reports.tokens import Tokens, fold_words, tokenize
+from shardflow.reports.tokens import Match, Tokens, fold_words, tokenize
 
 SETTING: Final = "reports.model"
 _RADGRAPH: Final[Mapping[str, Assertion]] = {"obs-dp": "present", "obs-u": "uncertain", "obs-da": "absent"}

@@ -17,7 +17,7 @@ from shardflow.errors import ConfigError, os_reason
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, sha256_hex
-from shardflow.reports.assertion import Assertion, PhraseIndex, find_cues
+from shardflow.reports.assertion import Assertion, find_cues
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.entity_rows import (
     ALIGNMENT_FIELD,
@@ -32,7 +32,7 @@ from shardflow.reports.entity_views import chosen
 from shardflow.reports.language import LANGUAGES, load_language
 from shardflow.reports.lexicon import Lexicon, load_lexicon
 from shardflow.reports.sections import split_sections
-from shardflow.reports.tokens import fold_words, tokenize
+from shardflow.reports.tokens import PhraseIndex, fold_words, tokenize
 
 _FIELDS: Final = (ALIGNMENT_FIELD, CONTENT_FIELD, REPORT_FIELD, STUDY_FIELD)
 _SHOWN: Final = ("label", "assertion", "laterality", "section", "kind", "probability", "confidence")

@@ -1,17 +1,24 @@
-"""Tokens of a text: its words and signs with their places, folded to one spelling, and its sentences.
+"""Tokens of a text: its words and signs with their places, folded to one spelling, its sentences and phrases.
 
 Where a language puts no blanks between words, each of its characters is a token, but for the words that have
-a role in ``words.csv``. The text is never altered.
+a role in ``words.csv``. The text is never altered. Phrases are found as whole words in one pass
+(Aho-Corasick), and the longest ones are kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import ahocorasick
 
 from shardflow.reports.language import ENGLISH, Language, load_language
+
+T = TypeVar("T")
 
 _HYPHENS = frozenset("-\u2010\u2011\u2012\u2013")
 _ENDING = frozenset(".?!;")
@@ -48,6 +55,68 @@ class Tokens:
             at += len(word) + 1
         places[at] = len(self.words)
         return f" {' '.join(self.words)} ", places
+
+
+class Match(NamedTuple, Generic[T]):
+    """A phrase at tokens ``first`` to ``last``, closed-open."""
+
+    first: int
+    last: int
+    value: T
+
+
+class PhraseIndex(Generic[T]):
+    """Many phrases, sought at once.
+
+    Args:
+        phrases: What each phrase (folded words, joined by a blank) stands for.
+    """
+
+    def __init__(self, phrases: Mapping[str, T]) -> None:
+        # The blanks around a phrase are its word boundaries; neighbors share one.
+        self._automaton: Any = ahocorasick.Automaton()
+        for phrase, value in phrases.items():
+            self._automaton.add_word(f" {phrase} ", (len(phrase), value))
+        self._automaton.make_automaton()
+
+    def find(self, tokens: Tokens) -> list[Match[T]]:
+        """Return all matches, overlapping ones too, by their ends."""
+        haystack, places = tokens.phrase_text
+        # As Match(...) would make it, without the call: there are many.
+        new = tuple.__new__
+        return [
+            new(Match, (places[end - length], places[end + 1], value))
+            for end, (length, value) in self._automaton.iter(haystack)
+        ]
+
+
+def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
+    """Keep the longest of overlapping matches, the first of equals; in the text's order."""
+    ordered = sorted(matches, key=by_first)
+    if len(ordered) < 2:
+        return ordered
+    end = 0
+    for match in ordered:
+        if match[0] < end:
+            break
+        end = match[1]
+    else:
+        return ordered
+    taken: set[int] = set()
+    kept: list[Match[T]] = []
+    for match in sorted(ordered, key=_length, reverse=True):
+        span = range(match.first, match.last)
+        if taken.isdisjoint(span):
+            taken.update(span)
+            kept.append(match)
+    return sorted(kept, key=by_first)
+
+
+by_first = attrgetter("first")
+
+
+def _length(match: Match[Any]) -> int:
+    return match.last - match.first
 
 
 def fold_words(text: str, language: str = ENGLISH) -> list[str]:

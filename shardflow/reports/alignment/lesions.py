@@ -17,9 +17,8 @@ from typing import Any
 
 from shardflow.reports.alignment.evidence import AlignmentRules, Evidence
 from shardflow.reports.alignment.images import SeriesFacts
-from shardflow.reports.assertion import PhraseIndex, keep_longest
 from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon, word_set
-from shardflow.reports.tokens import tokenize
+from shardflow.reports.tokens import PhraseIndex, keep_longest, tokenize
 
 _TOO_WIDE = frozenset(("abnormality", "disease"))
 """Concepts that nearly everything is a kind of; they match nothing."""

@@ -167,6 +167,15 @@ def test_assertion(text: str, expected: list[str]) -> None:
         ("No increase in heart size.", ["absent"]),
         ("No increase in heart size or pulmonary edema.", ["absent", "absent"]),
         ("No increased interstitial markings.", ["absent"]),
+        ("No increased density.", ["absent"]),
+        ("No enlarging lymph nodes.", ["absent"]),
+        ("No enlarged effusion.", ["present"]),
+        ("No interval increase in heart size.", ["absent"]),
+        ("No interval effusion.", ["absent"]),
+        ("No interval healing of the fracture.", ["present"]),
+        ("No effusion or worsening edema.", ["absent", "absent"]),
+        ("No evidence of progressive malignancy.", ["absent"]),
+        ("Effusion is no longer identified.", ["absent resolved"]),
         ("Edema is nearly cleared.", ["present better"]),
         ("Nearly complete resolution of the effusion.", ["present better"]),
         ("The effusion has almost completely resolved.", ["present better"]),
@@ -180,6 +189,15 @@ def test_assertion(text: str, expected: list[str]) -> None:
         ("Small effusion, edema resolved.", ["present", "absent resolved"]),
         ("Cardiomegaly, edema resolved.", ["present", "absent resolved"]),
         ("Effusion, edema, and pneumothorax resolved.", ["absent resolved"] * 3),
+        ("Small effusion, edema has resolved.", ["present", "absent resolved"]),
+        ("Cardiomegaly, edema has completely resolved.", ["present", "absent resolved"]),
+        ("Effusion, edema have resolved.", ["absent resolved"] * 2),
+        ("Consolidation of pneumonia has resolved.", ["absent", "absent resolved"]),
+        ("Small effusion, pneumothorax is not seen.", ["present", "absent"]),
+        ("Effusion, pneumothorax are not seen.", ["absent", "absent"]),
+        ("Mass, cyst, stone not seen.", ["absent"] * 3),
+        ("Stable cardiomegaly, effusion no longer seen.", ["present stable", "absent"]),
+        ("Cardiomegaly, edema is possible.", ["present", "uncertain"]),
         ("Pneumonia resolved with residual scarring.", ["absent resolved", "present"]),
         ("Resolved pneumonia, small effusion.", ["absent resolved", "present"]),
         ("Pneumonia, no longer seen.", ["absent resolved"]),
@@ -192,6 +210,38 @@ def test_assertion(text: str, expected: list[str]) -> None:
 )
 def test_change_and_what_it_says_of_the_finding(text: str, expected: list[str]) -> None:
     assert [f"{one.assertion} {one.change}".strip() for one in FINDER.find(text)] == expected
+
+
+CHANGES = (
+    "worsening", "worsened", "worse", "increasing", "increased", "enlarging", "progressing", "progressed",
+    "improving", "improved", "decreasing", "decreased", "resolving",
+)  # fmt: skip
+ALTERATIONS = ("worsening", "progression", "growth", "deterioration", "improvement", "regression")
+
+
+@pytest.mark.parametrize("finding", ["edema", "pleural effusion", "pneumonia", "nodule", "pneumothorax"])
+def test_a_denied_change_denies_no_finding_whatever_its_form(finding: str) -> None:
+    changes = [
+        *(f"{one} {finding}" for one in CHANGES),
+        *(f"{one} of the {finding}" for one in ALTERATIONS),
+        f"increase in {finding}",
+        f"interval decrease in the {finding}",
+    ]
+    for change in changes:
+        for denial in (
+            "No",
+            "No signs of",
+            "No evidence of",
+            "Without",
+            "Negative for",
+            "Absence of",
+            "No interval",
+        ):
+            text = f"{denial} {change}."
+            assert [(one.assertion, one.change) for one in FINDER.find(text)] == [("present", "stable")], text
+    for one in CHANGES:
+        for new in (f"No new or {one} {finding}.", f"No {one} or new {finding}.", f"No new {finding}."):
+            assert [entity.assertion for entity in FINDER.find(new)] == ["absent"], new
 
 
 @pytest.mark.parametrize(

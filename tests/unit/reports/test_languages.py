@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reports.gold_sets import LANGUAGE_STYLES
 from benchmarks.reports.run import score_language
-from shardflow.reports import ReportReader, load_lexicon
+from shardflow.reports import EntityFinder, ReportReader, load_lexicon
 from shardflow.reports.detection import detect_languages
 from shardflow.reports.language import LANGUAGES
 from shardflow.reports.tokens import tokenize
@@ -68,6 +68,41 @@ def test_a_denial_in_any_language_is_never_a_finding(language: str, text: str) -
         assert unread == (language, "LANGUAGE_WITHOUT_RULES")
     if "rechts" not in text:
         assert "present" not in {one.assertion for one in content.entities}
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "expected"),
+    [
+        ("german", "Keine Zunahme des Pleuraergusses.", ["present stable"]),
+        ("german", "Kein Hinweis auf zunehmenden Pleuraerguss.", ["present stable"]),
+        ("german", "Keine progrediente Stauung.", ["present stable"]),
+        ("german", "Keine neue oder zunehmende Stauung.", ["absent"]),
+        ("german", "Keine Zunahme des Ergusses oder neue Infiltrate.", ["present stable", "absent"]),
+        ("german", "Keine vergrößerten Lymphknoten.", ["absent"]),
+        ("german", "Pleuraerguss nahezu vollständig zurückgebildet.", ["present better"]),
+        ("german", "Kleiner Pleuraerguss, Pneumothorax ist nicht erkennbar.", ["present", "absent"]),
+        ("spanish", "Sin aumento del derrame pleural.", ["present stable"]),
+        ("spanish", "Sin signos de empeoramiento del edema.", ["present stable"]),
+        ("spanish", "No se observa progresión del derrame pleural.", ["present stable"]),
+        ("spanish", "Sin aumento del derrame ni nuevas opacidades.", ["present stable", "absent"]),
+        ("spanish", "Sin nuevo derrame pleural.", ["absent"]),
+        ("spanish", "Sin aumento de la silueta cardíaca.", ["absent"]),
+        ("spanish", "Derrame no resuelto.", ["present"]),
+        ("french", "Pas d'aggravation de l'œdème.", ["present stable"]),
+        ("french", "Pas d'augmentation significative de l'épanchement.", ["present stable"]),
+        ("french", "Absence de progression de l'épanchement pleural.", ["present stable"]),
+        ("french", "Pas de nouvel épanchement pleural.", ["absent"]),
+        ("french", "Épanchement presque disparu.", ["present better"]),
+        ("french", "Petit épanchement, le pneumothorax a disparu.", ["present", "absent resolved"]),
+        ("chinese", "胸腔积液未见增多。", ["present stable"]),
+        ("chinese", "结节较前无明显增大。", ["present stable"]),
+        ("chinese", "无新发胸腔积液。", ["absent"]),
+        ("chinese", "淋巴结未见增大。", ["absent"]),
+    ],
+)
+def test_a_denied_change_denies_no_finding(language: str, text: str, expected: list[str]) -> None:
+    found = EntityFinder(load_lexicon(language=language)).find(text)
+    assert [f"{one.assertion} {one.change}".strip() for one in found] == expected
 
 
 @pytest.mark.parametrize(
