@@ -264,7 +264,9 @@ class Scopes:
             end += 1
         behind = words[end : sentence[1]]
         # A comma may go on with a list: "no worsening, effusion, or edema".
-        return behind[0] in self._ends_alteration and (behind[0] != "," or of.closing.isdisjoint(behind))
+        return not behind or (
+            behind[0] in self._ends_alteration and (behind[0] != "," or of.closing.isdisjoint(behind))
+        )
 
     def coordinate(
         self, tokens: Tokens, entities: Sequence[Match[ConceptKind]], cues: Sequence[Match[Cue]]

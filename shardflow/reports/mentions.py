@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from shardflow.reports.image_numbers import Atom, find_atoms, number_words
@@ -193,6 +193,7 @@ def _sentences(
 
 def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom], of: _Patterns) -> Iterator[Mention]:
     """Give every image its series, and leave out what belongs to another examination."""
+    atoms = _shared(text, atoms, of)
     owners = _owners(text, atoms, of)
     used = {owner for owner in owners if owner is not None}
     groups = _groups(owners)
@@ -214,6 +215,25 @@ def _bind(text: str, sentence: tuple[int, int], atoms: list[Atom], of: _Patterns
         ):
             continue
         yield from _mentions_of(atom, atoms, owners[number])
+
+
+def _shared(text: str, atoms: list[Atom], of: _Patterns) -> list[Atom]:
+    """Make one of series that share the image behind them: "series 4 and series 5, image 31"."""
+    kept = atoms[-1:]
+    for number in range(len(atoms) - 2, -1, -1):
+        atom, after = atoms[number], kept[-1]
+        has_own = number > 0 and atoms[number - 1].kind == "image"
+        if (
+            atom.kind == after.kind == "series"
+            and not has_own
+            and [one.kind for one in kept[-2:-1]] == ["image"]
+            and of.joint.fullmatch(text[atom.end : after.start])
+            and of.pair_gap.match(text[after.end : kept[-2].start])
+        ):
+            kept[-1] = replace(after, start=atom.start, numbers=[*atom.numbers, *after.numbers])
+        else:
+            kept.append(atom)
+    return kept[::-1]
 
 
 def _mentions_of(atom: Atom, atoms: list[Atom], owner: int | None) -> Iterator[Mention]:

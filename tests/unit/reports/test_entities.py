@@ -164,6 +164,7 @@ def test_assertion(text: str, expected: list[str]) -> None:
             ["present stable", "uncertain", "uncertain new"],
         ),
         ("No change in the effusion and new edema.", ["present stable", "present new"]),
+        ("Effusion without increase", ["present"]),
         ("No increase in heart size.", ["absent"]),
         ("No increase in heart size or pulmonary edema.", ["absent", "absent"]),
         ("No increased interstitial markings.", ["absent"]),

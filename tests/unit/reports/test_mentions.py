@@ -58,6 +58,10 @@ def test_one_image_said_in_many_ways(series: int, image: int) -> None:
     ("text", "expected"),
     [
         ("Cyst (series 3, images 12, 45-47, and 60).", "S3:12 S3:45-47 S3:60"),
+        ("Cyst on both series 4 and series 5, image 31.", "S4:31 S5:31"),
+        ("Cyst on series 4, series 5 and series 6, image 31.", "S4:31 S5:31 S6:31"),
+        ("Image 12 of series 3 and series 5, image 20.", "S3:12 S5:20"),
+        ("Compare series 3 with series 5, image 20.", "S3:* S5:20"),
         ("Cyst on image 45 of series 3 and image 20 of series 5.", "S3:45 S5:20"),
         ("Cyst (image 45, series 3; image 60, series 5).", "S3:45 S5:60"),
         ("Cyst (image 12) and stone (image 45), both on series 4.", "S4:12 S4:45"),
