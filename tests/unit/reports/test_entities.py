@@ -343,6 +343,7 @@ def test_codes_and_classes_of_findings() -> None:
     ("text", "concept"),
     [
         ("Low lung volumes.", "hypoinflation"),
+        ("Increased density of the left base.", "opacity"),
         ("Hypoinflated lungs.", "hypoinflation"),
         ("Calcified hilar nodes.", "calcified lymph node"),
         ("Calcified granulomata.", "calcified granuloma"),
