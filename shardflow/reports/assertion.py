@@ -11,7 +11,7 @@ a finding are skipped (*a nodule (series 3, images 16, 17 and 18) cannot be excl
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -90,10 +90,10 @@ _OPENING = frozenset("([")
 _ENDS_LIST = frozenset(":().")
 
 
-def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
+def _outside(words: Sequence[str], first: int, last: int) -> Sequence[int]:
     """Return the numbers of the tokens of a gap that stand in no parentheses opened and closed in it."""
     if _OPENING.isdisjoint(words[first:last]):
-        return list(range(first, last))
+        return range(first, last)
     kept: list[int] = []
     opened: int | None = None
     for number in range(first, last):
@@ -106,16 +106,16 @@ def _outside(words: Sequence[str], first: int, last: int) -> list[int]:
     return kept
 
 
-def denials(cues: Iterable[Match[Cue]]) -> frozenset[int]:
+def denials(cues: Iterable[Match[Cue]]) -> set[int]:
     """Return the tokens of the cues that deny, a change perhaps: "no signs of"."""
-    return frozenset(number for cue in cues if cue.value.is_denial for number in range(cue.first, cue.last))
+    return {number for cue in cues if cue.value.is_denial for number in range(cue.first, cue.last)}
 
 
 def qualified(
     words: Sequence[str],
     change: Match[Any],
     sentence: tuple[int, int],
-    denied: Container[int],
+    denied: Set[int],
     of: Language,
 ) -> Literal["", "almost", "denied"]:
     """Return how words qualify a change: "nearly resolved", "resolved partially", "not improved".
@@ -172,8 +172,8 @@ class Scopes:
         tokens: Tokens,
         sentence: tuple[int, int],
         cues: Sequence[Match[Cue]],
-        taken: Container[int],
-        denied: Container[int],
+        taken: Set[int],
+        denied: Set[int],
     ) -> list[Match[Cue]]:
         """Leave out cues of one sentence: what needs another one, and denials of a change.
 
@@ -239,8 +239,8 @@ class Scopes:
         words: Sequence[str],
         sentence: tuple[int, int],
         cue: Match[Cue],
-        taken: Container[int],
-        denied: Container[int],
+        taken: Set[int],
+        denied: Set[int],
     ) -> bool:
         """Whether what seems to deny a finding says that it has not changed, or is not quite gone."""
         of = self._words
@@ -339,7 +339,7 @@ class Scopes:
         entities: Sequence[Match[ConceptKind]],
         cues: Sequence[Match[Cue]],
         joined: Sequence[bool],
-        denied: Container[int],
+        denied: Set[int],
     ) -> list[Judgment]:
         """Judge the findings of one sentence.
 
@@ -359,12 +359,16 @@ class Scopes:
                 continue
             is_shadowed = is_shadowed or cue.value.effect != "present"
             reached: list[tuple[int, int]] = []
+            direction = cue.value.direction
             # "X resolved with Y": it speaks of X.
-            is_predicate = cue.value.effect == "absent" and any(one.last == cue.first for one in entities)
-            if cue.value.direction == "forward" or (cue.value.direction == "both" and not is_predicate):
+            if direction == "forward" or (
+                direction == "both"
+                and not (cue.value.effect == "absent" and any(one.last == cue.first for one in entities))
+            ):
                 reached = self._forward(tokens, cue, entities, stops, joined, sentence)
-            is_answer = cue.value.direction == "both" or self._is_answer(tokens, cue, sentence)
-            if cue.value.direction == "backward" or (is_answer and not reached):
+            if direction == "backward" or (
+                not reached and (direction == "both" or self._is_answer(tokens, cue, sentence))
+            ):
                 reached = self._backward(tokens, cue, entities, stops, joined)
             elif cue.value.words in self._words.versus:
                 reached += self._backward(tokens, cue, entities, stops, joined)
@@ -379,6 +383,8 @@ class Scopes:
                 if is_nearer or (held is not None and distance == held[0] and effect == "absent"):
                     basis: Literal["cue", "list"] = "cue" if number == reached[0][0] else "list"
                     best[number] = (distance, Judgment(effect, strength, basis))
+        if denied and self._words.alteration.isdisjoint(tokens.words[sentence[0] : sentence[1]]):
+            denied = set()
         silent = Judgment("present", "", "shadowed" if is_shadowed else "plain")
         found = [held[1] if held else silent for held in best]
         return [
@@ -417,6 +423,8 @@ class Scopes:
         """Return what a cue says here, given the cues before it; None for nothing."""
         cue = cues[place]
         effect = cast("Assertion", cue.value.effect)
+        if not place or (effect == "absent" and not cue.value.negated):
+            return effect, cue.value.strength
         before = [one for one in cues[:place] if one.last <= cue.first]
         if effect in ("historical", "present") and any(
             one.value.effect == "absent" and 0 <= cue.first - one.last <= (effect == "present")
@@ -451,12 +459,12 @@ class Scopes:
         entities: Sequence[Match[ConceptKind]],
         number: int,
         judgment: Judgment,
-        denied: Container[int],
+        denied: Set[int],
     ) -> Judgment:
         of, words, entity = self._words, tokens.words, entities[number]
         assertion = judgment.assertion
         is_question = words[sentence[1] - 1] == "?"
-        if assertion == "absent" and self._is_presupposed(words, sentence, entity.first, denied):
+        if assertion == "absent" and denied and self._is_presupposed(words, sentence, entity.first, denied):
             return Judgment("present", "", judgment.basis)
         if assertion == "hypothetical" or (assertion == "absent" and not is_question):
             return judgment
@@ -496,7 +504,7 @@ class Scopes:
         return judgment
 
     def _is_presupposed(
-        self, words: Sequence[str], sentence: tuple[int, int], first: int, denied: Container[int]
+        self, words: Sequence[str], sentence: tuple[int, int], first: int, denied: Set[int]
     ) -> bool:
         """Whether a finding is denied only to have changed: "no worsening edema".
 

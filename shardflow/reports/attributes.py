@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -72,10 +72,10 @@ class Clause:
     joined: Sequence[bool]
     of: Language
     changes: Sequence[Match[Change]] = ()
-    denied: Container[int] = ()
+    denied: Set[int] = frozenset()
     """Tokens of cues that deny, a change perhaps."""
-    has_sides: bool = field(init=False)
-    """Whether any word or place of the sentence names a side."""
+    sides: list[tuple[int, int, Side]] = field(init=False)
+    """Tokens and sides of the sentence's words and places that name one."""
     has_severity: bool = field(init=False)
     """Whether any word of the sentence names a severity."""
     _windows: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
@@ -83,9 +83,14 @@ class Clause:
 
     def __post_init__(self) -> None:
         words = self.tokens.words[slice(*self.sentence)]
-        self.has_sides = not self.of.sides.keys().isdisjoint(words) or any(
-            one.value.side for one in self.places
-        )
+        self.sides = [(one.first, one.last, one.value.side) for one in self.places if one.value.side]
+        sides, following = self.of.sides, self.of.no_side_before
+        if not sides.keys().isdisjoint(words):
+            self.sides += [
+                (number, number + 1, sides[word])
+                for number, word in enumerate(words, self.sentence[0])
+                if word in sides and following.isdisjoint(self.tokens.words[number + 1 : number + 2])
+            ]
         self.has_severity = not self.of.severity.isdisjoint(words)
 
     def window(self, number: int) -> tuple[int, int, int]:
@@ -183,27 +188,32 @@ def _is_level(words: Sequence[str], number: int, of: Language) -> bool:
     return not (word in ("t1", "t2") and after and after[0] in of.weighting)
 
 
-def places_of(clause: Clause, number: int) -> list[Match[Concept]]:
-    """Return the anatomical names that a finding's place is said with, the one it lies in first.
+def place_of(clause: Clause, number: int) -> Match[Concept] | None:
+    """Return the anatomical name of the place that a finding lies in; None where none is said.
 
     First what follows it ("nodule in the right upper lobe"), then what stands right before it
     ("rib fracture"), then what its sentence began with ("the spleen is enlarged").
     """
     entity, words = clause.entities[number], clause.tokens.words
-    if not clause.places and not clause.inner:
-        return []
-    begin, behind, end = clause.window(number)
-    after = [place for place in clause.places if behind <= place.first and place.last <= end]
-    with_preposition = [
-        place
-        for place in after
-        if place.first == behind
-        or not clause.of.preposition.isdisjoint(words[max(behind, place.first - 4) : place.first])
-    ]
-    earlier = [place for place in clause.places if begin <= place.first and place.last <= entity.first]
-    inside = [place for place in clause.inner if entity.first <= place.first and place.last <= entity.last]
-    close = [place for place in earlier if _is_attribute(clause, place.last, entity.first)]
-    return [*with_preposition[:1], *close[::-1], *inside, *after[:1], *(earlier[::-1] if number == 0 else ())]
+    after: list[Match[Concept]] = []
+    earlier: list[Match[Concept]] = []
+    if clause.places:
+        begin, behind, end = clause.window(number)
+        after = [place for place in clause.places if behind <= place.first and place.last <= end]
+        for place in after:
+            before = words[max(behind, place.first - 4) : place.first]
+            if place.first == behind or not clause.of.preposition.isdisjoint(before):
+                return place
+        earlier = [place for place in clause.places if begin <= place.first and place.last <= entity.first]
+        for place in reversed(earlier):
+            if _is_attribute(clause, place.last, entity.first):
+                return place
+    for place in clause.inner:
+        if entity.first <= place.first and place.last <= entity.last:
+            return place
+    if after:
+        return after[0]
+    return earlier[-1] if earlier and number == 0 else None
 
 
 def _is_attribute(clause: Clause, first: int, last: int) -> bool:
@@ -215,33 +225,21 @@ def _is_attribute(clause: Clause, first: int, last: int) -> bool:
 
 def side_of(clause: Clause, number: int) -> Side:
     """Return the side a finding is said to be on."""
-    if not clause.has_sides:
+    if not clause.sides:
         return ""
     entity = clause.entities[number]
     begin, behind, end = clause.window(number)
-    inside = [*_sides(clause, entity.first, entity.last)]
     near = clause.phrase(number)
-    for sides in (
-        [*inside, *_sides(clause, near, entity.first)],
-        [*_sides(clause, behind, end)],
+    found = _sides(clause, near, entity.first) | _sides(clause, entity.first, entity.last)
+    found = found or _sides(clause, behind, end)
+    if not found and number == 0:
         # What stands before an earlier finding is said of that one.
-        [*_sides(clause, begin, near)] if number == 0 else [],
-    ):
-        found = {side for side in sides if side}
-        if found:
-            return found.pop() if len(found) == 1 else "B"
-    return ""
+        found = _sides(clause, begin, near)
+    return "B" if len(found) > 1 else found.pop() if found else ""
 
 
-def _sides(clause: Clause, first: int, last: int) -> Iterator[Side]:
-    words = clause.tokens.words
-    for number in range(first, last):
-        side = clause.of.sides.get(words[number], "")
-        if side and (number + 1 >= len(words) or words[number + 1] not in clause.of.no_side_before):
-            yield side
-    for place in clause.places:
-        if first <= place.first and place.last <= last and place.value.side:
-            yield place.value.side
+def _sides(clause: Clause, first: int, last: int) -> set[Side]:
+    return {side for start, end, side in clause.sides if first <= start and end <= last}
 
 
 def severity_of(clause: Clause, number: int) -> str:

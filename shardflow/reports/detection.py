@@ -114,10 +114,10 @@ def detect_languages(text: str) -> Detected:
     """
     if text.isascii():
         all_words = _WORD.findall(text.lower())
-        if _foreign().isdisjoint(all_words):
-            num_spoken = sum(word in _english_speech() for word in all_words)
-            if num_spoken >= max(_FEW, _FEW_SHARE * len(all_words)):
-                return Detected(languages=(ENGLISH,), pieces=((0, len(text), ENGLISH),))
+        are_english = [*map(_are_english().get, all_words)]
+        is_enough = are_english.count(True) >= max(_FEW, _FEW_SHARE * len(all_words))
+        if is_enough and False not in are_english:
+            return Detected(languages=(ENGLISH,), pieces=((0, len(text), ENGLISH),))
     pieces = [(one.start(), one.end(), _WORD.findall(one.group().lower())) for one in _PIECE.finditer(text)]
     pieces = [(start, stop, words) for start, stop, words in pieces if words]
     votes = [_votes(words) for _, _, words in pieces]
@@ -181,8 +181,14 @@ def _names(language: str) -> frozenset[str]:
 
 
 @cache
-def _english_speech() -> frozenset[str]:
-    return frozenset(word for word, names in _words().items() if ENGLISH in names) - _names(ENGLISH)
+def _are_english() -> dict[str, bool]:
+    """Return frequent words: whether each is one of English that is no name."""
+    names = _names(ENGLISH)
+    return {
+        word: ENGLISH in languages
+        for word, languages in _words().items()
+        if ENGLISH not in languages or word not in names
+    }
 
 
 def _doubtful(
@@ -287,11 +293,6 @@ def _words() -> dict[str, tuple[str, ...]]:
         if ENGLISH not in languages[word]:
             languages[word].append(ENGLISH)
     return {word: tuple(names) for word, names in languages.items()}
-
-
-@cache
-def _foreign() -> frozenset[str]:
-    return frozenset(word for word, names in _words().items() if ENGLISH not in names)
 
 
 def _by_script(word: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from shardflow.reports.attributes import (
     Clause,
     change_of,
     find_levels,
-    places_of,
+    place_of,
     severity_of,
     side_of,
     sizes_of,
@@ -35,7 +35,7 @@ from shardflow.reports.lexicon import (
     Lexicon,
     load_lexicon,
 )
-from shardflow.reports.tokens import Match, PhraseIndex, Tokens, fold_words, keep_longest, tokenize
+from shardflow.reports.tokens import Match, PhraseIndex, Tokens, by_first, fold_words, keep_longest, tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -175,16 +175,20 @@ class EntityFinder:
             others = [one for one in matches if taken.isdisjoint(range(one.first, one.last))]
             matches = [*others, *named]
         concepts = keep_longest([*matches, *find_levels(tokens, self._of)])
-        names = sorted((one for one in matches if one.value.kind == "anatomy"), key=lambda one: one.first)
+        names = sorted((one for one in matches if one.value.kind == "anatomy"), key=by_first)
         changes = keep_longest(self._changes.find(tokens))
         entities: list[Entity] = []
-        at_concept = at_cue = at_name = at_change = 0
-        for first, last in tokens.sentences:
-            here, at_concept = _within(concepts, at_concept, first, last)
-            said, at_cue = _within(cues, at_cue, first, last)
-            inner, at_name = _within(names, at_name, first, last)
-            changed, at_change = _within(changes, at_change, first, last)
-            entities += self._judge(tokens, (first, last), here, said, inner, changed, names, section)
+        sentences = tokens.sentences
+        for sentence, here, said, inner, changed in zip(
+            sentences,
+            _by_sentence(concepts, sentences),
+            _by_sentence(cues, sentences),
+            _by_sentence(names, sentences),
+            _by_sentence(changes, sentences),
+            strict=True,
+        ):
+            if here:
+                entities += self._judge(tokens, sentence, here, said, inner, changed, names, section)
         return entities
 
     def _is_view(self, tokens: Tokens, match: Match[Concept]) -> bool:
@@ -231,19 +235,21 @@ class EntityFinder:
             denied=denied,
         )
         sizes = sizes_of(clause)
-        is_advice = not self._of.advice.isdisjoint(tokens.words[sentence[0] : sentence[1]])
+        is_advice = any(one.assertion == "hypothetical" for one in judgments) and (
+            not self._of.advice.isdisjoint(tokens.words[sentence[0] : sentence[1]])
+        )
         for number, (one, judgment) in enumerate(zip(findings, judgments, strict=True)):
-            places = places_of(clause, number)
+            place = place_of(clause, number)
             change = change_of(clause, number)
             # What is denied has not changed and has no size ("no X larger than 4 mm"), unless it is gone.
             is_gone = change == "resolved"
             is_denied = judgment.assertion == "absent"
-            concept = self._meant(one.value, places[0].value if places else None, spoken)
+            concept = self._meant(one.value, place.value if place else None, spoken)
             yield Entity(
                 span=_span(tokens, one),
                 concept=concept.name,
                 assertion=judgment.assertion,
-                anatomy=Place(span=_span(tokens, places[0]), name=places[0].value.name) if places else None,
+                anatomy=Place(span=_span(tokens, place), name=place.value.name) if place else None,
                 laterality=side_of(clause, number),
                 size_mm=() if is_denied and not is_gone else sizes.get(number, ()),
                 severity=severity_of(clause, number),
@@ -274,10 +280,9 @@ class EntityFinder:
                 states += self._state(tokens, one, concepts[number + 1 :])
             else:
                 found.append(one)
-        if any(one.value.kind != "sign" for one in found):
-            # A sign next to what it is a sign of is evidence, not another finding.
-            found = [one for one in found if one.value.kind != "sign"]
-        return _merge(found, states)
+        # A sign next to what it is a sign of is evidence, not another finding.
+        found = [one for one in found if one.value.kind != "sign"] or found
+        return _merge(found, states) if states or len(found) > 1 else found
 
     def _qualified(self, tokens: Tokens, begin: int, node: Match[Concept]) -> list[Match[Concept]]:
         """Make a finding of lymph nodes that are called abnormal, from the adjective on."""
@@ -338,17 +343,16 @@ _NODE_REACH = 4
 _ENLARGED_NODE = Concept(name="lymphadenopathy", kind="finding", parent="abnormality")
 
 
-def _within(matches: Sequence[Match[T]], at: int, first: int, last: int) -> tuple[list[Match[T]], int]:
-    """Take what lies in a sentence, from a list in order; what crosses its end is dropped."""
-    found: list[Match[T]] = []
-    while at < len(matches):
-        one = matches[at]
-        if one.first >= last:
-            break
-        if first <= one.first and one.last <= last:
-            found.append(one)
-        at += 1
-    return found, at
+def _by_sentence(matches: Sequence[Match[T]], sentences: Sequence[Span]) -> list[list[Match[T]]]:
+    """Divide matches in order among the sentences; what crosses the end of one is dropped."""
+    found: list[list[Match[T]]] = [[] for _ in sentences]
+    number = 0
+    for one in matches:
+        while one.first >= sentences[number][1]:
+            number += 1
+        if one.last <= sentences[number][1]:
+            found[number].append(one)
+    return found
 
 
 def _span(tokens: Tokens, match: Match[Concept]) -> Span:

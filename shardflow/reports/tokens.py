@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate, count
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -48,13 +49,8 @@ class Tokens:
     @cached_property
     def phrase_text(self) -> tuple[str, dict[int, int]]:
         """Words with a blank around each, and the token that begins at each place of it; the end too."""
-        places: dict[int, int] = {}
-        at = 1
-        for number, word in enumerate(self.words):
-            places[at] = number
-            at += len(word) + 1
-        places[at] = len(self.words)
-        return f" {' '.join(self.words)} ", places
+        lengths = [1, *(len(word) + 1 for word in self.words)]
+        return f" {' '.join(self.words)} ", dict(zip(accumulate(lengths), count()))
 
 
 class Match(NamedTuple, Generic[T]):
@@ -92,19 +88,19 @@ class PhraseIndex(Generic[T]):
 
 def keep_longest(matches: Iterable[Match[T]]) -> list[Match[T]]:
     """Keep the longest of overlapping matches, the first of equals; in the text's order."""
-    ordered = sorted(matches, key=by_first)
-    if len(ordered) < 2:
-        return ordered
+    found = list(matches)
     end = 0
-    for match in ordered:
+    for match in found:
         if match[0] < end:
             break
         end = match[1]
     else:
-        return ordered
+        # In order, and none overlaps another.
+        return found
+    found.sort(key=by_first)
     taken: set[int] = set()
     kept: list[Match[T]] = []
-    for match in sorted(ordered, key=_length, reverse=True):
+    for match in sorted(found, key=_length, reverse=True):
         span = range(match.first, match.last)
         if taken.isdisjoint(span):
             taken.update(span)
@@ -158,7 +154,7 @@ def _token(language: str) -> re.Pattern[str]:
         spoken = sorted((one for one in of.spoken if len(one) > 1 and not one.isascii()), key=len)
         return re.compile("|".join([number, *reversed(spoken), word, r"\S"]), re.ASCII)
     if not of.elided:
-        return re.compile(f"{number}|{word}|\\S")
+        return re.compile(f"{word}|{number}|\\S")
     elided = "|".join(sorted(of.elided, key=len, reverse=True))
     # Accents may be letters of their own.
     letter = r"[^\W_][\u0300-\u036f]*"
