@@ -383,6 +383,7 @@ class Scopes:
                 if is_nearer or (held is not None and distance == held[0] and effect == "absent"):
                     basis: Literal["cue", "list"] = "cue" if number == reached[0][0] else "list"
                     best[number] = (distance, Judgment(effect, strength, basis))
+        # Where nothing changes, nothing is denied only to have changed.
         if denied and self._words.alteration.isdisjoint(tokens.words[sentence[0] : sentence[1]]):
             denied = set()
         silent = Judgment("present", "", "shadowed" if is_shadowed else "plain")
