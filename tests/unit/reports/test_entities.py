@@ -125,6 +125,13 @@ def test_the_name_of_a_view_is_no_place(text: str, anatomy: str | None) -> None:
         ("Tortuous calcified aorta.", ["present", "present"]),
         ("The spleen is enlarged without laceration.", ["present", "absent"]),
         ("Subcutaneous emphysema, no emphysema.", ["present", "absent"]),
+        ("Edema would be unusual.", ["uncertain"]),
+        ("Low probability for pulmonary embolism.", ["uncertain"]),
+        ("This may simply represent atelectasis.", ["uncertain"]),
+        ("Follow-up to ensure resolution of pneumonia.", ["hypothetical"]),
+        ("No evidence to suggest that there is a fracture.", ["absent"]),
+        ("Nothing suspicious for malignancy.", ["absent"]),
+        ("None of the masses is cystic.", ["present"]),
     ],
 )
 def test_assertion(text: str, expected: list[str]) -> None:
