@@ -305,6 +305,8 @@ def _keyword(text: str, at: int, end: int, of: _Patterns) -> list[Atom]:
     if match is None:
         return []
     is_series = match["series"] is not None
+    if not is_series and (named := _named_pairs(text, at, match.end(), end, of)):
+        return named
     word = (match["series"] or match["image"]).lower()
     read = _read_numbers(text, match.end(), end, of, is_series=is_series, is_plural=word in of.plurals)
     if read is None:
@@ -322,6 +324,20 @@ def _keyword(text: str, at: int, end: int, of: _Patterns) -> list[Atom]:
     return [
         Atom(kind="series" if is_series else "image", start=at, end=stop, numbers=numbers, is_word=is_word)
     ]
+
+
+def _named_pairs(text: str, at: int, place: int, end: int, of: _Patterns) -> list[Atom]:
+    """Read pairs behind a word for images: "images 3:45, 47 and 4:50"; "image 31: 12 mm" is none."""
+    found: list[Atom] = []
+    pair = _PAIR.match(text, place, end)
+    while pair and pair["mark"] == ":" and " " not in pair.group():
+        series = int(pair["series"])
+        found.append(Atom(kind="pair", start=at, end=pair.end(), series=series, numbers=_range(pair)))
+        found += _more(text, pair.end(), end, series, of)
+        following = of.next.match(text, found[-1].end, end)
+        at = following.end() if following else end
+        pair = _PAIR.match(text, at, end)
+    return found
 
 
 def _more(text: str, at: int, end: int, series: int, of: _Patterns) -> Iterator[Atom]:
@@ -350,8 +366,10 @@ def _pairs(text: str, start: int, end: int, of: _Patterns) -> Iterator[Atom]:
         if of.no_pair.search(text[max(start, first - 40) : bracket.start()]):
             continue
         for match in _PAIR.finditer(text, first, last):
-            # A slash is a fraction or a date as well, unless there is nothing else in the bracket.
-            if match["mark"] == "/" and not of.only_slash_pairs.fullmatch(text, first, last):
+            # A slash is a fraction or a date as well (04/23), unless there is nothing else in the bracket.
+            if match["mark"] == "/" and (
+                match["series"][0] == "0" or not of.only_slash_pairs.fullmatch(text, first, last)
+            ):
                 continue
             if of.pair_lead.search(text[first : match.start()]):
                 series = int(match["series"])
