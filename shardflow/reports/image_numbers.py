@@ -316,7 +316,7 @@ def _keyword(text: str, at: int, end: int, of: _Patterns) -> list[Atom]:
         # The total of "series 3/8" was read with it; a slash may as well stand before the image.
         first_end = re.compile(r"\d+").match(text, match.end(), end)
         pair = of.at_series.match(text, first_end.end(), end) if first_end else None
-        if first_end and pair:
+        if first_end and pair and not of.unit.match(text, pair.end(), end):
             series = numbers[0][0]
             atom = Atom(kind="pair", start=at, end=pair.end(), series=series, numbers=_range(pair))
             return [atom, *_more(text, pair.end(), end, series, of)]

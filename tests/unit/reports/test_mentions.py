@@ -65,6 +65,7 @@ def test_one_image_said_in_many_ways(series: int, image: int) -> None:
         ("Key images 3:45 and 3:50-52.", "S3:45 S3:50-52"),
         ("Seen (image 3:45, 47 and 4:50).", "S3:45 S3:47 S4:50"),
         ("On image 31: 12 x 9 mm.", "?:31"),
+        ("Series 2: 5 mm axial.", "S2:*"),
         ("Nodule (04/23).", ""),
         ("Cyst on image 45 of series 3 and image 20 of series 5.", "S3:45 S5:20"),
         ("Cyst (image 45, series 3; image 60, series 5).", "S3:45 S5:60"),
