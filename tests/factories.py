@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from shardflow.format.keys import (
 from shardflow.format.ledger import LedgerRow, encode_ledger
 from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit
 from shardflow.format.reasons import OutcomeCounts
-from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.samples import COLUMNS, FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
 from shardflow.format.tar import TarWriter
 from shardflow.format.volumes.bricks import StoredVolume
@@ -255,6 +255,15 @@ def _write_shard(
         )
     )
     return entries
+
+
+def sample_entries(samples: SamplesTable) -> Iterator[SampleEntry]:
+    """Read back the rows of a samples table."""
+    for row, key in enumerate(samples.sample_keys()):
+        numbers = {name: int(samples.gather(name, row)) for name in COLUMNS if name != "sample_key"}
+        facts = {name: numbers.pop(name) for name in FACT_COLUMNS}
+        modality = samples.modalities[numbers.pop("modality")]
+        yield SampleEntry(sample_key=key, **numbers, facts=SampleFacts(**facts, modality=modality))
 
 
 def _put(store: LocalStore, path: str, data: bytes) -> FileEntry:

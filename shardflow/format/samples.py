@@ -7,7 +7,9 @@ these facts. The layout is in docs/format.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -41,6 +43,12 @@ DERIVED_COLUMNS: Final = (
 FORMAT_VERSION = 1
 FACT_COLUMNS = ("text_bytes", "num_series", "num_slices", "rows", "columns")
 COLUMNS = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
+MAX_MODALITIES: Final = 255
+_KEYS_AT_ONCE: Final = 1 << 16
+_NUM_KEY_TABLES: Final = 256
+_FIRST_SLOTS: Final = 16
+# Odd, so that multiplication is a bijection of 64 bits.
+_MIX: Final = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +133,13 @@ class SamplesTable:
             raise FormatError(f"{self._table.name} must hold sample keys in ASCII, got other bytes.")
         return key.decode("ascii")
 
+    def sample_keys(self) -> Iterator[str]:
+        """Yield the keys of all samples, without a list of them."""
+        keys = self.column("sample_key")
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            for key in keys[start : start + _KEYS_AT_ONCE].tolist():
+                yield key.decode("ascii")
+
     def column(self, name: str) -> NDArray[Any]:
         """Return a whole column as a read-only view, see `Table.column`."""
         return self._table.column(name)
@@ -170,8 +185,10 @@ class SamplesTable:
         if len(set(keys)) != len(keys):
             raise FormatError("sample keys must be unique in a dataset, got one twice.")
         modalities = sorted({entry.facts.modality for entry in rows})
-        if len(modalities) > 255:
-            raise FormatError(f"a dataset must have at most 255 modalities, got {len(modalities)}.")
+        if len(modalities) > MAX_MODALITIES:
+            raise FormatError(
+                f"a dataset must have at most {MAX_MODALITIES} modalities, got {len(modalities)}."
+            )
         names = [shard_splits[entry.shard] for entry in rows]
         splits = {
             name: [names.index(name), names.index(name) + names.count(name)]
@@ -192,6 +209,101 @@ class SamplesTable:
             columns,
             {"kind": KIND, "format_version": FORMAT_VERSION, "splits": splits, "modalities": modalities},
         )
+
+
+class KeySet:
+    """Set of sample keys by their 128-bit digests, 21 to 32 bytes each.
+
+    A table of Python objects takes 150. The digests are spread over many tables, so that the set never holds
+    two copies of itself while it grows.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._tables = [array("Q", bytes(16 * _FIRST_SLOTS)) for _ in range(_NUM_KEY_TABLES)]
+        self._counts = [0] * _NUM_KEY_TABLES
+        for key in keys:
+            self.add(key)
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def __contains__(self, key: str) -> bool:
+        number, low, high = _digest(key)
+        table = self._tables[number]
+        return table[_slot(table, low, high)] != 0
+
+    def add(self, key: str) -> None:
+        """Add a key, unless it is there already."""
+        number, low, high = _digest(key)
+        table = self._tables[number]
+        at = _slot(table, low, high)
+        if table[at]:
+            return
+        table[at], table[at + 1] = low, high
+        self._counts[number] += 1
+        num_slots = len(table) // 2
+        if 4 * self._counts[number] >= 3 * num_slots:
+            grown = self._tables[number] = array("Q", bytes(16 * (num_slots + num_slots // 2)))
+            for old in range(0, len(table), 2):
+                if table[old]:
+                    at = _slot(grown, table[old], table[old + 1])
+                    grown[at], grown[at + 1] = table[old], table[old + 1]
+
+
+def _digest(key: str) -> tuple[int, int, int]:
+    """Return the table of a key, and its digest as two numbers, of which the first is not 0."""
+    digest = hashlib.blake2b(key.encode("ascii"), digest_size=16).digest()
+    low, high = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+    return high % _NUM_KEY_TABLES, low or 1, high
+
+
+def _slot(table: array[int], low: int, high: int) -> int:
+    """Return where a digest is in a table, or the free place where it belongs."""
+    at = 2 * (low % (len(table) // 2))
+    while table[at] and (table[at] != low or table[at + 1] != high):
+        at = (at + 2) % len(table)
+    return at
+
+
+def key_hashes(keys: NDArray[np.bytes_]) -> NDArray[np.uint64]:
+    """Return 64 bits of each key, ``(n,)``, whatever the length of the column that holds it."""
+    width = -(-keys.dtype.itemsize // 8)
+    words = keys.astype(f"S{8 * width}").view("<u8").reshape(len(keys), width)
+    hashes = np.zeros(len(keys), np.uint64)
+    for place in range(width):
+        # A word of padding is 0 and adds nothing.
+        mixed = words[:, place] * np.uint64((2 * place + 1) * _MIX % 2**64)
+        hashes += (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_MIX)
+    return hashes
+
+
+def repeated_hashes(pieces: Iterable[NDArray[np.bytes_]], num_keys: int) -> NDArray[np.uint64]:
+    """Return the `key_hashes` that several of ``num_keys`` keys have: those of all keys that come twice.
+
+    Takes 9 bytes a key, however long the keys are. Different keys share a hash once in 10^19 pairs.
+    """
+    hashes = np.empty(num_keys, np.uint64)
+    at = 0
+    for keys in pieces:
+        hashes[at : at + len(keys)] = key_hashes(keys)
+        at += len(keys)
+    hashes.sort()
+    return np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+
+
+def repeated_key(pieces: Callable[[], Iterable[NDArray[np.bytes_]]], num_keys: int) -> str | None:
+    """Return the first key in their order that comes twice; None if each comes once.
+
+    Args:
+        pieces: Yields all keys; called a second time if some may be equal.
+        num_keys: Number of keys.
+    """
+    hashes = repeated_hashes(pieces(), num_keys)
+    if not len(hashes):
+        return None
+    keys = np.sort(np.concatenate([keys[np.isin(key_hashes(keys), hashes)] for keys in pieces()]))
+    repeated = np.flatnonzero(keys[1:] == keys[:-1])
+    return bytes(keys[repeated[0]]).decode("ascii") if len(repeated) else None
 
 
 def derived_column(index: ShardIndex, name: str) -> NDArray[Any]:

@@ -280,33 +280,58 @@ def write_samples(
         shards: In the order of the manifest.
         key_num_bytes: Length of the longest sample key.
         modalities: Names that the column ``modality`` points into.
-        given: Columns that no index determines (rows, columns, modality), all rows of each; zeros if not
-            given.
+        given: Columns that no index determines (rows, columns, modality), all rows of each; zeros where
+            one is not given.
 
     Raises:
         StorageError: It cannot be written.
         FormatError: An index cannot be trusted.
     """
-    store = LocalStore(root)
-    num_rows = sum(shard.num_samples for shard in shards)
+    store, given = LocalStore(root), given or {}
+    first = np.cumsum([0, *(shard.num_samples for shard in shards)])
+
+    def column(number: int, name: str) -> NDArray[Any]:
+        if name in given:
+            return given[name][first[number] : first[number + 1]]
+        if name in ("rows", "columns", "modality"):
+            return np.zeros(shards[number].num_samples, "u1")
+        index = shards[number].index.path
+        return derived_column(ShardIndex.decode(Table(store.map(index), name=index)), name)
+
+    table = stream_samples(
+        [(shard.split, shard.num_samples) for shard in shards],
+        column,
+        key_num_bytes=key_num_bytes,
+        modalities=modalities,
+    )
+    return write_file(root, path, table)
+
+
+def stream_samples(
+    shards: Sequence[tuple[str, int]],
+    column: Callable[[int, str], NDArray[Any]],
+    *,
+    key_num_bytes: int,
+    modalities: Sequence[str],
+) -> Iterator[bytes]:
+    """Yield a samples table in pieces.
+
+    Args:
+        shards: Split and number of samples of each shard, in the order of the manifest.
+        column: Returns a column of the samples of a shard, by its number; called for one at a time.
+        key_num_bytes: Length of the longest sample key.
+        modalities: Names that the column ``modality`` points into.
+    """
     splits: dict[str, list[int]] = {}
-    row = 0
-    for shard in shards:
-        span = splits.setdefault(shard.split, [row, row])
-        row = span[1] = row + shard.num_samples
+    num_rows = 0
+    for split, count in shards:
+        if count:
+            span = splits.setdefault(split, [num_rows, num_rows])
+            num_rows = span[1] = num_rows + count
 
     def pieces(name: str) -> Iterator[NDArray[Any]]:
-        start = 0
-        for number, shard in enumerate(shards):
-            stop = start + shard.num_samples
-            if name == "shard":
-                yield np.full(shard.num_samples, number)
-            elif name in ("rows", "columns", "modality"):
-                yield np.zeros(shard.num_samples, "u1") if given is None else given[name][start:stop]
-            else:
-                index = shard.index.path
-                yield derived_column(ShardIndex.decode(Table(store.map(index), name=index)), name)
-            start = stop
+        for number, (_, count) in enumerate(shards):
+            yield np.full(count, number) if name == "shard" else column(number, name)
 
     dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
     columns = [
@@ -321,7 +346,7 @@ def write_samples(
         "splits": splits,
         "modalities": list(modalities),
     }
-    return write_file(root, path, stream_table(columns, meta))
+    yield from stream_table(columns, meta)
 
 
 def write_file(root: Path, path: str, pieces: Iterable[bytes]) -> FileEntry:

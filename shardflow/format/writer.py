@@ -37,6 +37,7 @@ from shardflow.format.sample_values import (
     modality_of,
     picture_facts,
 )
+from shardflow.format.samples import MAX_MODALITIES, KeySet, SamplesTable, repeated_key
 from shardflow.format.shard_files import SplitFiles, link_shard, package_versions, write_file, write_samples
 from shardflow.format.table import Table
 from shardflow.format.tables import (
@@ -49,7 +50,6 @@ from shardflow.format.tables import (
 from shardflow.storage import LocalStore, write_atomic
 from shardflow.storage.local import file_locks
 
-_MAX_MODALITIES: Final = 255
 _MAX_PARTS: Final = 1_000_000
 # The packages whose versions decide the bytes that `ShardWriter` writes.
 _PACKAGES: Final = ("blosc2", "imagecodecs", "numpy", "opencv-python-headless", "shardflow")
@@ -63,7 +63,7 @@ class ShardWriter:
 
     The dataset appears when the block ends: the manifest is written last, and an exception removes what was
     written before it. The same samples in the same order give the same bytes. Held in memory are the index of
-    the open shard of each split and about 100 bytes for each sample.
+    the open shard of each split and 21 to 32 bytes for each sample, beside values given as ``columns=``.
 
     A sample is a mapping with a ``__key__`` (1 to 64 of ``a-z`` and ``0-9``) and fields named as in
     docs/format.md, section 4. The last part of a field's name says how its value is stored:
@@ -154,8 +154,8 @@ class ShardWriter:
         self._splits: dict[str, _WrittenSplit] = {}
         self._modalities: set[str] = set()
         self._kinds: dict[str, str] = {}
-        self._keys: set[str] = set()
-        self._stored_keys: frozenset[str] | None = None
+        self._keys = KeySet()
+        self._stored_keys: KeySet | None = None
         self._is_open = True
         self._lock: int | None = None
         self.dataset_id: str | None = None
@@ -219,8 +219,8 @@ class ShardWriter:
         """Take a finished dataset: `write` then checks that it holds the sample."""
         store = LocalStore(self._root)
         manifest = load(store)
-        samples = Table(store.map(manifest.samples.path), name=manifest.samples.path)
-        self._stored_keys = frozenset(key.decode() for key in samples.column("sample_key").tolist())
+        samples = SamplesTable(Table(store.map(manifest.samples.path), name=manifest.samples.path))
+        self._stored_keys = KeySet(samples.sample_keys())
         self.dataset_id = manifest.dataset_id
         shutil.rmtree(self._root / _PARTS, ignore_errors=True)
 
@@ -282,8 +282,8 @@ class ShardWriter:
         fields = encode_fields(sample)
         shape = check_series(fields)
         modality = modality_of(sample)
-        if modality not in self._modalities and len(self._modalities) == _MAX_MODALITIES:
-            raise FormatError(f"a dataset must have at most {_MAX_MODALITIES} modalities, got more.")
+        if modality not in self._modalities and len(self._modalities) == MAX_MODALITIES:
+            raise FormatError(f"a dataset must have at most {MAX_MODALITIES} modalities, got more.")
         self._open_split(name).add(key, fields, shape, modality, columns or {})
         self._modalities.add(modality)
         self._keys.add(key)
@@ -376,15 +376,19 @@ class _WrittenSplit:
         self, folder: Path, split: str, target_bytes: int, max_samples: int | None, kinds: dict[str, str]
     ) -> None:
         self._folder, self._split = folder, split
-        finished = list(_finished(folder, split))
-        self._remove_unfinished({shard.entry.name for shard in finished})
-        self._stored = np.concatenate([shard.keys for shard in finished]) if finished else np.zeros(0, "S")
-        self._place = 0
-        self.modalities = {name for shard in finished for name in shard.facts["modalities"]}
-        for shard in finished:
+        finished: list[ShardEntry] = []
+        self.modalities: set[str] = set()
+        for shard in _finished(folder, split):
+            finished.append(shard.entry)
+            self.modalities |= set(shard.modalities)
             for name, column in shard.columns.items():
                 kind = kind_of(column)
                 kinds[name] = joined_kind(kinds.get(name, kind), kind) or kind
+        self._remove_unfinished({entry.name for entry in finished})
+        self._num_stored = sum(entry.num_samples for entry in finished)
+        self._place = 0
+        self._stored = (key for shard in _finished(folder, split) for key in shard.keys.tolist())
+        self._next_stored: bytes | None = next(self._stored, None)
         self._columns = ColumnValues(kinds)
         self._begin()
         self.files = SplitFiles(
@@ -392,7 +396,7 @@ class _WrittenSplit:
             split,
             target_bytes,
             max_samples,
-            finished=[shard.entry for shard in finished],
+            finished=finished,
             on_shard=self._end_shard,
         )
 
@@ -414,14 +418,15 @@ class _WrittenSplit:
         Raises:
             FormatError: It holds another one at this place.
         """
-        if self._place == len(self._stored):
+        if self._place == self._num_stored:
             return False
-        if self._stored[self._place] != key.encode("ascii"):
+        if self._next_stored != key.encode("ascii"):
             raise FormatError(
                 "a resumed writer must be given the same samples in the same order, got another key as "
                 f"sample {self._place} of split {self._split}; give the same, or write into another folder."
             )
         self._place += 1
+        self._next_stored = next(self._stored, None)
         return True
 
     def add(
@@ -449,10 +454,10 @@ class _WrittenSplit:
         Raises:
             FormatError: Fewer samples came than finished shards hold.
         """
-        if self._place < len(self._stored):
+        if self._place < self._num_stored:
             raise FormatError(
                 f"a resumed writer must be given all samples again, got {self._place} of the "
-                f"{len(self._stored)} stored ones of split {self._split}; give the others too."
+                f"{self._num_stored} stored ones of split {self._split}; give the others too."
             )
         self.files.close()
 
@@ -478,19 +483,27 @@ class _WrittenSplit:
 
 
 class _FinishedShard:
-    """A finished shard of a part, as its files tell."""
+    """A finished shard of a part, as its files tell; each sample takes 9 bytes, and its columns theirs."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, store = folder, LocalStore(folder)
-        self.facts: dict[str, Any] = json.loads(store.read(f"shards/{name}.json"))
-        entry = self.facts["entry"]
+        facts: dict[str, Any] = json.loads(store.read(f"shards/{name}.json"))
+        entry = facts["entry"]
         self.entry = ShardEntry(**{**entry, "index": FileEntry(**entry["index"])})
-        index = Table(store.map(self.entry.index.path), name="the index of a part")
-        self.keys: NDArray[np.bytes_] = index.column("sample_key")
+        self.images: dict[str, dict[str, Any]] = facts["images"]
+        self.modalities: list[str] = facts["modalities"]
+        self.modality = np.array(facts["modality"], "u1")
+        self.rows, self.num_columns = np.array(facts["rows"], "u4"), np.array(facts["columns"], "u4")
         self.columns: dict[str, StoredColumn] = {}
         if (folder / "shards" / f"{name}.tbl").exists():
             table = ColumnsTable(Table(store.map(f"shards/{name}.tbl"), name="the columns of a part"))
             self.columns = {column: table.gather(column) for column in table.kinds}
+
+    @property
+    def keys(self) -> NDArray[np.bytes_]:
+        """Keys of the samples; the index is mapped anew."""
+        path = self.entry.index.path
+        return Table(LocalStore(self.folder).map(path), name="the index of a part").column("sample_key")
 
 
 def _finished(folder: Path, split: str) -> Iterator[_FinishedShard]:
@@ -512,22 +525,20 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
     found = [shard for split in sorted(by_split) for shard in by_split[split]]
     if not found:
         raise FormatError("a dataset must hold a sample, got none in any part; write one.")
-    keys = np.sort(np.concatenate([shard.keys for shard in found]))
-    repeated = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(repeated):
-        raise FormatError(
-            f"each sample must have a key of its own, got {keys[repeated[0]].decode()} in two parts; delete "
-            "the folder, and write the parts with other keys."
-        )
-    modalities = sorted({name for shard in found for name in shard.facts["modalities"]})
-    if len(modalities) > _MAX_MODALITIES:
-        raise FormatError(f"a dataset must have at most {_MAX_MODALITIES} modalities, got more.")
+    num_samples = sum(shard.entry.num_samples for shard in found)
+    if len(parts) > 1:  # a part has refused its own
+        repeated = repeated_key(lambda: (shard.keys for shard in found), num_samples)
+        if repeated is not None:
+            raise FormatError(
+                f"each sample must have a key of its own, got {repeated} in two parts; delete "
+                "the folder, and write the parts with other keys."
+            )
+    modalities = sorted({name for shard in found for name in shard.modalities})
+    if len(modalities) > MAX_MODALITIES:
+        raise FormatError(f"a dataset must have at most {MAX_MODALITIES} modalities, got more.")
     columns = join_columns([(shard.columns, shard.entry.num_samples) for shard in found])
     places = {name: code for code, name in enumerate(modalities)}
-    codes = [
-        np.array([places[name] for name in shard.facts["modalities"]], "u1")[shard.facts["modality"]]
-        for shard in found
-    ]
+    codes = [np.array([places[name] for name in shard.modalities], "u1")[shard.modality] for shard in found]
     shards = []
     for split in sorted(by_split):
         for number, shard in enumerate(by_split[split]):
@@ -538,25 +549,20 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
         root,
         "samples/samples-000001.tbl",
         shards,
-        key_num_bytes=keys.dtype.itemsize,
+        key_num_bytes=max(shard.keys.dtype.itemsize for shard in found),
         modalities=modalities,
         given={
-            "rows": np.concatenate([np.array(shard.facts["rows"], "u4") for shard in found]),
-            "columns": np.concatenate([np.array(shard.facts["columns"], "u4") for shard in found]),
+            "rows": np.concatenate([shard.rows for shard in found]),
+            "columns": np.concatenate([shard.num_columns for shard in found]),
             "modality": np.concatenate(codes),
         },
     )
-    images: dict[str, ImageFacts] = {}
-    for shard in found:
-        for name, plain in shard.facts["images"].items():
-            facts = ImageFacts(**{**plain, "rows": tuple(plain["rows"]), "columns": tuple(plain["columns"])})
-            images[name] = images[name].joined(facts) if name in images else facts
-    pictures = {name: facts.plain() for name, facts in sorted(images.items())}
+    pictures = _picture_facts(found)
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(shards),
         samples=samples,
-        counts=OutcomeCounts(packed=len(keys), skipped=0, quarantined=0),
+        counts=OutcomeCounts(packed=num_samples, skipped=0, quarantined=0),
         created_with=package_versions(_PACKAGES),
         extra={"members": {"images": pictures}} if pictures else {},
     )
@@ -565,6 +571,16 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
         # Before the manifest, so that no reader sees the samples without their labels.
         write_table(store, manifest.dataset_id, table, "study", columns, number=1)
     return commit(store, manifest)
+
+
+def _picture_facts(shards: Sequence[_FinishedShard]) -> dict[str, Json]:
+    """Return what the manifest says of pictures, by their names."""
+    images: dict[str, ImageFacts] = {}
+    for shard in shards:
+        for name, plain in shard.images.items():
+            facts = ImageFacts(**{**plain, "rows": tuple(plain["rows"]), "columns": tuple(plain["columns"])})
+            images[name] = images[name].joined(facts) if name in images else facts
+    return {name: facts.plain() for name, facts in sorted(images.items())}
 
 
 @contextmanager

@@ -270,7 +270,7 @@ class Execution:
             if run.workspace.array_task is None:
                 self._write_private_ledger()
             return run.unpublished("quarantine_limit", ingested, self.engine)
-        if self.base is not None and not settled.samples and is_unchanged(self.base, ingested):
+        if self.base is not None and not settled.shards and is_unchanged(self.base, ingested):
             return leave(run, self.base.manifest, ingested, self.engine)
         self._write_private_ledger(settled.notes)
         former = None if self.base is None else str(self.base.manifest.extra["plan_digest"])
@@ -296,7 +296,7 @@ class Execution:
         run.workspace.remove_work()
         run.progress.phase("done", 0)
         summary = run.summary("packed", manifest, self.engine, ingested)
-        notes = self._carried(manifest, len(settled.samples), attached)
+        notes = self._carried(manifest, settled.num_samples, attached)
         return replace(summary, notes=(*summary.notes, *notes))
 
     def _attach(self, dataset: Dataset) -> list[str]:
@@ -378,7 +378,7 @@ def leave(run: PackRun, finished: Manifest, ingested: Ingested, engine: Engine) 
 
 def _check_samples(settled: Settled) -> None:
     """Refuse to publish a dataset without samples."""
-    if settled.samples:
+    if settled.shards:
         return
     if settled.outcomes["quarantined"]:
         raise QuarantineLimitError

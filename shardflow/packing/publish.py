@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +14,7 @@ from shardflow.format.codecs import FAST, SLICE_CODEC
 from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
 from shardflow.format.records import RECORD_TIMES
-from shardflow.format.samples import SampleEntry, SampleFacts
+from shardflow.format.samples import FACT_COLUMNS
 from shardflow.format.shard_files import package_versions
 from shardflow.packing.config import PageConfig, content_digest
 from shardflow.packing.engines.base import decode
@@ -23,8 +23,8 @@ from shardflow.packing.studies.assembly import load_record
 from shardflow.packing.studies.fragment import StudyOutcome
 from shardflow.packing.studies.privacy import cleans_pixels, profile_codes
 from shardflow.packing.studies.report_content import UNKNOWN_RULES
-from shardflow.packing.versions.base import sample_entries, shard_number
-from shardflow.packing.versions.files import NewVersion, ledger_columns, merge_samples, write_version
+from shardflow.packing.versions.base import RowSpool, ShardRows, shard_number
+from shardflow.packing.versions.files import NewVersion, ledger_columns, write_version
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
@@ -83,8 +83,7 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
 class Settled:
     """Outcomes of a finished plan."""
 
-    shards: tuple[ShardEntry, ...]
-    samples: tuple[SampleEntry, ...]
+    shards: tuple[ShardRows, ...]
     outcomes: dict[str, int]
     """Inputs by outcome; they add up to the inputs that the job decides."""
     reasons: dict[str, int]
@@ -103,15 +102,21 @@ class Settled:
     """What the private ledger alone says about files, by row: names of ``rules`` that hold a file back or
     blank text in it, and the boxes that were ``blanked``."""
 
+    @property
+    def num_samples(self) -> int:
+        """Number of packed studies."""
+        return sum(map(len, self.shards))
+
 
 def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: ReportTable) -> Settled:
     """Set the outcome of every input from the records of the shards.
 
     Raises:
         ShardflowError: A shard has no record, or an input no outcome; an internal error.
+        StorageError: The rows of the samples cannot be written to the work folder.
     """
-    shards: list[ShardEntry] = []
-    samples: list[SampleEntry] = []
+    shards: list[ShardRows] = []
+    spool = RowSpool(workspace.rows)
     study_reason = plan.study_reason.copy()
     tallies: Counter[str] = Counter()
     languages: Counter[str] = Counter()
@@ -137,18 +142,17 @@ def settle(workspace: Workspace, plan: PackPlan, files: FileTable, reports: Repo
                 for at, boxes in outcome.blanked.items():
                     notes[int(rows[at])]["blanked"] = [list(box) for box in boxes]
         if record["tar"] is not None:
-            samples.extend(_entries(record, len(shards)))
-            shards.append(_shard_entry(planned.split, record))
+            packed = _spool(spool, record["samples"])
+            shards.append(ShardRows(_shard_entry(planned.split, record), spool, packed))
     reports.decide(study_reason)
     outcomes = count_outcomes(files.reason, reports.reason)
     if sum(outcomes.values()) != sum(int((table.reason != CARRIED).sum()) for table in (files, reports)):
         raise ShardflowError("the outcomes do not add up to the inputs; this is an internal error.")
     studies = count_outcomes(study_reason)
-    if studies["packed"] != len(samples):
+    if studies["packed"] != sum(map(len, shards)):
         raise ShardflowError("the packed studies are not the samples; this is an internal error.")
     return Settled(
         shards=tuple(shards),
-        samples=tuple(samples),
         outcomes=outcomes,
         reasons=count_reasons(files.reason, reports.reason),
         studies=studies,
@@ -192,7 +196,7 @@ def publish(
     Raises:
         StorageError: A file cannot be written.
     """
-    shards, samples = settled.shards, list(settled.samples)
+    shards = [*settled.shards]
     extra: dict[str, Any] = {
         "config": content,
         "deidentification": _deidentification(content["deid"], settled, base),
@@ -200,9 +204,7 @@ def publish(
         "variants": content["variants"],
     }
     if base is not None:
-        former = base.manifest.shards
-        kept = sample_entries(base.samples)
-        shards, samples = merge_samples([(former, kept), (shards, samples)])
+        shards += base.shard_rows()
         extra = {**base.extra, **extra, "next_shards": _next_shards(base, settled)}
     if reports := _reports(settled, base):
         extra[REPORT_COUNTS] = reports
@@ -215,7 +217,6 @@ def publish(
         version=1 if base is None else base.next_version,
         parent=None if base is None else base.manifest.dataset_id,
         shards=shards,
-        samples=samples,
         ledger=ledger_columns(ingested, base),
         created_with=created_with(content["deid"]),
         config_digest=content_digest(content),
@@ -261,21 +262,21 @@ def _reports(settled: Settled, base: Base | None) -> dict[str, dict[str, int]]:
 
 def _next_shards(base: Base, settled: Settled) -> dict[str, int]:
     numbers = base.next_shards
-    for shard in settled.shards:
+    for rows in settled.shards:
+        shard = rows.shard
         numbers[shard.split] = max(numbers.get(shard.split, 0), shard_number(shard) + 1)
     return numbers
 
 
-def _entries(record: dict[str, Any], shard: int) -> Iterator[SampleEntry]:
-    for row, sample in enumerate(record["samples"]):
-        yield SampleEntry(
-            sample_key=sample["sample_key"],
-            shard=shard,
-            row_in_shard=row,
-            offset_bytes=sample["offset_bytes"],
-            num_bytes=sample["num_bytes"],
-            facts=SampleFacts(**sample["facts"]),
-        )
+def _spool(spool: RowSpool, samples: Sequence[Mapping[str, Any]]) -> range:
+    """Append the samples of a shard's record to the rows of the job."""
+    columns: dict[str, Sequence[Any]] = {
+        name: [sample["facts"][name] for sample in samples] for name in FACT_COLUMNS
+    }
+    for name in ("sample_key", "offset_bytes", "num_bytes"):
+        columns[name] = [sample[name] for sample in samples]
+    columns["row_in_shard"] = range(len(samples))
+    return spool.add(columns, [sample["facts"]["modality"] for sample in samples])
 
 
 def _shard_entry(split: str, record: dict[str, Any]) -> ShardEntry:

@@ -132,6 +132,11 @@ class Workspace:
         return self.work / "shards"
 
     @property
+    def rows(self) -> Path:
+        """Rows of the samples table that the job makes, until it is written."""
+        return self.work / "rows"
+
+    @property
     def headers(self) -> Path:
         """Header rows of the input files; private."""
         return self.private / "headers"

@@ -23,6 +23,7 @@ from shardflow.format.verification import verify
 from shardflow.packing.corpora.inputs import read_list
 from shardflow.storage import LocalStore
 from tests.corpora_case import FAULTY, CorpusCase, make_lines
+from tests.factories import sample_entries
 from tests.pack_case import tree_digests
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
@@ -407,7 +408,6 @@ def test_verify_finds_a_changed_outcome_and_another_count(case: CorpusCase) -> N
 
 def test_the_table_of_samples_is_the_one_that_is_encoded_at_once(case: CorpusCase) -> None:
     from shardflow.format.samples import SamplesTable
-    from shardflow.packing.versions.base import sample_entries
 
     case.write("a.jsonl", make_lines(300, 1))
     case.pack()

@@ -19,6 +19,7 @@ from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.facts.studies import open_studies
 from shardflow.format.manifest import load, versions
+from shardflow.format.samples import SamplesTable
 from shardflow.format.tokens import TokenIds
 from shardflow.format.verification import verify
 from shardflow.loading import open_view
@@ -29,6 +30,7 @@ from shardflow.training.ledger import LedgerMicroBatch, LedgerWriter
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.dicom_factory import MadeStudy, make_study
+from tests.factories import sample_entries
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, read_ledger, tree_digests
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
@@ -66,6 +68,14 @@ def studies(packed: tuple[PackCase, list[MadeStudy]]) -> list[MadeStudy]:
 def _keys(case: PackCase, version: int | None = None) -> set[str]:
     samples = Dataset.open(case.output, version=version).samples
     return {samples.sample_key(row) for row in range(samples.num_samples)}
+
+
+def _is_canonical(case: PackCase) -> bool:
+    """Return whether the samples table has the bytes that follow from its rows."""
+    dataset = case.open()
+    splits = [shard.split for shard in dataset.manifest.shards]
+    encoded = SamplesTable.encode(sample_entries(dataset.samples), shard_splits=splits)
+    return encoded == (case.output / dataset.manifest.samples.path).read_bytes()
 
 
 def _payloads(case: PackCase, study: MadeStudy) -> dict[str, bytes]:
@@ -113,11 +123,14 @@ def test_a_patient_is_removed_with_all_studies_and_stays_away(
     make_study(case.dicom / "copy", patient="P0", study="A", num_slices=1, series=7)
     make_study(case.dicom / "nobody", patient="NOBODY", num_slices=1)
     late = make_study(case.dicom / "p9", patient="P9", num_slices=1)
+    assert _is_canonical(case)
     summary_2 = case.pack(*LOOSE, mode="append")
+    assert _is_canonical(case)
     assert summary_2.reasons == {"CONSENT_WITHDRAWN": 3 + 2 + 2 + 2 + 1 + 1}
     assert _keys(case) == kept | {case.sample_key(late.study_instance_uid)}
     assert case.pack(*LOOSE, mode="retry").status == "nothing_new"
     compact(case.output, case.private, deletes_old=True)
+    assert _is_canonical(case)
     assert case.pack(*LOOSE, mode="append").status == "nothing_new"
     assert len(_keys(case)) == 4
 

@@ -3,14 +3,20 @@
 Members are grouped into samples as webdataset does it; members that it would split or mix are refused or
 repaired, as the options say. Nothing is copied. The result depends on the tars, their order and the options
 alone, so a killed run is started again and produces identical bytes.
+
+Only the tars being read have their samples in memory. The index of each goes to a folder for temporary files
+until all keys are known to be different, since a refused run must leave nothing behind; per sample some 20
+bytes are held, and 20 for each class.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow._version import __version__
-from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError
+from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError, naming_os_errors
 from shardflow.format.foreign.places import LOCATIONS_VERSION, ImageFacts, split_location
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
+    FOREIGN_KEY_NUM_BYTES,
     HEAD_NUM_BYTES,
     TarMember,
     foreign_sample_key,
@@ -36,15 +43,18 @@ from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, sha256_hex, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
-from shardflow.format.samples import IMAGE_KINDS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.samples import IMAGE_KINDS, key_hashes, repeated_hashes
+from shardflow.format.shard_files import write_samples
+from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import COLUMN_NAME, StoredColumn, write_table
-from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream, member_num_bytes
+from shardflow.format.tar import HashedStream
 from shardflow.storage import ByteStore, LocalStore, open_store
 
 _MAX_KEY_BYTES = 4096
 _MAX_MEMBER_NAMES = 1000
 # A remote store answers a window of this with several requests side by side.
 _WINDOW_BYTES = 16 << 20
+_PIECE_BYTES: Final = 4 << 20
 CLASSES_TABLE: Final = "members"
 """Name of the attached table of the integers of ``cls`` fields."""
 _CLASS: Final = re.compile(rb"\s*([+-]?\d{1,18})\s*")
@@ -224,16 +234,32 @@ class IndexReport:
     """Columns that hold the integers of fields that end with ``cls``, such as ``members.cls``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Scanned:
-    """One tar after its reading."""
+    """One tar after its reading; what grows with its samples are arrays, and its index is in the spool."""
 
     name: str
     split: str
     location: str
     num_bytes: int
     sha256: str
-    grouped: GroupedShard
+    num_samples: int
+    num_skipped: int
+    num_repaired: int
+    fields: Counter[str]
+    """How many samples have each field."""
+    images: dict[str, ImageFacts]
+    rows: NDArray[np.uint32]
+    """``(num_samples,)``, see `ForeignSample.rows`."""
+    columns: NDArray[np.uint32]
+    classes: dict[str, tuple[array[int], array[int]]]
+    """Samples with an integer in a field that ends with ``cls``, and these integers."""
+    unreadable: frozenset[str]
+    """Fields that end with ``cls`` and hold something else somewhere."""
+
+    @property
+    def index_path(self) -> str:
+        return f"shards/{self.name}.idx"
 
 
 def index_tars(
@@ -250,7 +276,7 @@ def index_tars(
         sources: The tars; their order is the order of the shards of each split.
         url: Where to write the dataset: manifest, indexes and samples table.
         options: What to do with members that do not fit.
-        num_threads: Tars read at once; each holds 16 MiB.
+        num_threads: Tars read at once; each holds 16 MiB, and its samples.
         progress: Called with the numbers of tars read and of all tars.
 
     Raises:
@@ -264,8 +290,13 @@ def index_tars(
         raise ConfigError("OUT must hold no dataset, got one that stands there; name another folder.")
     named = _name_shards(sources)
     shards: list[_Scanned] = []
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        scans = [pool.submit(_scan, store, source, name, options) for source, name in named]
+    with (
+        tempfile.TemporaryDirectory(prefix="shardflow-index-") as folder,
+        ThreadPoolExecutor(max_workers=num_threads) as pool,
+    ):
+        spool = Path(folder)
+        (spool / "shards").mkdir()
+        scans = [pool.submit(_scan, store, source, name, options, spool) for source, name in named]
         try:
             for scan in scans:
                 shards.append(scan.result())
@@ -274,7 +305,7 @@ def index_tars(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return _write(store, shards, options)
+        return _write(store, spool, shards, options)
 
 
 def _name_shards(sources: Sequence[ForeignSource]) -> list[tuple[ForeignSource, str]]:
@@ -290,7 +321,7 @@ def _name_shards(sources: Sequence[ForeignSource]) -> list[tuple[ForeignSource, 
     return named
 
 
-def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOptions) -> _Scanned:
+def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOptions, spool: Path) -> _Scanned:
     is_local = "://" not in source.place
     place = str(Path(source.place).absolute()) if is_local else source.place
     folder, tar = split_location(place)
@@ -304,78 +335,128 @@ def _scan(store: ByteStore, source: ForeignSource, name: str, options: IndexOpti
         raise type(error)(f"the tar of {name} must be readable: {error.message.replace(tar, 'it')}") from None
     if is_local and isinstance(store, LocalStore):
         place = Path(os.path.relpath(place, store.root)).as_posix()
-    return _Scanned(name, source.split, place, stream.num_bytes, digest, grouped)
+    samples = grouped.samples
+    classes: dict[str, tuple[array[int], array[int]]] = {}
+    unreadable = set()
+    for row, sample in enumerate(samples):
+        for field_name, number in sample.classes.items():
+            if number is None:
+                unreadable.add(field_name)
+            else:
+                rows, numbers = classes.setdefault(field_name, (array("I"), array("q")))
+                rows.append(row)
+                numbers.append(number)
+    scanned = _Scanned(
+        name=name,
+        split=source.split,
+        location=place,
+        num_bytes=stream.num_bytes,
+        sha256=digest,
+        num_samples=len(samples),
+        num_skipped=grouped.num_skipped,
+        num_repaired=grouped.num_repaired,
+        fields=Counter(field_name for sample in samples for field_name in sample.fields),
+        images=grouped.images,
+        rows=np.array([sample.rows for sample in samples], np.uint32),
+        columns=np.array([sample.columns for sample in samples], np.uint32),
+        classes=classes,
+        unreadable=frozenset(unreadable),
+    )
+    data = ShardIndex.encode_foreign(
+        name,
+        stream.num_bytes,
+        [(foreign_sample_key(sample.key), list(sample.fields.values())) for sample in samples],
+        original_keys=[sample.key for sample in samples],
+        text_field=options.text_field,
+    )
+    _keep(spool, scanned, data)
+    return scanned
 
 
-def _assign_keys(shards: Sequence[_Scanned], options: IndexOptions) -> tuple[list[list[str]], int]:
-    """Give every sample its key, before a byte is written: a refused run must leave nothing behind.
+def _keep(spool: Path, shard: _Scanned, data: bytes) -> None:
+    with naming_os_errors("keeping an index in the folder for temporary files (TMPDIR)"):
+        (spool / shard.index_path).write_bytes(data)
+
+
+def _kept(spool: Path, shard: _Scanned) -> Table:
+    return Table(LocalStore(spool).map(shard.index_path), name=shard.index_path)
+
+
+def _rename_repeated(spool: Path, shards: Sequence[_Scanned], options: IndexOptions) -> int:
+    """Give samples whose key another one had before a key of their own, in the indexes of the spool.
 
     Returns:
-        The keys of each shard's samples, and how many samples were renamed.
+        How many samples were renamed.
+
+    Raises:
+        FormatError: There is such a sample, and the options refuse it; or there is no sample at all.
     """
-    assigned: list[list[str]] = []
-    taken: dict[str, str] = {}
-    num_renamed = 0
-    for shard in shards:
-        keys = []
-        for row, sample in enumerate(shard.grouped.samples):
-            key = foreign_sample_key(sample.key)
-            if key in taken:
-                if options.duplicate_keys == "refuse":
-                    raise FormatError(
-                        f"a key must be of one sample, got the one of sample {row} of {shard.name} in "
-                        f"{taken[key]} as well; index with --duplicate-keys rename."
-                    )
-                key = foreign_sample_key(sample.key, shard=shard.name, occurrence=row)
-                num_renamed += 1
-            taken[key] = shard.name
-            keys.append(key)
-        assigned.append(keys)
-    if not taken:
+    num_samples = sum(shard.num_samples for shard in shards)
+    if not num_samples:
         raise FormatError(
             f"tars must hold samples, got none in {len(shards)}; are their members named KEY.FIELD?"
         )
-    return assigned, num_renamed
+    repeated = repeated_hashes((_kept(spool, shard).column("sample_key") for shard in shards), num_samples)
+    taken: dict[bytes, str] = {}
+    num_renamed = 0
+    for shard in shards if len(repeated) else ():
+        table = _kept(spool, shard)
+        columns = {name: table.column(name) for name in table.column_names}
+        keys = columns["sample_key"] = columns["sample_key"].copy()
+        before = num_renamed
+        for row in np.flatnonzero(np.isin(key_hashes(keys), repeated)).tolist():
+            key = bytes(keys[row])
+            if key not in taken:
+                taken[key] = shard.name
+                continue
+            if options.duplicate_keys == "refuse":
+                raise FormatError(
+                    f"a key must be of one sample, got the one of sample {row} of {shard.name} in "
+                    f"{taken[key]} as well; index with --duplicate-keys rename."
+                )
+            original = bytes(columns["original_key"][row])
+            keys[row] = foreign_sample_key(original, shard=shard.name, occurrence=row).encode()
+            num_renamed += 1
+        if num_renamed > before:
+            _keep(spool, shard, encode_table(columns, table.meta))
+    return num_renamed
 
 
-def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) -> IndexReport:
-    assigned, num_renamed = _assign_keys(shards, options)
-    entries: list[ShardEntry] = []
-    samples: list[SampleEntry] = []
+def _write(store: ByteStore, spool: Path, shards: Sequence[_Scanned], options: IndexOptions) -> IndexReport:
+    num_renamed = _rename_repeated(spool, shards, options)
     fields: Counter[str] = Counter()
-    for number, (shard, keys) in enumerate(zip(shards, assigned, strict=True)):
-        for sample in shard.grouped.samples:
-            fields.update(sample.fields.keys())
-        located = [
-            (key, list(sample.fields.values()))
-            for key, sample in zip(keys, shard.grouped.samples, strict=True)
-        ]
-        data = ShardIndex.encode_foreign(
-            shard.name,
-            shard.num_bytes,
-            located,
-            original_keys=[sample.key for sample in shard.grouped.samples],
-            text_field=options.text_field,
-        )
+    entries: list[ShardEntry] = []
+    for shard in shards:
+        fields.update(shard.fields)
+        data = (spool / shard.index_path).read_bytes()
+        index = FileEntry(path=shard.index_path, num_bytes=len(data), sha256=sha256_hex(data))
         entry = ShardEntry(
             name=shard.name,
             split=shard.split,
             path=f"shards/{shard.name}.tar",
             num_bytes=shard.num_bytes,
             sha256=shard.sha256,
-            index=_put(store, f"shards/{shard.name}.idx", data),
-            num_samples=len(keys),
-            num_fields=sum(len(found) for _, found in located),
+            index=_put(store, spool, index),
+            num_samples=shard.num_samples,
+            num_fields=shard.fields.total(),
         )
         entries.append(entry)
-        samples += _rows(number, shard, keys, options.text_field)
-    table = SamplesTable.encode(samples, shard_splits=[shard.split for shard in shards])
-    num_fields = sum(fields.values())
-    num_skipped = sum(shard.grouped.num_skipped for shard in shards)
+    table = write_samples(
+        spool,
+        "samples/samples-000001.tbl",
+        entries,
+        key_num_bytes=FOREIGN_KEY_NUM_BYTES,
+        given={
+            "rows": np.concatenate([shard.rows for shard in shards]),
+            "columns": np.concatenate([shard.columns for shard in shards]),
+        },
+    )
+    num_fields = fields.total()
+    num_skipped = sum(shard.num_skipped for shard in shards)
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(entries),
-        samples=_put(store, "samples/samples-000001.tbl", table),
+        samples=_put(store, spool, table),
         counts=OutcomeCounts(packed=num_fields, skipped=num_skipped, quarantined=0),
         created_with={"shardflow": __version__},
         config_digest=options.digest(),
@@ -394,11 +475,11 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
     return IndexReport(
         dataset_id=commit(store, manifest),
         num_shards=len(shards),
-        num_samples=len(samples),
+        num_samples=sum(shard.num_samples for shard in shards),
         num_fields=num_fields,
         num_bytes=sum(shard.num_bytes for shard in shards),
         num_skipped=num_skipped,
-        num_repaired=sum(shard.grouped.num_repaired for shard in shards),
+        num_repaired=sum(shard.num_repaired for shard in shards),
         num_renamed=num_renamed,
         fields=dict(sorted(fields.items())),
         columns=tuple(f"{CLASSES_TABLE}.{column.name}" for column in classes),
@@ -407,19 +488,19 @@ def _write(store: ByteStore, shards: Sequence[_Scanned], options: IndexOptions) 
 
 def _class_columns(shards: Sequence[_Scanned]) -> list[StoredColumn]:
     """Return a column for each field that ends with ``cls`` and holds an integer wherever it is."""
-    num_rows = sum(len(shard.grouped.samples) for shard in shards)
+    num_rows = sum(shard.num_samples for shard in shards)
     values: dict[str, NDArray[np.int64]] = {}
     known: dict[str, NDArray[np.bool_]] = {}
-    others: set[str] = set()
-    for row, sample in enumerate(sample for shard in shards for sample in shard.grouped.samples):
-        for name, number in sample.classes.items():
-            if number is None:
-                others.add(name)
-                continue
+    others = {name for shard in shards for name in shard.unreadable}
+    start = 0
+    for shard in shards:
+        for name, (rows, numbers) in shard.classes.items():
             if name not in values and len(values) < _MAX_MEMBER_NAMES:
                 values[name], known[name] = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool)
             if name in values:
-                values[name][row], known[name][row] = number, True
+                at = start + np.asarray(rows)
+                values[name][at], known[name][at] = numbers, True
+        start += shard.num_samples
     columns: dict[str, StoredColumn] = {}
     for name in sorted(values.keys() - others):
         column = re.sub("[^a-z0-9_]", "_", name)
@@ -436,7 +517,7 @@ def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str,
         return {}
     images: dict[str, ImageFacts] = {}
     for shard in shards:
-        for name, facts in shard.grouped.images.items():
+        for name, facts in shard.images.items():
             images[name] = images[name].joined(facts) if name in images else facts
     return {
         "fields": dict(sorted(fields.items())),
@@ -444,39 +525,20 @@ def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str,
     }
 
 
-def _rows(number: int, shard: _Scanned, keys: Sequence[str], text_field: str) -> list[SampleEntry]:
-    rows = []
-    for row, (key, sample) in enumerate(zip(keys, shard.grouped.samples, strict=True)):
-        located = list(sample.fields.values())
-        text = sample.fields.get(text_field)
-        num_images = sum(name.rpartition(".")[2] in IMAGE_KINDS for name in sample.fields)
-        rows.append(
-            SampleEntry(
-                sample_key=key,
-                shard=number,
-                row_in_shard=row,
-                offset_bytes=located[0].offset - BLOCK_NUM_BYTES,
-                num_bytes=sum(member_num_bytes(part.num_bytes) for part in located),
-                facts=SampleFacts(
-                    text_bytes=text.num_bytes if text else 0,
-                    num_series=min(num_images, 1),
-                    num_slices=num_images,
-                    rows=sample.rows,
-                    columns=sample.columns,
-                    modality="",
-                ),
-            )
-        )
-    return rows
+def _put(store: ByteStore, spool: Path, entry: FileEntry) -> FileEntry:
+    """Put a file of the spool into the dataset."""
 
+    def pieces() -> Iterator[bytes]:
+        with (spool / entry.path).open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
 
-def _put(store: ByteStore, path: str, data: bytes) -> FileEntry:
     try:
-        store.put_new(path, data)
+        store.put_stream(entry.path, pieces(), entry.num_bytes)
     except AlreadyExistsError:
         # A killed run left it, before it wrote the manifest that would name it.
-        if store.read(path) != data:
+        if HashedStream(store, entry.path).hexdigest() != entry.sha256:
             raise ConfigError(
-                f"OUT must hold nothing of another dataset, got {path}; name an empty folder."
+                f"OUT must hold nothing of another dataset, got {entry.path}; name an empty folder."
             ) from None
-    return FileEntry(path=path, num_bytes=len(data), sha256=sha256_hex(data))
+    return entry

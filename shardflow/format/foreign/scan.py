@@ -35,6 +35,7 @@ _PNG_GRAY: Final = (0, 4)
 # Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
+FOREIGN_KEY_NUM_BYTES: Final = 32
 FOREIGN_FIELD_PATTERN: Final = re.compile(r"[a-z0-9_@+-]+(\.[a-z0-9_@+-]+)*", re.ASCII)
 MAX_PATTERN_NAMES: Final = 1_000_000
 _MEMBER: Final = re.compile(rb"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
@@ -130,7 +131,7 @@ def foreign_sample_key(key: bytes, *, shard: str = "", occurrence: int = 0) -> s
     text = b"\0".join(
         [b"foreign sample key 1", key, *([shard.encode(), b"%d" % occurrence] if shard else [])]
     )
-    return hashlib.sha256(text).hexdigest()[:32]
+    return hashlib.sha256(text).hexdigest()[:FOREIGN_KEY_NUM_BYTES]
 
 
 def expand_braces(pattern: str) -> Iterator[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.format.manifest import Manifest, ShardEntry
-from shardflow.format.samples import FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.samples import FACT_COLUMNS, KeySet, SamplesTable
 from shardflow.format.table import Table
 from shardflow.packing.config import PageConfig
 from shardflow.packing.inventory import (
@@ -33,7 +33,7 @@ from shardflow.packing.inventory import (
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from shardflow.packing.workspace import Workspace
 
@@ -258,17 +258,123 @@ class Base:
     def patient_splits(self) -> dict[str, str]:
         """Return the split of every packed patient, by surrogate."""
         patients = dict(zip(self.known.keys, self.known.patients, strict=True))
-        splits = [shard.split for shard in self.manifest.shards]
-        keys, shards = self.samples.column("sample_key").tolist(), self.samples.column("shard").tolist()
         found = {
-            patients.get(key.decode("ascii"), ""): splits[n] for key, n in zip(keys, shards, strict=True)
+            patients.get(key, ""): rows.shard.split
+            for rows in self.shard_rows()
+            for key in rows.sample_keys()
         }
         found.pop("", None)
         return found
 
-    def packed_keys(self) -> set[str]:
+    def packed_keys(self) -> KeySet:
         """Return the sample keys of the version."""
-        return {key.decode("ascii") for key in self.samples.column("sample_key").tolist()}
+        return KeySet(self.samples.sample_keys())
+
+    def shard_rows(self) -> list[ShardRows]:
+        """Return the samples of each shard."""
+        shards = self.manifest.shards
+        stops = np.cumsum([shard.num_samples - shard.num_removed for shard in shards]).tolist()
+        starts = [0, *stops]
+        return [
+            ShardRows(shard, self.samples, range(start, stop))
+            for shard, start, stop in zip(shards, starts, stops, strict=False)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardRows:
+    """A shard of a version, and where the rows of its samples are; they are read when they are written."""
+
+    shard: ShardEntry
+    source: SamplesTable | RowSpool
+    """Table of the previous version, or rows that this job made."""
+    rows: range | NDArray[np.int64]
+    """Of the source."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of the samples table, ``(num_samples,)``; modalities by the codes of the source."""
+        rows = np.arange(self.rows.start, self.rows.stop) if isinstance(self.rows, range) else self.rows
+        return self.source.gather(name, rows)
+
+    def sample_keys(self) -> list[str]:
+        """Return the sample keys."""
+        return [key.decode("ascii") for key in self.column("sample_key").tolist()]
+
+    def without(self, removed: Collection[str]) -> ShardRows:
+        """Return the shard without some samples, by key; their bytes stay in it."""
+        rows = [row for row, key in zip(self.rows, self.sample_keys(), strict=True) if key not in removed]
+        if len(rows) == len(self):
+            return self
+        # A shard without samples is left out of the next version.
+        num_removed = self.shard.num_samples - len(rows) if rows else 0
+        return ShardRows(replace(self.shard, num_removed=num_removed), self.source, np.array(rows, np.int64))
+
+
+_ROW: Final = np.dtype(
+    [
+        ("sample_key", "S64"),
+        ("row_in_shard", "<u4"),
+        ("offset_bytes", "<u8"),
+        ("num_bytes", "<u8"),
+        *((name, "<u4") for name in FACT_COLUMNS),
+        ("modality", "<u2"),
+    ]
+)
+
+
+class RowSpool:
+    """Rows of the samples table that a job makes, in a file until the table is written; none is in memory.
+
+    Args:
+        path: The file, in the work folder; what an earlier job left there is overwritten.
+
+    Attributes:
+        modalities: Names that the column ``modality`` points into.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_rows = 0
+        self.modalities: list[str] = []
+
+    def add(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]], modality: Sequence[str]) -> range:
+        """Append rows; return their numbers.
+
+        Args:
+            columns: All columns but ``shard`` and ``modality``.
+            modality: Of each sample, by name.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        rows = np.zeros(len(modality), _ROW)
+        for name, values in columns.items():
+            rows[name] = values
+        for name in sorted({*modality} - {*self.modalities}):
+            self.modalities.append(name)
+        codes = {name: code for code, name in enumerate(self.modalities)}
+        rows["modality"] = [codes[name] for name in modality]
+        mode = "ab" if self._num_rows else "wb"
+        with naming_os_errors("writing rows of samples to the work folder"), self._path.open(mode) as file:
+            file.write(rows.tobytes())
+        self._num_rows += len(rows)
+        return range(self._num_rows - len(rows), self._num_rows)
+
+    def gather(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return some rows of a column; all rows between them are read.
+
+        Raises:
+            StorageError: The file cannot be read.
+        """
+        if not len(rows):
+            return np.zeros(0, _ROW[name])
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        with naming_os_errors("reading rows of samples from the work folder"):
+            read = np.fromfile(self._path, _ROW, stop - start, offset=start * _ROW.itemsize)
+        return np.asarray(read[name][rows - start])
 
 
 def shard_number(shard: ShardEntry) -> int:
@@ -283,23 +389,6 @@ def shard_number(shard: ShardEntry) -> int:
             f"a shard must be named <split>-<number>, got {shard.name}; is it of another writer?"
         )
     return int(number)
-
-
-def sample_entries(samples: SamplesTable) -> Iterator[SampleEntry]:
-    """Read back the rows of a samples table."""
-    names = ("sample_key", "shard", "row_in_shard", "offset_bytes", "num_bytes", *FACT_COLUMNS, "modality")
-    columns: list[list[Any]] = [np.asarray(samples.column(name)).tolist() for name in names]
-    for key, shard, row, offset, num_bytes, *facts, modality in zip(*columns, strict=True):
-        yield SampleEntry(
-            sample_key=key.decode("ascii"),
-            shard=shard,
-            row_in_shard=row,
-            offset_bytes=offset,
-            num_bytes=num_bytes,
-            facts=SampleFacts(
-                **dict(zip(FACT_COLUMNS, facts, strict=True)), modality=samples.modalities[modality]
-            ),
-        )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

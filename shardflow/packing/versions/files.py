@@ -15,12 +15,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardflow.errors import FormatError
 from shardflow.format import Dataset
 from shardflow.format.facts.columns import carry_tables
 from shardflow.format.facts.making import write_facts
@@ -28,10 +29,11 @@ from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
 from shardflow.format.facts.voxels import VoxelsManifest, write_voxels
 from shardflow.format.ledger import LedgerChain, LedgerRow
-from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
+from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
-from shardflow.format.samples import SampleEntry, SamplesTable
-from shardflow.format.shard_files import write_file
+from shardflow.format.samples import MAX_MODALITIES, KeySet, SamplesTable, repeated_key
+from shardflow.format.shard_files import stream_samples, write_file
+from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
 from shardflow.packing.inventory import (
@@ -47,7 +49,7 @@ from shardflow.packing.inventory import (
 )
 from shardflow.packing.people import write_evidence
 from shardflow.packing.upload import uploader_of
-from shardflow.packing.versions.base import Base, file_identity
+from shardflow.packing.versions.base import Base, ShardRows, file_identity
 from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
 from shardflow.storage.local import write_atomic
@@ -289,8 +291,8 @@ class NewVersion:
 
     version: int
     parent: str | None
-    shards: tuple[ShardEntry, ...]
-    samples: Sequence[SampleEntry]
+    shards: Sequence[ShardRows]
+    """In any order; those without a sample are left out."""
     ledger: LedgerColumns
     created_with: Mapping[str, str]
     config_digest: str | None
@@ -314,8 +316,7 @@ class NewestVersion:
 
     def replace(
         self,
-        shards: Sequence[ShardEntry],
-        samples: Iterable[SampleEntry],
+        shards: Sequence[ShardRows],
         reason: NDArray[np.uint8],
         progress: Progress,
         **extra: Any,
@@ -324,18 +325,15 @@ class NewestVersion:
 
         Args:
             shards: Shards of the next version; those without a sample are left out.
-            samples: Samples of the next version, with their shard by position in ``shards``.
             reason: ``(num_known,)`` of every input.
             progress: Receives the phases.
             **extra: Changed facts of the manifest.
         """
         base, known, manifest = self.base, self.base.known, self.base.manifest
-        ordered, placed = merge_samples([(shards, samples)])
         new = NewVersion(
             version=base.next_version,
             parent=manifest.dataset_id,
-            shards=ordered,
-            samples=placed,
+            shards=shards,
             ledger=LedgerColumns(known.surrogate, known.kind, reason, known.study, known.keys),
             created_with=manifest.created_with,
             config_digest=manifest.config_digest,
@@ -385,15 +383,16 @@ def write_version(
     """
     output = workspace.output
     progress.phase("samples", 0)
-    table = SamplesTable.encode(new.samples, shard_splits=[shard.split for shard in new.shards])
-    samples = write_file(output, samples_path(new.version), [table])
+    shards = sorted((rows for rows in new.shards if len(rows)), key=lambda rows: shard_order(rows.shard))
+    entry = write_rows(output, samples_path(new.version), shards)
+    samples = SamplesTable(Table(LocalStore(output).map(entry.path), name=entry.path))
     progress.phase("ledger", 0)
     ledger = write_ledger(output, ledger_path(new.version), new.ledger)
     manifest = Manifest(
         manifest_version=new.version,
         parent=new.parent,
-        shards=new.shards,
-        samples=samples,
+        shards=tuple(rows.shard for rows in shards),
+        samples=entry,
         ledger=ledger,
         counts=OutcomeCounts(**count_outcomes(new.ledger.reason)),
         created_with=new.created_with,
@@ -401,9 +400,9 @@ def write_version(
         key_id=new.key_id,
         extra={
             **new.extra,
-            "num_slices": sum(entry.facts.num_slices for entry in new.samples),
+            "num_slices": int(samples.column("num_slices").sum(dtype=np.int64)),
             "reasons": count_reasons(new.ledger.reason),
-            "studies": dict(new.studies) if new.studies is not None else _count_studies(new),
+            "studies": dict(new.studies) if new.studies is not None else _count_studies(new.ledger, samples),
         },
     )
     if new.page.enabled:
@@ -431,24 +430,40 @@ def write_version(
     return manifest
 
 
-def merge_samples(
-    parts: Iterable[tuple[Sequence[ShardEntry], Iterable[SampleEntry]]],
-) -> tuple[tuple[ShardEntry, ...], list[SampleEntry]]:
-    """Merge shards and samples of several lists, in the order of a manifest.
+def write_rows(output: Path, path: str, shards: Sequence[ShardRows]) -> FileEntry:
+    """Write the samples table, a shard at a time.
 
     Args:
-        parts: Shards, and samples with their shard by position; shards without a sample are left out.
+        output: Folder of the dataset.
+        path: Of the table.
+        shards: In the order of the manifest.
+
+    Raises:
+        FormatError: A sample key is doubled, or there are more than 255 modalities.
+        StorageError: It cannot be written.
     """
-    samples: list[tuple[str, SampleEntry]] = []
-    by_name: dict[str, ShardEntry] = {}
-    for shards, entries in parts:
-        for entry in entries:
-            shard = shards[entry.shard]
-            by_name[shard.name] = shard
-            samples.append((shard.name, entry))
-    ordered = sorted(by_name.values(), key=shard_order)
-    numbers = {shard.name: number for number, shard in enumerate(ordered)}
-    return tuple(ordered), [replace(entry, shard=numbers[name]) for name, entry in samples]
+    if repeated_key(lambda: (rows.column("sample_key") for rows in shards), sum(map(len, shards))):
+        raise FormatError("sample keys must be unique in a dataset, got one twice.")
+    key_num_bytes = 1
+    found: set[str] = set()
+    for rows in shards:
+        key_num_bytes = max(key_num_bytes, int(np.strings.str_len(rows.column("sample_key")).max()))
+        found.update(rows.source.modalities[code] for code in np.unique(rows.column("modality")).tolist())
+    modalities = sorted(found)
+    if len(modalities) > MAX_MODALITIES:
+        raise FormatError(f"a dataset must have at most {MAX_MODALITIES} modalities, got {len(modalities)}.")
+    codes = {name: code for code, name in enumerate(modalities)}
+
+    def column(number: int, name: str) -> NDArray[Any]:
+        rows = shards[number]
+        if name != "modality":
+            return rows.column(name)
+        recoded = np.array([codes.get(one, 0) for one in rows.source.modalities], np.uint8)
+        return np.asarray(recoded[rows.column(name)])
+
+    counts = [(rows.shard.split, len(rows)) for rows in shards]
+    table = stream_samples(counts, column, key_num_bytes=key_num_bytes, modalities=modalities)
+    return write_file(output, path, table)
 
 
 def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
@@ -473,17 +488,19 @@ def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:
             shutil.rmtree(folder)
 
 
-def _count_studies(new: NewVersion) -> dict[str, int]:
+def _count_studies(ledger: LedgerColumns, samples: SamplesTable) -> dict[str, int]:
     """Count studies by their worst input; the packed ones are the samples."""
-    packed = {entry.sample_key for entry in new.samples}
-    outcomes: dict[str, str] = {}
-    for row in new.ledger.rows():
-        key = row.sample_key
-        if key is not None and key not in packed and outcomes.get(key) != "quarantined":
-            outcomes[key] = row.outcome if row.outcome == "quarantined" else "skipped"
-    found = list(outcomes.values())
+    packed = KeySet(samples.sample_keys())
+    left = np.array([key not in packed for key in ledger.keys], np.bool_)
+    has_input, is_quarantined = np.zeros(len(left), np.bool_), np.zeros(len(left), np.bool_)
+    of_study = ledger.study != NO_STUDY
+    has_input[ledger.study[of_study]] = True
+    for code in np.unique(ledger.reason).tolist():
+        reason = reason_name(code)
+        if reason is not None and outcome_of(reason) is Outcome.QUARANTINED:
+            is_quarantined[ledger.study[of_study & (ledger.reason == code)]] = True
     return {
-        "packed": len(packed),
-        "skipped": found.count("skipped"),
-        "quarantined": found.count("quarantined"),
+        "packed": samples.num_samples,
+        "skipped": int((left & has_input & ~is_quarantined).sum()),
+        "quarantined": int((left & is_quarantined).sum()),
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import REPORT_COUNTS, REPORT_JSON_FIELD, SAMPLE_KEY_PATTERN, shard_name
 from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
 from shardflow.format.reasons import Reason
-from shardflow.format.samples import SampleEntry
+from shardflow.format.samples import FACT_COLUMNS
 from shardflow.format.shard_files import write_file
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.format.volumes.bricks import StoredVolume
@@ -41,7 +42,7 @@ from shardflow.packing.progress import SilentProgress
 from shardflow.packing.studies.pictures import read_pictures
 from shardflow.packing.studies.privacy import counts_without
 from shardflow.packing.studies.report_content import UNKNOWN_RULES, rules_of
-from shardflow.packing.versions.base import sample_entries
+from shardflow.packing.versions.base import RowSpool, ShardRows
 from shardflow.packing.versions.files import encode_entry, open_newest, remove_strangers
 from shardflow.packing.workspace import CrashLog
 from shardflow.storage import LocalStore
@@ -159,7 +160,7 @@ def remove(
             dataset_id=manifest.dataset_id,
             manifest_version=manifest.manifest_version,
             num_studies=len(removed.studies - before),
-            num_samples=len((removed.studies - before) & packed),
+            num_samples=sum(key in packed for key in removed.studies - before),
             num_unknown=num_unknown,
             num_linked=num_linked,
         )
@@ -196,8 +197,8 @@ def _count_linked(workspace: Workspace, base: Base, removed: _Removed) -> int:
 
 def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Manifest:
     workspace, base, manifest = newest.workspace, newest.base, newest.base.manifest
-    kept = [entry for entry in sample_entries(base.samples) if entry.sample_key not in removed.studies]
-    if not kept:
+    kept = [rows.without(removed.studies) for rows in base.shard_rows()]
+    if not any(map(len, kept)):
         raise ConfigError(
             "a dataset must keep at least one sample, got a removal of all; delete the dataset's folder and "
             "its private folder instead."
@@ -214,7 +215,6 @@ def _write(newest: NewestVersion, removed: _Removed, progress: Progress) -> Mani
     reason = base.known.reason.copy()
     reason[_is_removed(base, removed)] = reason_code(Reason.CONSENT_WITHDRAWN)
     return newest.replace(
-        _count_removed(manifest.shards, kept),
         kept,
         reason,
         progress,
@@ -255,18 +255,13 @@ def _report_counts(newest: NewestVersion, removed: _Removed) -> dict[str, Any]:
 def _rows_of(newest: NewestVersion, removed: _Removed) -> tuple[Dataset, list[int]]:
     base, manifest, uploader = newest.base, newest.base.manifest, newest.uploader
     store = LocalStore(newest.workspace.output) if uploader is None else uploader.store(manifest)
-    keys = base.samples.column("sample_key").tolist()
-    rows = [row for row, key in enumerate(keys) if key.decode("ascii") in removed.studies]
-    return Dataset(store, manifest), rows
-
-
-def _count_removed(shards: Sequence[ShardEntry], kept: list[SampleEntry]) -> list[ShardEntry]:
-    counts = np.bincount([entry.shard for entry in kept], minlength=len(shards)).tolist()
-    return [
-        # A shard without samples is left out of the next version.
-        replace(shard, num_removed=shard.num_samples - count if count else 0)
-        for shard, count in zip(shards, counts, strict=True)
+    rows = [
+        row
+        for shard in base.shard_rows()
+        for row, key in zip(shard.rows, shard.sample_keys(), strict=True)
+        if key in removed.studies
     ]
+    return Dataset(store, manifest), rows
 
 
 def _is_removed(base: Base, removed: _Removed) -> NDArray[np.bool_]:
@@ -350,61 +345,56 @@ def compact(
 def _write_compacted(newest: NewestVersion, progress: Progress) -> Manifest:
     base, uploader = newest.base, newest.uploader
     dataset = Dataset(LocalStore(newest.workspace.output), base.manifest)
-    entries: dict[int, list[SampleEntry]] = {}
-    for entry in sample_entries(base.samples):
-        entries.setdefault(entry.shard, []).append(entry)
+    spool = RowSpool(newest.workspace.rows)
     next_shards = base.next_shards
     progress.phase("shards", sum(bool(shard.num_removed) for shard in base.manifest.shards))
-    shards: list[ShardEntry] = []
-    samples: list[SampleEntry] = []
-    for number, shard in enumerate(base.manifest.shards):
-        kept = entries[number]
+    shards: list[ShardRows] = []
+    for number, kept in enumerate(base.shard_rows()):
+        shard = kept.shard
         if not shard.num_removed:
-            shards.append(shard)
-            samples += kept
+            shards.append(kept)
             continue
         name = shard_name(shard.split, next_shards[shard.split])
         next_shards[shard.split] += 1
         if uploader is not None:
             uploader.fetch(shard)
-        written, moved = _rewrite(dataset, number, kept, name)
-        former = [entry.row_in_shard for entry in kept]
-        carry_shard_voxels(dataset, number, former, newest.workspace.records, written.sha256)
+        moved = _rewrite(dataset, number, kept, name, spool)
+        former = kept.column("row_in_shard").tolist()
+        carry_shard_voxels(dataset, number, former, newest.workspace.records, moved.shard.sha256)
         if uploader is not None:
-            uploader.send(written)
+            uploader.send(moved.shard)
             uploader.release(shard)
-        shards.append(written)
-        samples += moved
+        shards.append(moved)
         progress.advance()
-    return newest.replace(shards, samples, base.known.reason, progress, next_shards=next_shards)
+    return newest.replace(shards, base.known.reason, progress, next_shards=next_shards)
 
 
-def _rewrite(
-    dataset: Dataset, number: int, kept: Sequence[SampleEntry], name: str
-) -> tuple[ShardEntry, list[SampleEntry]]:
+def _rewrite(dataset: Dataset, number: int, kept: ShardRows, name: str, spool: RowSpool) -> ShardRows:
     """Write the remaining samples of a shard, verifying every field."""
     old, index = dataset.manifest.shards[number], dataset.shard_index(number)
     source = dataset.store.map(old.path)
     located: list[tuple[str, list[FieldLocation]]] = []
-    samples: list[SampleEntry] = []
+    starts, sizes = array("Q"), array("Q")
     volumes: list[tuple[int, StoredVolume]] = []
     offset = num_fields = 0
+    keys = kept.sample_keys()
 
     def pieces() -> Iterator[bytes]:
         nonlocal offset, num_fields
-        for row, entry in enumerate(kept):
-            start, fields = offset, []
-            volumes.extend(index.volumes_in(entry.row_in_shard, first_field=num_fields))
-            for field in index.fields(entry.row_in_shard):
+        for key, row in zip(keys, kept.column("row_in_shard").tolist(), strict=True):
+            starts.append(offset)
+            fields = []
+            volumes.extend(index.volumes_in(row, first_field=num_fields))
+            for field in index.fields(row):
                 payload = source[field.offset : field.offset + field.num_bytes]
-                check_field_bytes(field, payload, path=old.path, sample_key=entry.sample_key)
+                check_field_bytes(field, payload, path=old.path, sample_key=key)
                 fields.append(replace(field, offset=offset + BLOCK_NUM_BYTES))
-                member = encode_member(f"{entry.sample_key}.{field.name}", payload)
+                member = encode_member(f"{key}.{field.name}", payload)
                 offset += len(member)
                 yield member
             num_fields += len(fields)
-            located.append((entry.sample_key, fields))
-            samples.append(replace(entry, row_in_shard=row, offset_bytes=start, num_bytes=offset - start))
+            located.append((key, fields))
+            sizes.append(offset - starts[-1])
         offset += len(END_OF_ARCHIVE)
         yield END_OF_ARCHIVE
 
@@ -418,11 +408,19 @@ def _rewrite(
         num_bytes=tar.num_bytes,
         sha256=tar.sha256,
         index=write_file(root, f"shards/{name}.idx", [table]),
-        num_samples=len(samples),
+        num_samples=len(keys),
         num_fields=num_fields,
         num_volumes=len(volumes),
     )
-    return shard, samples
+    columns = {name: kept.column(name) for name in FACT_COLUMNS}
+    columns |= {
+        "sample_key": kept.column("sample_key"),
+        "row_in_shard": np.arange(len(keys)),
+        "offset_bytes": np.asarray(starts),
+        "num_bytes": np.asarray(sizes),
+    }
+    modality = [kept.source.modalities[code] for code in kept.column("modality").tolist()]
+    return ShardRows(shard, spool, spool.add(columns, modality))
 
 
 def _delete_old(workspace: Workspace, manifest: Manifest, numbers: Sequence[int]) -> None:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shardflow.errors import FormatError
-from shardflow.format.samples import COLUMNS, SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.samples import (
+    COLUMNS,
+    KeySet,
+    SampleEntry,
+    SampleFacts,
+    SamplesTable,
+    key_hashes,
+    repeated_hashes,
+    repeated_key,
+)
 from shardflow.format.table import Table, encode_table
 
 pytestmark = pytest.mark.fast
@@ -106,3 +116,28 @@ def test_other_tables_are_refused(change: dict[str, Any], match: str) -> None:
     columns = {name: table.column(name) for name in table.column_names}
     with pytest.raises(FormatError, match=match):
         _open(encode_table(columns, {**table.meta, **change}))
+
+
+def test_a_set_of_keys_knows_them_in_few_bytes() -> None:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    keys = KeySet(f"key{number}" for number in range(30_000))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(keys) == 30_000
+    assert all(f"key{number}" in keys for number in range(30_000))
+    assert not any(f"key{number}" in keys for number in range(30_000, 60_000))
+    keys.add("key7")
+    assert len(keys) == 30_000
+    assert 20 < taken / len(keys) < 34
+
+
+def test_a_key_that_comes_twice_is_found_in_columns_of_any_width() -> None:
+    short, wide = np.array([b"a", b"bc", b"d"]), np.array([b"x" * 40, b"bc" + b"y" * 9, b"e", b"d"])
+    assert key_hashes(short)[2] == key_hashes(wide)[3]
+    assert repeated_key(lambda: [short, wide], 7) == "d"
+    assert repeated_key(lambda: [short, wide[:3]], 6) is None
+    assert repeated_key(lambda: [short, short], 6) == "a"
+    assert repeated_key(list, 0) is None
+    numbered = np.array([f"{number:026d}".encode() for number in range(50_000)])
+    assert not len(repeated_hashes([numbered], len(numbered)))

@@ -22,7 +22,6 @@ from shardflow.format.manifest import FileEntry, commit, load, manifest_path
 from shardflow.format.samples import SamplesTable
 from shardflow.format.tables import TableManifest
 from shardflow.packing.tables.joining import TableSettings, attach_table
-from shardflow.packing.versions.base import sample_entries
 from shardflow.storage import LocalStore
 from shardflow.training import adoption
 from shardflow.training.adoption import choose_version, newest_descendant, recorded_versions
@@ -31,6 +30,7 @@ from shardflow.training.ledger import compare_ledgers, read_ledger, read_records
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.tokenizing import count_dataset
+from tests.factories import sample_entries
 from tests.packages import install_programs
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 from tests.unit.training.test_packed_conversations import PACKED, packed_run

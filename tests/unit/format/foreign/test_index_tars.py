@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError, ManifestError, NotFoundError, StorageError
 from shardflow.format import Dataset, encode_array, verify
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.foreign.build import (
     ForeignSource,
     IndexOptions,
@@ -193,6 +195,41 @@ def test_a_key_in_two_shards_is_refused_or_renamed(tmp_path: Path) -> None:
     assert _samples(tmp_path / "out") == [("a", {"txt": b"x"}), ("a", {"txt": b"y"}), ("a", {"txt": b"z"})]
     keys = Dataset.open(tmp_path / "out").samples.column("sample_key")
     assert len({*keys.tolist()}) == 3
+
+
+def test_a_key_of_many_shards_is_renamed_in_each_but_the_first(tmp_path: Path) -> None:
+    names = ["a", "b", "c"], ["d"], ["c", "e", "a"], ["a"]
+    members = [[(f"{name}.cls", b"%d" % row) for row, name in enumerate(some)] for some in names]
+    paths = [python_tar(tmp_path / f"{number}.tar", some) for number, some in enumerate(members)]
+    with pytest.raises(FormatError, match=r"sample 0 of train-000002 in train-000000"):
+        _index(tmp_path / "out", *paths)
+    assert not any(path.is_file() for path in (tmp_path / "out").rglob("*"))
+    report = _index(tmp_path / "out", *paths, duplicate_keys="rename")
+    assert (report.num_renamed, report.columns) == (3, ("members.cls",))
+    dataset = Dataset.open(tmp_path / "out")
+    assert [dataset.original_key(row) for row in range(8)] == [name for some in names for name in some]
+    assert open_columns(dataset).stored("members.cls").values.tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+    keys = dataset.samples.column("sample_key").tolist()
+    assert [len({*keys[:4]}), len({*keys})] == [4, 8]
+    # The index of a shard and the samples table know a renamed sample by the same key.
+    assert verify(tmp_path / "out").is_whole
+
+
+def test_a_sample_takes_a_few_bytes(tmp_path: Path) -> None:
+    def peak(num_tars: int) -> int:
+        paths = [tmp_path / f"{number}.tar" for number in range(num_tars)]
+        for number, path in enumerate(paths):
+            members = [encode_member(f"{number}k{row}.txt", b"x") for row in range(1_000)]
+            path.write_bytes(b"".join(members) + END_OF_ARCHIVE)
+        sources = [ForeignSource(place=str(path)) for path in paths]
+        tracemalloc.start()
+        index_tars(sources, tmp_path / f"out{num_tars}", num_threads=1)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    # As objects they took 1,500 bytes each.
+    assert peak(10) - peak(2) < 8_000 * 60
 
 
 def test_odd_fields_are_refused_or_skipped(tmp_path: Path) -> None:
