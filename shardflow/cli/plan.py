@@ -127,9 +127,12 @@ def run(arguments: argparse.Namespace) -> int:
     fields, report = None, None
     if arguments.fields is not None:
         from shardflow.loading.binding import bind_fields
+        from shardflow.loading.windows import select_parts
         from shardflow.telemetry import StageCounters
 
-        selection, fields = bind_fields(whole, named_fields(arguments.fields), StageCounters())
+        named = named_fields(arguments.fields)
+        whole = select_parts(whole, named)
+        selection, fields = bind_fields(whole, named, StageCounters())
         if not (forms_steps and arguments.json):
             report = fields_report(whole, selection, fields, arguments.transform)
     if not forms_steps:

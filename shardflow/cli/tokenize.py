@@ -12,6 +12,7 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     open_dataset,
+    positive_number,
     step_progress,
     write_result,
 )
@@ -26,7 +27,9 @@ bytes; a loader with `tokens` maps the ids, and nothing is tokenized while one t
 
 With --processor the conversations are rendered by a model's own processor, and the tokens and pictures of
 each are counted, into conversations/<processor>/<dataset_id>/: token budgets and packed sequences of
-conversations are filled by these counts. Shards that an earlier version of the dataset has keep theirs.
+conversations are filled by these counts. Shards that an earlier version of the dataset has keep theirs. With
+--max-tokens as well, conversations of more tokens are split at their turns, and each part is counted, for
+fields with `split_long`.
 
 Ids are text for whoever has the tokenizer: guard them like the reports. Start a stopped job again to
 resume it. Needs the package tokenizers: pip install 'shardflow[train]'.
@@ -37,6 +40,7 @@ examples:
   shardflow tokenize my-dataset --tokenizer my-tokenizer/tokenizer.json --threads 8 --json
   shardflow tokenize my-dataset --tokenizer my-tokenizer --view entity
   shardflow tokenize my-dataset --processor Qwen2.5-VL-7B-Instruct --threads 8
+  shardflow tokenize my-dataset --processor Qwen2.5-VL-7B-Instruct --max-tokens 8192
 """
 
 
@@ -62,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=FULL_STUDY,
         help="tokenize the texts of an entity view's rows (full_study: whole reports)",
     )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=positive_number,
+        help="with --processor: split conversations of more than N tokens (whole ones alone)",
+    )
     add_threads(parser, "shards tokenized at once, or processes that render (one a core)")
     add_json(parser)
 
@@ -72,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.processor is not None:
         return _count(arguments)
+    if arguments.max_tokens is not None:
+        raise ConfigError("--max-tokens splits conversations, which --processor counts; leave it out.")
     dataset = open_view(open_dataset(arguments.dataset), arguments.view)
     tokenizer = TextTokenizer(arguments.tokenizer)
     with step_progress("shards") as on_shard:
@@ -90,7 +102,13 @@ def _count(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processor counts conversations, which have no views; leave out --view.")
     dataset = open_dataset(arguments.dataset)
     with step_progress("shards") as on_shard:
-        done = count_dataset(dataset, arguments.processor, num_processes=arguments.threads, on_shard=on_shard)
+        done = count_dataset(
+            dataset,
+            arguments.processor,
+            split_at=arguments.max_tokens,
+            num_processes=arguments.threads,
+            on_shard=on_shard,
+        )
     amount = f"{done.num_tokens:,} tokens and {done.num_images:,} images in {done.num_samples:,} samples"
     kept = (
         f", {done.num_shards_kept:,} of {done.num_shards:,} shards done before"
@@ -98,6 +116,8 @@ def _count(arguments: argparse.Namespace) -> int:
         else ""
     )
     lines = [amount + kept, f"longest {done.longest:,} tokens", f"processor {done.processor}"]
+    if arguments.max_tokens is not None:
+        lines.insert(1, f"{done.num_split:,} conversations split into {done.num_parts:,} parts")
     if done.num_empty:
         lines.insert(1, f"{done.num_empty:,} samples have no conversation that can be rendered")
     write_result(arguments, asdict(done), lines)

@@ -22,7 +22,7 @@ from shardflow.format import Dataset
 from shardflow.format.codecs import codec_rank
 from shardflow.format.entities import EntityTable
 from shardflow.format.facts.series import FactColumn, SeriesTable, encode_no_series, open_series
-from shardflow.format.facts.units import UnitTable, WindowTable
+from shardflow.format.facts.units import NumberedTable, UnitTable
 from shardflow.format.keys import sha256_hex
 from shardflow.format.table import Table
 from shardflow.format.volumes.bricks import BRICKS_CODEC
@@ -584,10 +584,10 @@ class _SeriesRows(_StudyRows):
         return self.part.of_span(series, series + 1)
 
 
-class _WindowRows(_StudyRows):
-    """Rows that are windows of studies: each has the series of its study."""
+class _NumberedRows(_StudyRows):
+    """Rows that are windows or parts of studies: each has the series of its study."""
 
-    def __init__(self, part: TableSelection, table: WindowTable) -> None:
+    def __init__(self, part: TableSelection, table: NumberedTable) -> None:
         super().__init__(part)
         self._table = table
 
@@ -674,8 +674,8 @@ def _rows_of(dataset: Dataset, part: TableSelection) -> _StudyRows:
     table = dataset.samples
     if isinstance(table, EntityTable):
         return _EntityRows(part, table)
-    if isinstance(table, WindowTable):
-        return _WindowRows(part, table)
+    if isinstance(table, NumberedTable):
+        return _NumberedRows(part, table)
     if isinstance(table, UnitTable):
         if table.unit == "image":
             return _ImageRows(part, table)

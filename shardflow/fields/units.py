@@ -1,9 +1,9 @@
-"""Units: a dataset whose samples are studies, series, images, windows or findings.
+"""Units: a dataset whose samples are studies, series, images, windows, parts of conversations, or findings.
 
 A dataset of series or images is derived when it is opened, from the samples table, the series table and an
-expression, one of windows from the samples table and counts; nothing is stored. Its digest is that of the
-rows, so two expressions that select the same rows are the same dataset. Findings come from an entity view,
-which is stored beside the dataset.
+expression, one of windows or parts from the samples table and counts; nothing is stored. Its digest is that
+of the rows, so two expressions that select the same rows are the same dataset. Findings come from an entity
+view, which is stored beside the dataset.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from shardflow.errors import ConfigError
 from shardflow.fields.types.pixel_field import DEFAULT_SERIES
 from shardflow.fields.where import SeriesWhere
 from shardflow.format import Dataset
+from shardflow.format.counts import open_conversation_counts
 from shardflow.format.entities import EntityDataset
 from shardflow.format.facts.series import open_series
-from shardflow.format.facts.units import DerivedTable, DerivedUnit, UnitTable, WindowTable, check_unit
+from shardflow.format.facts.units import (
+    DerivedTable,
+    DerivedUnit,
+    PartTable,
+    UnitTable,
+    WindowTable,
+    check_unit,
+)
 from shardflow.format.manifest import Manifest
 from shardflow.format.tables import AttachedTables
 from shardflow.storage import ByteStore
@@ -86,6 +94,46 @@ class WindowDataset(DerivedDataset):
         return self.store, self.manifest, self._counts, self.tables
 
 
+class PartDataset(DerivedDataset):
+    """A version of a dataset seen as parts of its conversations, which are whole where they are short.
+
+    Args:
+        store: Where the dataset is stored.
+        manifest: Its version.
+        processor: Digest of the processor whose tokens were counted.
+        split_at: Tokens above which a conversation is split.
+        tables: Attached tables; None for the newest.
+
+    Attributes:
+        counts: Tokens and pictures of each part.
+
+    Raises:
+        ConfigError: The tokens of such parts were not counted.
+        FormatError: The counts cannot be trusted.
+    """
+
+    samples: PartTable
+    unit = "part"
+
+    def __init__(
+        self,
+        store: ByteStore,
+        manifest: Manifest,
+        processor: str,
+        split_at: int,
+        tables: AttachedTables | None = None,
+    ) -> None:
+        super().__init__(store, manifest, tables)
+        self.processor, self.split_at = processor, split_at
+        self.counts = open_conversation_counts(self, processor, split_at=split_at)
+        assert self.counts.messages is not None  # noqa: S101 - checked when they were opened
+        self.samples = PartTable(self.studies, self.counts.first_rows(), self.counts.messages)
+        self.dataset_id = self.samples.digest(manifest.dataset_id)
+
+    def _place(self) -> tuple[Any, ...]:
+        return self.store, self.manifest, self.processor, self.split_at, self.tables
+
+
 class UnitDataset(DerivedDataset):
     """A version of a dataset seen as series or images.
 
@@ -144,7 +192,7 @@ class UnitDataset(DerivedDataset):
 
 
 def unit_of(dataset: Dataset) -> str:
-    """Return what a sample of a dataset is: ``study``, ``series``, ``image``, ``window`` or ``entity``."""
+    """Return what a sample is: ``study``, ``series``, ``image``, ``window``, ``part`` or ``entity``."""
     if isinstance(dataset, DerivedDataset):
         return dataset.unit
     return "entity" if isinstance(dataset, EntityDataset) else "study"

@@ -1,8 +1,9 @@
 """Counts of rendered conversations: how many tokens and pictures each has for one processor.
 
 A sidecar, added later without touching a shard: ``conversations/<processor>/<dataset_id>/`` holds
-``counts.tbl``, one row per row of the samples table, and ``manifest.json``, which is written last. The layout
-is in docs/format.md, section 23.
+``counts.tbl``, one row per row of the samples table, and ``manifest.json``, which is written last. Where
+conversations of more than a number of tokens are split, a row is a part of one, and another digest takes the
+place of the processor's. The layout is in docs/format.md, section 23.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.dataset import Dataset
-from shardflow.format.keys import DIGEST_PATTERN, Json
+from shardflow.format.keys import DIGEST_PATTERN, Json, canonical_json, sha256_hex
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
 
@@ -27,6 +28,7 @@ NUM_ENDS: Final = 2
 _FORMAT_VERSION: Final = 1
 _KIND: Final = "conversation-counts"
 _ROWS: Final = "rows_"
+_MESSAGES: Final = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class ConversationCounts:
     """``(n, 2)`` uint32, pictures that are shown."""
     rows: Mapping[str, NDArray[Any]]
     """Rows of each entry of the pictures, such as ``pixel_values`` (patches or images), ``(n, 2)`` uint32."""
+    messages: NDArray[Any] | None = None
+    """Where rows are parts: the first message of each, and the one behind its last, ``(n, 2)`` uint32; the
+    first part of a sample begins at 0. None where rows are samples."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -46,42 +51,62 @@ class ConversationCounts:
     def take(self, rows: NDArray[np.int64] | slice) -> ConversationCounts:
         """Return those of some rows."""
         return ConversationCounts(
-            self.tokens[rows], self.images[rows], {name: one[rows] for name, one in self.rows.items()}
+            self.tokens[rows],
+            self.images[rows],
+            {name: one[rows] for name, one in self.rows.items()},
+            None if self.messages is None else self.messages[rows],
         )
 
-    @classmethod
-    def zeros(cls, num_rows: int, entries: tuple[str, ...]) -> ConversationCounts:
-        """Return counts of nothing, to be filled in."""
-        made = [np.zeros((num_rows, NUM_ENDS), np.uint32) for _ in range(2 + len(entries))]
-        return cls(made[0], made[1], dict(zip(entries, made[2:], strict=True)))
+    @property
+    def num_samples(self) -> int:
+        """Samples that the rows belong to."""
+        return len(self) if self.messages is None else int((self.messages[:, 0] == 0).sum())
+
+    def first_rows(self) -> NDArray[np.int64]:
+        """Return the first row of each sample, and the number of rows, ``(num_samples + 1,)``."""
+        if self.messages is None:
+            return np.arange(len(self) + 1)
+        return np.append(np.flatnonzero(self.messages[:, 0] == 0), len(self))
 
     @classmethod
-    def joined(cls, parts: list[ConversationCounts], entries: tuple[str, ...]) -> ConversationCounts:
-        """Return the rows of all parts, one part after another."""
-        parts = [cls.zeros(0, entries), *parts]
+    def zeros(cls, num_rows: int, entries: tuple[str, ...], *, is_split: bool = False) -> ConversationCounts:
+        """Return counts of nothing, to be filled in."""
+        made = [np.zeros((num_rows, NUM_ENDS), np.uint32) for _ in range(2 + len(entries) + is_split)]
+        messages = made.pop() if is_split else None
+        return cls(made[0], made[1], dict(zip(entries, made[2:], strict=True)), messages)
+
+    @classmethod
+    def joined(
+        cls, blocks: list[ConversationCounts], entries: tuple[str, ...], *, is_split: bool = False
+    ) -> ConversationCounts:
+        """Return the rows of all blocks, one block after another."""
+        blocks = [cls.zeros(0, entries, is_split=is_split), *blocks]
+        messages = [one.messages for one in blocks if one.messages is not None]
         return cls(
-            np.concatenate([one.tokens for one in parts]),
-            np.concatenate([one.images for one in parts]),
-            {name: np.concatenate([one.rows[name] for one in parts]) for name in entries},
+            np.concatenate([one.tokens for one in blocks]),
+            np.concatenate([one.images for one in blocks]),
+            {name: np.concatenate([one.rows[name] for one in blocks]) for name in entries},
+            np.concatenate(messages) if messages else None,
         )
 
     def encode(self, *, processor: str, dataset_id: str, first_row: int = 0) -> bytes:
         """Encode a table; arguments as of `decode`."""
         columns = {"tokens": self.tokens, "images": self.images}
+        columns |= {} if self.messages is None else {_MESSAGES: self.messages}
         columns |= {f"{_ROWS}{name}": one for name, one in sorted(self.rows.items())}
         return encode_table(columns, _meta(processor, dataset_id, first_row))
 
     @classmethod
     def decode(
-        cls, table: Table, *, processor: str, dataset_id: str, num_rows: int, first_row: int = 0
+        cls, table: Table, *, processor: str, dataset_id: str, num_rows: int | None, first_row: int = 0
     ) -> ConversationCounts:
         """Return the counts of a table, and compare it with what it must be the table of.
 
         Args:
             table: The table.
-            processor: Digest of the processor.
+            processor: Name of the counts, see `counts_name`.
             dataset_id: Digest of the manifest.
-            num_rows: Rows that it must have.
+            num_rows: Rows that it must have; None for any number.
             first_row: Row of the samples table that the first one belongs to.
 
         Raises:
@@ -90,6 +115,8 @@ class ConversationCounts:
         """
         table.expect_kind(_KIND, _FORMAT_VERSION)
         columns = {name: table.column(name) for name in table.column_names}
+        if num_rows is None and "tokens" in columns:
+            num_rows = len(columns["tokens"])
         expected = _meta(processor, dataset_id, first_row)
         is_same = {name: table.meta.get(name) for name in expected} == expected
         if not (is_same and {"tokens", "images"} <= columns.keys()) or any(
@@ -99,10 +126,8 @@ class ConversationCounts:
                 f"{table.name} must hold the counts of this processor for {num_rows} samples of this "
                 "dataset, got another table; delete its folder and count again."
             )
-        rows = {
-            name.removeprefix(_ROWS): one for name, one in columns.items() if name not in ("tokens", "images")
-        }
-        return cls(columns["tokens"], columns["images"], rows)
+        tokens, images, messages = columns.pop("tokens"), columns.pop("images"), columns.pop(_MESSAGES, None)
+        return cls(tokens, images, {name.removeprefix(_ROWS): one for name, one in columns.items()}, messages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +157,10 @@ class CountsManifest(SidecarManifest):
 
     dataset_id: str
     processor: str
-    """Digest of the processor: its files, their chat template, and the version of the adapter."""
+    """Digest of the processor: its files, their chat template, and the version of the adapter; of the parts
+    of conversations what `counts_name` makes of it."""
     num_samples: int
+    """Rows of the table."""
     num_bytes: int
     """Of the table."""
     sha256: str
@@ -158,38 +185,64 @@ class CountsManifest(SidecarManifest):
         return (self.processor, self.dataset_id) == (name, owner)
 
 
-def counts_folder(processor: str, dataset_id: str) -> str:
-    """Return where the counts of a processor are stored in a dataset, by their two digests."""
-    return f"{CountsManifest.root}/{processor}/{dataset_id}"
+def counts_name(processor: str, split_at: int | None) -> str:
+    """Return the name of the counts of a processor among those of a dataset: a digest.
+
+    Args:
+        processor: Digest of the processor.
+        split_at: Tokens above which conversations are split into parts; None where none is.
+    """
+    if split_at is None:
+        return processor
+    return sha256_hex(canonical_json({"processor": processor, "split_at": split_at}))
 
 
-def open_conversation_counts(dataset: Dataset, processor: str) -> ConversationCounts:
-    """Return the counts of a processor by text row of the dataset; memory-mapped, checked.
+def counts_folder(name: str, dataset_id: str) -> str:
+    """Return where counts are stored in a dataset, by their name and its digest."""
+    return f"{CountsManifest.root}/{name}/{dataset_id}"
+
+
+def open_conversation_counts(
+    dataset: Dataset, processor: str, *, split_at: int | None = None
+) -> ConversationCounts:
+    """Return the counts of a processor by text row of the dataset, or by parts; memory-mapped, checked.
 
     Args:
         dataset: The dataset, any store.
         processor: Digest of the processor.
+        split_at: As of `counts_name`.
 
     Raises:
         ConfigError: This version of the dataset has none of this processor; the message says what makes it.
         FormatError: They are another dataset's, or cannot be trusted.
         ChecksumError: The table is damaged.
     """
-    owner, num_samples = dataset.text_id, dataset.num_texts
+    owner, name = dataset.text_id, counts_name(processor, split_at)
     try:
-        manifest = CountsManifest.load(dataset.store, processor, owner)
+        manifest = CountsManifest.load(dataset.store, name, owner)
     except NotFoundError:
+        what, needs, option = "counts of tokens", "a token budget needs", ""
+        if split_at is not None:
+            what, needs = f"counts of parts of up to {split_at:,} tokens", "split_long needs"
+            option = f" --max-tokens {split_at}"
         raise ConfigError(
-            f"Version {dataset.manifest_version} of the dataset has no counts of tokens for this processor "
-            f"({processor[:12]}), which a token budget needs; run: shardflow tokenize DATASET --processor DIR"
+            f"Version {dataset.manifest_version} of the dataset has no {what} for this processor "
+            f"({processor[:12]}), which {needs}; run: shardflow tokenize DATASET --processor DIR{option}"
         ) from None
     table = dataset.table_beside(
-        f"{counts_folder(processor, owner)}/{COUNTS_NAME}",
+        f"{counts_folder(name, owner)}/{COUNTS_NAME}",
         sha256=manifest.sha256,
         num_bytes=manifest.num_bytes,
         rows=range(dataset.studies.num_samples),
     )
-    return ConversationCounts.decode(table, processor=processor, dataset_id=owner, num_rows=num_samples)
+    num_rows = dataset.num_texts if split_at is None else manifest.num_samples
+    found = ConversationCounts.decode(table, processor=name, dataset_id=owner, num_rows=num_rows)
+    if found.num_samples != dataset.num_texts or (found.messages is None) != (split_at is None):
+        raise FormatError(
+            f"{table.name} must have {dataset.num_texts:,} samples of this dataset, got "
+            f"{found.num_samples:,}; delete its folder and count again."
+        )
+    return found
 
 
 def _meta(processor: str, dataset_id: str, first_row: int) -> dict[str, Json]:

@@ -631,12 +631,12 @@ def _check_counts(
     table = open_table(store, expected)
     num_rows = manifest.num_samples
     with checking(expected.path):
-        ConversationCounts.decode(
+        found = ConversationCounts.decode(
             table, processor=manifest.processor, dataset_id=manifest.dataset_id, num_rows=num_rows
         )
         table.verify()
-    if studies is not None and num_rows != studies.num_samples:
-        counts = f"{num_rows} samples instead of the version's {studies.num_samples}"
+    if studies is not None and found.num_samples != studies.num_samples:
+        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
         raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
 
 

@@ -21,7 +21,7 @@ from shardflow.fields.types.pixels import BoundPixels
 from shardflow.fields.units import UnitDataset
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.loading.selection import Selection, text_lengths
-from shardflow.loading.windows import check_window_fields
+from shardflow.loading.windows import check_window_fields, select_parts
 from shardflow.sampling import BatchSpec, CostRule
 from shardflow.sampling.budget import COUNTED_TOKENS, DELIVERED_PICTURES
 from shardflow.sampling.layout import rows_digest, select_rows
@@ -36,7 +36,7 @@ _NUM_EXAMPLES: Final = 64
 def bind_fields(
     selection: Selection, fields: Mapping[str, Field] | None, counters: StageCounters
 ) -> tuple[Selection, FieldSet]:
-    """Bind fields to the samples of a selection, and leave out samples that a field drops.
+    """Bind fields to the samples of a selection, without those that a field drops, split where one splits.
 
     Args:
         selection: The samples.
@@ -49,6 +49,7 @@ def bind_fields(
     Raises:
         ConfigError: A field does not fit the datasets, or no sample is left.
     """
+    selection = select_parts(selection, fields)
     populations = [selection.population_of(place) for place in range(len(selection.datasets))]
     context = FieldContext(selection, populations, counters)
     if fields is None:

@@ -93,6 +93,7 @@ class OneSampleReader:
         """Read a sample, see `Dataset.sample`."""
         if fields is not None:
             check_names(fields)
+            fields = _whole(fields)
         if unit_of(self._dataset) == "study" and any(one.has_windows for one in (fields or {}).values()):
             return self._windows(key, fields or {}).read(key, fields, seed)
         row = self._row(key)
@@ -165,6 +166,14 @@ class OneSampleReader:
                 found = bind_fields(selection, _padded(selection, fields), StageCounters())
             self._bindings = {**dict(list(self._bindings.items())[1 - _MAX_BINDINGS :]), name: found}
         return self._bindings[name]
+
+
+def _whole(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return fields of which none splits its conversation: a sample is looked at as a whole."""
+    return {
+        name: replace(one, split_long=False) if isinstance(one, Conversation) else one
+        for name, one in fields.items()
+    }
 
 
 def _padded(selection: Selection, fields: Mapping[str, Field] | None) -> Mapping[str, Field]:

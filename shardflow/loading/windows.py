@@ -1,19 +1,29 @@
-"""Windows of volumes as samples: rows (study, window), for inference and evaluation by sliding window."""
+"""Samples that fields cut out of studies: windows of volumes, and parts of long conversations.
+
+Rows are (study, window), for inference and evaluation by sliding window, or (study, part), of which short
+conversations have one.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from shardflow.errors import ConfigError
+from shardflow.fields.conversations.field import Conversation
+from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.field import Field, FieldContext
-from shardflow.fields.units import WindowDataset
+from shardflow.fields.units import PartDataset, WindowDataset
 from shardflow.format import Dataset
+from shardflow.loading.blend_file import BlendFile
 from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec
+from shardflow.sampling.blend import Blend, Mixture
+from shardflow.sampling.layout import Rows, mask_of, rows_digest, select_rows
 from shardflow.sampling.spec import Sampling
 from shardflow.telemetry import StageCounters
 
@@ -137,3 +147,87 @@ def check_windows(selection: Selection, batch: BatchSpec, sampling: Sampling | N
         )
     if sampling is not None and sampling.is_used:
         raise ConfigError("unit='window' delivers every window once; leave sampling= out.")
+
+
+def select_parts(selection: Selection, fields: Mapping[str, Field] | None) -> Selection:
+    """Return the parts of the conversations of some samples, where a field has ``split_long``.
+
+    Args:
+        selection: Studies, or parts already.
+        fields: What a batch holds.
+
+    Raises:
+        ConfigError: Two fields split, samples are no studies or have weights, or tokens were not counted.
+    """
+    given = (fields or {}).items()
+    split = {name: one for name, one in given if isinstance(one, Conversation) and one.split_long}
+    if not split or {*selection.units} == {"part"}:
+        return selection
+    (name, spec), *others = split.items()
+    if others:
+        raise ConfigError(
+            f"The fields {name!r} and {others[0][0]!r} both have split_long; leave it out of one."
+        )
+    population = selection.population
+    drawn = population.components if isinstance(population, Mixture) else ()
+    is_weighted = any(one.classes is not None for one in drawn) or (bool(drawn) and not selection.is_blend)
+    if {*selection.units} != {"study"} or is_weighted:
+        raise ConfigError(
+            f"split_long of the field {name!r} needs whole studies, and in a blend components without "
+            "weights of samples; leave out unit=, view= and sampling, or split_long."
+        )
+    digest, max_tokens = Renderer.load(spec.processor).digest, spec.max_tokens
+    opened = {
+        id(one): PartDataset(one.store, one.manifest, digest, max_tokens, one.tables)
+        for one in selection.datasets
+    }
+    parts = tuple(opened[id(one)] for one in selection.datasets)
+    found = replace(selection, datasets=parts)
+    if isinstance(population, Mixture):
+        found = replace(found, population=_blend_of_parts(selection, population, parts))
+    else:
+        rows = _rows_of_parts(parts[0], population)
+        found = replace(found, population=rows, subset=selection.subset and rows_digest(rows))
+    for place, dataset in enumerate(parts):
+        counts = dataset.samples.counts(np.flatnonzero(selection.population_of(place)))
+        _LOGGER.info(
+            "field %r splits %d of %d conversations into %d parts of up to %d tokens",
+            name,
+            int((counts > 1).sum()),
+            len(counts),
+            int(counts[counts > 1].sum()),
+            max_tokens,
+        )
+    return found
+
+
+def _rows_of_parts(parts: PartDataset, rows: Rows) -> Rows:
+    """Return the rows of the parts of some studies."""
+    first = parts.samples.first_rows()
+    if isinstance(rows, range):
+        return range(int(first[rows.start]), int(first[rows.stop]))
+    is_used = np.repeat(mask_of(rows, 0, len(first) - 1), np.diff(first))
+    return select_rows(range(len(is_used)), lambda start, stop: is_used[start:stop])
+
+
+def _blend_of_parts(selection: Selection, blend: Mixture, parts: tuple[PartDataset, ...]) -> Blend:
+    """Return a blend whose components have the parts of their studies, drawn as its file says of samples."""
+    assert isinstance(selection.given, BlendFile)  # noqa: S101 - a mixture without weights is one of a file
+    rows = [_rows_of_parts(one, part.rows) for one, part in zip(parts, blend.components, strict=True)]
+    draws = selection.given.counts([len(one) for one in rows])
+    return Blend(
+        [
+            replace(
+                component,
+                dataset_id=dataset.dataset_id,
+                rows=own,
+                subset=component.subset and rows_digest(own),
+                count=first[1],
+                num_table_rows=dataset.samples.num_samples,
+                changes=tuple(changes),
+            )
+            for component, dataset, own, (first, *changes) in zip(
+                blend.components, parts, rows, draws, strict=True
+            )
+        ]
+    )

@@ -26,7 +26,7 @@ from shardflow.errors import (
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.format import Dataset, Manifest
-from shardflow.format.counts import CountsManifest
+from shardflow.format.counts import CountsManifest, counts_name
 from shardflow.format.manifest import latest_version, versions
 from shardflow.format.manifest_table import load_shared
 from shardflow.format.sidecars import SidecarManifest
@@ -97,6 +97,8 @@ def choose_version(config: TrainConfig, state: Mapping[str, Any] | None) -> int:
     if "meanings" not in state:  # of a run that did not adopt versions yet: there is nothing to compare
         return int(position["manifest_version"])
     current, dataset_id = int(position["manifest_version"]), position["dataset_id"]
+    for line in recorded_versions(run):  # the position of series or parts has the digest of those
+        dataset_id = line["dataset_id"] if line["manifest_version"] == current else dataset_id
     return newest_descendant(data, run, current, dataset_id, _counts(config))
 
 
@@ -107,7 +109,7 @@ def _counts(config: TrainConfig) -> tuple[type[SidecarManifest], str] | None:
     if config.task.has_conversations:
         field = config.fields[CONVERSATION_FIELD]
         assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
-        return CountsManifest, Renderer.load(field.processor).digest
+        return CountsManifest, counts_name(Renderer.load(field.processor).digest, field.split_at)
     if config.batch.text_tokens == "counted":
         return TokensManifest, tokenizer_digest(config.text.folder)
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from transformers import GenerationConfig
 
 from shardflow.config import load_config
 from shardflow.errors import CheckpointError, ConfigError, os_reason
-from shardflow.fields.conversations.field import Conversation
+from shardflow.fields.conversations.field import INCOMPLETE, Conversation
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.templates import Template
 from shardflow.fields.field import Field
@@ -289,6 +290,7 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
                             row.pop("reference")
                         lines.write(json.dumps(row, ensure_ascii=False) + "\n")
                         rows.append(row)
+            lacking = _lacking(loader, ranks)
             if ranks.rank != 0:
                 return {}
             if not (rows or settings.has_reference):
@@ -305,9 +307,23 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
             "split": config.data.eval_split,
             "num_texts": len(rows),
             "num_left_out": num_left_out,
+            "num_lacking": lacking,
             "num_unfinished": sum(not row["is_finished"] for row in rows),
         }
         return {**summary, "scores": _scores(rows) if settings.has_reference else None}
+
+
+def _lacking(loader: Loader, ranks: Ranks) -> dict[str, int]:
+    """Return how many samples lack what the template names, by its name, over all ranks."""
+    own = {
+        name.removeprefix(f"{INCOMPLETE}."): totals["num_items"]
+        for name, totals in loader.counters.snapshot().items()
+        if name.startswith(f"{INCOMPLETE}.")
+    }
+    found: Counter[str] = Counter()
+    for one in ranks.all_gather_json(own):
+        found.update(one)
+    return dict(sorted(found.items()))
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -338,9 +354,19 @@ def _read_config(settings: GenerateSettings) -> TrainConfig:
     split = settings.split or config.data.eval_split
     if not split:
         raise ConfigError("The run has no data.eval_split; write --split with a split of its dataset.")
-    fields = config.fields if settings.has_reference else _without_references(config)
+    fields = _whole(config.fields if settings.has_reference else _without_references(config))
     data = replace(config.data, eval_split=split)
     return replace(config, data=data, batch=_own_batch(config), fields=fields)
+
+
+def _whole(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return fields of whole conversations, whose last answer is asked for; longer ones are left out."""
+    return {
+        name: replace(one, split_long=False, long="skip")
+        if isinstance(one, Conversation) and one.split_long
+        else one
+        for name, one in fields.items()
+    }
 
 
 def _own_batch(config: TrainConfig) -> BatchConfig:

@@ -56,7 +56,8 @@ class TaskConfig:
     takes the fields ``image``, of type ``volume``, and ``mask``, of type ``mask``. The others take the field
     ``conversation``, of that type, and a model of transformers as ``model.path``. ``sft``: the words that the
     field weighs. ``dpo``: prefer the chosen to the rejected conversation of a pair, against the model as it
-    was at first. ``reward``: a number for a conversation, higher for the chosen of a pair."""
+    was at first. ``reward``: a number for a conversation, higher for the chosen of a pair, or without pairs
+    the score that it has."""
     target: str = ""
     """A task of your own in place of these, ``"package.module:Class"`` of an `ArrayTask`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -299,7 +300,7 @@ def check_conversation_fields(
         raise ConfigError(
             f"fields.{CONVERSATION_FIELD}.packed follows batch.packed; leave it out, and set batch.packed."
         )
-    if found.pairs != (task.type != "sft"):
+    if task.type != "reward" and found.pairs != (task.type == "dpo"):
         wanted = "takes single conversations; leave out" if found.pairs else "takes pairs; set"
         raise ConfigError(f'task.type "{task.type}" {wanted} fields.{CONVERSATION_FIELD}.pairs.')
     if not has_path:

@@ -4,9 +4,9 @@ The ids of each shard are a file of their own; the counts and the manifest that 
 when the last one exists. Shards are tokenized in parallel, and the tokenizer has threads of its own. Needs
 ``tokenizers``, but neither torch nor transformers.
 
-Conversations are counted in the same way by a model's processor, in processes of their own: a part of the
-counts a shard, and the table when the last one exists. Shards that an earlier version of the dataset has too
-keep their counts.
+Conversations are counted in the same way by a model's processor, in processes of their own: a file of counts
+a shard, and the table when the last one exists. Shards that an earlier version of the dataset has too keep
+their counts. Those of more than a number of tokens may be split, and have a row for each part.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from shardflow.format.counts import (
     CountedShard,
     CountsManifest,
     counts_folder,
+    counts_name,
     open_conversation_counts,
 )
 from shardflow.format.entities import EntityDataset
@@ -342,10 +343,14 @@ class CountedConversations:
     num_tokens: int
     """Of all sequences, those of pictures included."""
     num_images: int
+    num_split: int
+    """Samples whose conversation is split."""
+    num_parts: int
+    """Parts of those."""
     num_empty: int
     """Samples without a conversation, or with one that cannot be rendered."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence; of a part, where conversations are split."""
     num_shards: int
     num_shards_kept: int
     """Shards that an earlier job had finished, or that an earlier version has too."""
@@ -355,6 +360,7 @@ def count_dataset(
     dataset: Dataset,
     processor: Path,
     *,
+    split_at: int | None = None,
     num_processes: int = 1,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> CountedConversations:
@@ -363,6 +369,7 @@ def count_dataset(
     Args:
         dataset: A dataset in a folder.
         processor: Folder of the model's processor.
+        split_at: Tokens above which a conversation is split at its turns; None to split none.
         num_processes: Processes that render; 1 renders in this one.
         on_shard: Called with the number of shards done, and of all.
 
@@ -371,46 +378,49 @@ def count_dataset(
         ShardflowError: A sample cannot be read or trusted.
     """
     renderer = Renderer.load(processor)
-    folder = _local_store(dataset).root / counts_folder(renderer.digest, dataset.text_id)
+    name = counts_name(renderer.digest, split_at)
+    folder = _local_store(dataset).root / counts_folder(name, dataset.text_id)
     shards = list(_shard_rows(dataset))
     if (folder / CountsManifest.file_name).is_file():
-        found = open_conversation_counts(dataset, renderer.digest)
+        found = open_conversation_counts(dataset, renderer.digest, split_at=split_at)
         return _counted(renderer, found, len(shards), num_kept=len(shards))
     entries = picture_entries(renderer)
-    known = _counted_shards(folder, renderer.digest)
+    known = _counted_shards(folder, name)
     digests = [
         dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards
     ]
     parts: list[ConversationCounts] = []
     num_kept = 0
-    with _counting(dataset, processor, renderer, entries, num_processes) as count:
+    is_split = split_at is not None
+    with _counting(dataset, processor, renderer, (entries, split_at), num_processes) as count:
         waiting: deque[tuple[int, ConversationCounts | None, list[Future[ConversationCounts]]]] = deque()
         for number, rows in enumerate(shards):
-            former = known.get((digests[number], len(rows))) or _part(folder, number, rows, renderer.digest)
+            former = known.get((digests[number], len(rows))) or _part(folder, number, rows, name)
             num_kept += former is not None
             waiting.append((number, former, [] if former is not None else count(rows)))
             while waiting and (len(waiting) > num_processes or number == len(shards) - 1):
                 done, found_part, jobs = waiting.popleft()
                 if found_part is None:
-                    found_part = ConversationCounts.joined([job.result() for job in jobs], entries)
+                    blocks = [job.result() for job in jobs]
+                    found_part = ConversationCounts.joined(blocks, entries, is_split=is_split)
                     data = found_part.encode(
-                        processor=renderer.digest, dataset_id=dataset.text_id, first_row=shards[done].start
+                        processor=name, dataset_id=dataset.text_id, first_row=shards[done].start
                     )
                     write_atomic(folder / _part_name(done), [data], replace=True)
                 parts.append(found_part)
                 if on_shard is not None:
                     on_shard(done + 1, len(shards))
-    counts = ConversationCounts.joined(parts, entries)
-    table = counts.encode(processor=renderer.digest, dataset_id=dataset.text_id)
+    counts = ConversationCounts.joined(parts, entries, is_split=is_split)
+    table = counts.encode(processor=name, dataset_id=dataset.text_id)
     manifest = CountsManifest(
         dataset_id=dataset.text_id,
-        processor=renderer.digest,
+        processor=name,
         num_samples=len(counts),
         num_bytes=len(table),
         sha256=sha256_hex(table),
         shards=tuple(
-            CountedShard(sha256=digest, num_rows=len(rows))
-            for digest, rows in zip(digests, shards, strict=True)
+            CountedShard(sha256=digest, num_rows=len(part))
+            for digest, part in zip(digests, parts, strict=True)
         ),
     )
     write_atomic(folder / CONVERSATION_COUNTS, [table], replace=True)
@@ -423,11 +433,14 @@ def count_dataset(
 def _counted(
     renderer: Renderer, counts: ConversationCounts, num_shards: int, *, num_kept: int
 ) -> CountedConversations:
+    of_sample = np.diff(counts.first_rows())
     return CountedConversations(
         processor=renderer.digest,
-        num_samples=len(counts),
+        num_samples=counts.num_samples,
         num_tokens=int(counts.tokens.sum(dtype=np.int64)),
         num_images=int(counts.images.sum(dtype=np.int64)),
+        num_split=int((of_sample > 1).sum()),
+        num_parts=int(of_sample[of_sample > 1].sum()),
         num_empty=int((counts.tokens[:, 0] == 0).sum()),
         longest=int(counts.tokens.max(initial=0)),
         num_shards=num_shards,
@@ -439,20 +452,21 @@ def _part_name(number: int) -> str:
     return f"part-{number:06d}.tbl"
 
 
-def _part(folder: Path, number: int, rows: range, processor: str) -> ConversationCounts | None:
+def _part(folder: Path, number: int, rows: range, name: str) -> ConversationCounts | None:
     """Return the counts of a shard that an earlier job wrote; None if there are none."""
     path = folder / _part_name(number)
     with suppress(OSError, ShardflowError):
         table = Table(memoryview(path.read_bytes()), name=path.name)
         table.verify()
-        return ConversationCounts.decode(
-            table, processor=processor, dataset_id=folder.name, num_rows=len(rows), first_row=rows.start
+        found = ConversationCounts.decode(
+            table, processor=name, dataset_id=folder.name, num_rows=None, first_row=rows.start
         )
+        return found if found.num_samples == len(rows) else None
     return None
 
 
-def _counted_shards(folder: Path, processor: str) -> dict[tuple[str, int], ConversationCounts]:
-    """Return the counts of other versions, by SHA-256 and number of rows of the shard."""
+def _counted_shards(folder: Path, name: str) -> dict[tuple[str, int], ConversationCounts]:
+    """Return the counts of other versions, by SHA-256 and number of samples of the shard."""
     found: dict[tuple[str, int], ConversationCounts] = {}
     for path in sorted(folder.parent.glob(f"*/{CountsManifest.file_name}")):
         with suppress(OSError, ShardflowError):
@@ -462,36 +476,40 @@ def _counted_shards(folder: Path, processor: str) -> dict[tuple[str, int], Conve
                 continue
             counts = ConversationCounts.decode(
                 Table(memoryview(data), name=CONVERSATION_COUNTS),
-                processor=processor,
+                processor=name,
                 dataset_id=manifest.dataset_id,
                 num_rows=manifest.num_samples,
             )
             row = 0
             for shard in manifest.shards:
-                found[shard.sha256, shard.num_rows] = counts.take(slice(row, row + shard.num_rows))
+                own = counts.take(slice(row, row + shard.num_rows))
+                found[shard.sha256, own.num_samples] = own
                 row += shard.num_rows
     return found
 
 
 _Count = Callable[[range], "list[Future[ConversationCounts]]"]
+_Form = tuple[tuple[str, ...], int | None]
+"""Entries of the pictures, and the tokens above which a conversation is split."""
 
 
 @contextmanager
 def _counting(
-    dataset: Dataset, processor: Path, renderer: Renderer, entries: tuple[str, ...], num_processes: int
+    dataset: Dataset, processor: Path, renderer: Renderer, form: _Form, num_processes: int
 ) -> Iterator[_Count]:
     """Give a function that counts the rows of a shard, in this process or in others."""
     if num_processes == 1:
 
         def here(rows: range) -> list[Future[ConversationCounts]]:
             done: Future[ConversationCounts] = Future()
-            done.set_result(count_conversations(renderer, dataset, np.arange(rows.start, rows.stop), entries))
+            (entries, split_at), numbers = form, np.arange(rows.start, rows.stop)
+            done.set_result(count_conversations(renderer, dataset, numbers, entries, split_at=split_at))
             return [done]
 
         yield here
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, _open_renderer, (dataset, processor, entries)) as pool:
+    with ProcessPoolExecutor(num_processes, context, _open_renderer, (dataset, processor, form)) as pool:
 
         def elsewhere(rows: range) -> list[Future[ConversationCounts]]:
             with group_signals_held_back():
@@ -510,7 +528,7 @@ def _counting(
 _of_process: dict[str, Any] = {}
 
 
-def _open_renderer(dataset: Dataset, processor: Path, entries: tuple[str, ...]) -> None:
+def _open_renderer(dataset: Dataset, processor: Path, form: _Form) -> None:
     """Prepare a process; it ends with the one that started it."""
     ignore_group_signals()
     parent = multiprocessing.parent_process()
@@ -521,9 +539,10 @@ def _open_renderer(dataset: Dataset, processor: Path, entries: tuple[str, ...]) 
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _of_process.update(dataset=dataset, renderer=Renderer.load(processor), entries=entries)
+    _of_process.update(dataset=dataset, renderer=Renderer.load(processor), form=form)
 
 
 def _count_rows(rows: range) -> ConversationCounts:
     dataset, renderer = _of_process["dataset"], _of_process["renderer"]
-    return count_conversations(renderer, dataset, np.arange(rows.start, rows.stop), _of_process["entries"])
+    (entries, split_at), numbers = _of_process["form"], np.arange(rows.start, rows.stop)
+    return count_conversations(renderer, dataset, numbers, entries, split_at=split_at)

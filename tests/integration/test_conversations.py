@@ -202,6 +202,18 @@ def test_a_long_conversation_is_never_cut(tmp_path: Path) -> None:
     assert not weights[kept == 0].any()
 
 
+def test_scores_are_delivered_and_others_have_none(tmp_path: Path) -> None:
+    folder, _ = folder_of("llama", tmp_path)
+    found = generate(4, 16, max_images=0)
+    found[1:3] = [({**one, "kind": "reward", "score": -1.5}, []) for one, _ in found[1:3]]
+    (batch,) = read(write_conversations(tmp_path / "dataset", found), folder, scores=True)
+    assert sorted(row.key for row in batch.quarantined) == ["talk0000", "talk0003"]
+    assert batch["chat_score"].dtype == np.float32
+    np.testing.assert_array_equal(batch["chat_score"], np.where(batch.info.weight > 0, -1.5, 0))
+    with pytest.raises(ConfigError, match="scores are those of whole stored conversations"):
+        sf.Conversation(processor=str(folder), max_tokens=9, scores=True, pairs=True)
+
+
 def test_damaged_and_foreign_conversations_are_masked_one_by_one(tmp_path: Path) -> None:
     folder, _ = folder_of("qwen2_5_vl", tmp_path)
     found = generate(6, 10, max_images=1)

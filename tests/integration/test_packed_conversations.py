@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import transformers
 import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
-from shardflow.format.counts import counts_folder, open_conversation_counts
+from shardflow.fields.conversations.stored import StoredConversation
+from shardflow.format.counts import counts_folder, counts_name, open_conversation_counts
 from shardflow.format.verification import verify
 from shardflow.loading.config import World
 from shardflow.sampling import CostRule
@@ -131,13 +133,21 @@ def test_a_sequence_holds_each_conversation_as_it_is_alone(family: str, tmp_path
     assert sorted(seen) == sorted(single)
 
 
-def test_ranks_and_a_resume_make_the_same_steps(tmp_path: Path) -> None:
-    folder, dataset = case("qwen2_5_vl", tmp_path, 60)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_ranks_and_a_resume_make_the_same_steps(is_split: bool, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    if is_split:
+        folder, dataset, most, _ = split_case("llama", tmp_path, 60)
+        given = {"max_tokens": most, "split_long": True}
+        count_dataset(sf.open(dataset), folder, split_at=most)
+    else:
+        folder, dataset = case("qwen2_5_vl", tmp_path, 60)
 
     def steps(world_size: int) -> dict[tuple[int, int], dict[str, Any]]:
         found: dict[tuple[int, int], dict[str, Any]] = {}
         for rank in range(world_size):
-            with loader(dataset, folder, world=World(rank=rank, world_size=world_size)) as one:
+            world = World(rank=rank, world_size=world_size)
+            with loader(dataset, folder, world=world, **given) as one:
                 batches = [(batch.info.step, batch.info.micro_batch, copied(batch)) for batch in one]
                 assert len(batches) == len(one)
             found |= {(step, micro): batch for step, micro, batch in batches}
@@ -151,13 +161,13 @@ def test_ranks_and_a_resume_make_the_same_steps(tmp_path: Path) -> None:
         for place, batch in whole.items():
             for name, value in batch.items():
                 np.testing.assert_array_equal(other[place][name], value)
-    with loader(dataset, folder) as one:
+    with loader(dataset, folder, **given) as one:
         batches = iter(one)
         for _ in range(4):
             next(batches)
         state = json.loads(json.dumps(one.state_dict()))
         assert len(json.dumps(state)) < 1024
-    with loader(dataset, folder, world=World(rank=1, world_size=2)) as again:
+    with loader(dataset, folder, world=World(rank=1, world_size=2), **given) as again:
         again.load_state_dict(state)
         first = next(iter(again))
         np.testing.assert_array_equal(first["chat"], whole[first.info.step, first.info.micro_batch]["chat"])
@@ -209,6 +219,147 @@ def test_long_conversations_are_refused_or_left_out_and_counted(
         found = {key for batch in kept for key in batch.info.sample_keys if key is not None}
     assert found == {key for key, length in lengths.items() if length <= most}
     assert f"field 'chat' leaves out {num_long} conversations that are too long" in caplog.text
+
+
+def split_case(family: str, tmp_path: Path, num: int = 24) -> tuple[Path, Path, int, dict[str, list[Any]]]:
+    """A case as of `case`, the tokens of its longest turn, and the parts of each conversation as rendered."""
+    folder, dataset = case(family, tmp_path, num, counted=False)
+    renderer = Renderer.load(folder)
+    found = generate(num, 31, max_images=0 if family in ("llama", "qwen2") else 2)
+
+    def rendered(turns: list[Any], told: list[Any], pictures: list[Any]) -> Any:
+        messages = [*told, *(message for turn in turns for message in turn)]
+        shown = [one.convert("RGB") for one in pictures]
+        return renderer.render(messages, shown, train_on=("assistant",))
+
+    chats = {}
+    for number, (document, pictures) in enumerate(found):
+        messages = document["messages"]
+        told = [one for one in messages if one["role"] == "system"]
+        turns = [messages[at : at + 2] for at in range(len(told), len(messages), 2)]
+        chats[f"talk{number:04d}"] = turns, told, pictures
+    most = max(len(rendered([turn], *rest).ids) for turns, *rest in chats.values() for turn in turns)
+    parts: dict[str, list[Any]] = {}
+    for key, (turns, *rest) in chats.items():
+        own: list[list[Any]] = []
+        for turn in turns:
+            if own and len(rendered([*own[-1], turn], *rest).ids) <= most:
+                own[-1].append(turn)
+            else:
+                own.append([turn])
+        parts[key] = [rendered(one, *rest) for one in own]
+    assert 2 < sum(len(one) > 1 for one in parts.values()) < num
+    return folder, dataset, most, parts
+
+
+def check_parts(batches: Any, parts: Mapping[str, list[Any]]) -> list[str]:
+    """Compare the parts of packed batches with what the processor makes of their turns; return their keys."""
+    seen = []
+    for batch in batches:
+        cuts = batch["chat_cu_seqlens"]
+        for number, key in enumerate(filter(None, batch.info.sample_keys)):
+            talk, _, place = key.rpartition("p")
+            one, here = parts[talk][int(place)], slice(cuts[number], cuts[number + 1])
+            np.testing.assert_array_equal(batch["chat"][0, here], one.ids)
+            weights = one.weights.copy()
+            weights[0] = 0
+            np.testing.assert_array_equal(batch["chat_weights"][0, here], weights)
+            for name, value in one.pictures.items():
+                first, stop = batch[f"chat_{name}_offsets"][number : number + 2]
+                np.testing.assert_array_equal(batch[f"chat_{name}"][first:stop], value)
+            assert (batch.info.units[number].study_key, batch.info.units[number].part) == (talk, int(place))
+            seen.append(key)
+    return seen
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, {"llama", "qwen2_5_vl"}))
+def test_long_conversations_are_split_at_their_turns(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, dataset, most, parts = split_case(family, tmp_path)
+    every = [f"{key}p{place}" for key, own in parts.items() for place in range(len(own))]
+    with pytest.raises(ConfigError, match=rf"parts of up to {most} tokens .* --max-tokens {most}$"):
+        loader(dataset, folder, max_tokens=most, split_long=True)
+    done = count_dataset(sf.open(dataset), folder, split_at=most)
+    num_split = sum(len(own) > 1 for own in parts.values())
+    num_parts = sum(len(own) for own in parts.values() if len(own) > 1)
+    assert (done.num_samples, done.num_split, done.num_parts) == (len(parts), num_split, num_parts)
+    assert verify(str(dataset)).is_whole
+    with caplog.at_level("INFO"), loader(dataset, folder, max_tokens=most, split_long=True) as one:
+        assert sorted(check_parts(one, parts)) == sorted(every)
+    assert f"splits {num_split} of {len(parts)} conversations into {num_parts} parts" in caplog.text
+    # One turn that is too long is a long conversation, as `long` says.
+    count_dataset(sf.open(dataset), folder, split_at=most - 1)
+    fewer: dict[str, Any] = {"max_tokens": most - 1, "split_long": True}
+    with pytest.raises(ConfigError, match=r"\d of \d+ parts of conversations are longer"):
+        loader(dataset, folder, **fewer)
+    with loader(dataset, folder, long="skip", **fewer) as kept:
+        lengths = [length for batch in kept for length in np.diff(batch["chat_cu_seqlens"])]
+    assert max(lengths) < most
+    # Those of an earlier version of the dataset are kept.
+    digest = counts_name(Renderer.load(folder).digest, most)
+    place = dataset / counts_folder(digest, sf.open(dataset).dataset_id)
+    place.rename(place.parent / ("f" * 64))
+    again = count_dataset(sf.open(dataset), folder, split_at=most)
+    assert again.num_shards_kept == again.num_shards
+    assert (again.num_split, again.num_parts) == (num_split, num_parts)
+
+
+def test_parts_of_conversations_are_selected_blended_and_looked_at(tmp_path: Path) -> None:
+    folder, dataset, most, parts = split_case("llama", tmp_path)
+    count_dataset(sf.open(dataset), folder, split_at=most)
+    fields = {"chat": sf.Conversation(processor=str(folder), max_tokens=most, packed=True, split_long=True)}
+    spec = sf.BatchSpec(
+        budget=replace(BUDGET, max_tokens=most), micro_batches_per_step=2, lanes=1, tail="mask"
+    )
+    wanted = sorted(parts)[1::2]
+    (tmp_path / "keys.txt").write_text("\n".join(wanted), encoding="utf-8")
+    listed = sf.Loader(
+        sf.open(dataset),
+        split="train",
+        seed=3,
+        batch=spec,
+        fields=fields,
+        keys=tmp_path / "keys.txt",
+    )
+    with listed:
+        seen = check_parts(listed, parts)
+    assert sorted(seen) == sorted(f"{key}p{place}" for key in wanted for place in range(len(parts[key])))
+    component = f'[[component]]\ndataset = "{dataset}"\nsplit = "train"\n'
+    blend = tmp_path / "blend.toml"
+    blend.write_text(f"{component}repeat = 2.0\n{component}keys = 'keys.txt'\n", encoding="utf-8")
+    every = [f"{key}p{place}" for key, own in parts.items() for place in range(len(own))]
+    with sf.Loader(sf.blend(blend), seed=3, batch=spec, fields=fields) as mixed:
+        assert sorted(check_parts(mixed, parts)) == sorted([*every, *every, *seen])
+        state = json.loads(json.dumps(mixed.state_dict()))
+    with sf.Loader(sf.blend(blend), seed=3, batch=spec, fields=fields) as again:
+        again.load_state_dict(state)
+    key = max(parts, key=lambda one: len(parts[one]))
+    whole = sf.open(dataset).sample(key, {"chat": replace(fields["chat"], max_tokens=400, packed=False)})
+    assert len(whole["chat"]) > most
+    for settings in ({"pairs": True}, {"member": "other.json"}):
+        with pytest.raises(ConfigError, match="split_long splits single conversations"):
+            replace(fields["chat"], **settings)
+    with pytest.raises(ConfigError, match="both have split_long"):
+        sf.Loader(
+            sf.open(dataset), split="train", seed=3, batch=ALONE, fields=fields | {"two": fields["chat"]}
+        )
+
+
+def test_what_every_part_repeats_is_learned_once(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    make_folder("llama", folder, with_model=False)
+    renderer, roles = Renderer.load(folder), ("system", "assistant")
+    found = [one for one, _ in generate(40, 31, max_images=0)]
+    document = next(
+        one for one in found if one["messages"][0]["role"] == "system" and len(one["messages"]) > 3
+    )
+    stored = StoredConversation.parse(document)
+    spans = (0, 3), (3, len(document["messages"]))
+    parts = [stored.part(span).render(renderer, {}, train_on=roles)[0] for span in spans]
+    told = "You read images."
+    assert [told in renderer.tokenizer.decode(one.ids) for one in parts] == [True, True]
+    assert [told in renderer.tokenizer.decode(one.ids[one.weights > 0]) for one in parts] == [True, False]
 
 
 def test_padded_budgets_charge_for_the_longest_of_a_rectangle(tmp_path: Path) -> None:

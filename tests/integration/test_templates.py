@@ -195,6 +195,13 @@ def test_a_conversation_is_what_the_values_of_its_study_spell_out(dataset: Datas
                     num_pictures += len(pictures)
                 assert not batch.quarantined
         assert loader.counters.totals("incomplete_conversations").num_items == num_empty
+        by_name = {
+            name.rpartition(".")[2]: totals["num_items"]
+            for name, totals in loader.counters.snapshot().items()
+            if name.startswith("incomplete_conversations.")
+        }
+        assert sum(by_name.values()) == num_empty
+        assert by_name["impression"] > 0
     assert num_pictures
     assert num_empty == 2 * sum(n % 4 == 1 or n % 5 == 0 for n in range(NUM_SAMPLES))
     assert {*drawn} == {(True, 0), (True, 1), (False, 0), (False, 1), (False, 2)}, "no phrasing is left out"

@@ -21,7 +21,7 @@ from shardflow.config import PLACE
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
 from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError
-from shardflow.fields.conversations.stored import PICTURE_NAME, StoredConversation
+from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
 from shardflow.fields.conversations.views import TemplateValues
 from shardflow.fields.decode import ThreadState
@@ -42,12 +42,15 @@ from shardflow.fields.field import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
+from shardflow.fields.units import PartDataset
 from shardflow.format.counts import ConversationCounts
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 _MAX_TOKENS: Final = 1 << 24
+INCOMPLETE: Final = "incomplete_conversations"
+"""Counter of samples for which a template lacks a value; with ``.`` and a name those that lack it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,20 @@ class Conversation(Field):
     chosen conversation and the rejected one, and pictures follow in this order. All are equal in every bit to
     what the processor returns for the conversation.
 
+    With ``scores`` the entry ``NAME_score`` ``(B,)`` float32 is the number of each conversation of the kind
+    ``reward``, and one of another kind is a bad sample.
+
+    With ``split_long`` a sample is a part of a conversation, and its key that of the study with ``p`` and a
+    number, such as ``ab12p0``. Parts are as many whole turns, a question and its answers, as have up to
+    ``max_tokens`` tokens; each begins with the system messages that the conversation begins with, as the
+    model is always told them, which the first part alone learns. Pictures stay with their turn. A turn that
+    is too long alone, and a document, which has none, are as ``long`` says. The parts are those that
+    ``shardflow tokenize --processor DIR --max-tokens N`` counted.
+
     With ``template`` the conversation is made from columns and other fields of the loader, see `Template`.
     Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
-    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations``. A field that
+    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations`` and, by what
+    is missing, as ``incomplete_conversations.NAME``; ``NAME`` is ``when`` where no turn applies. A field that
     only turns with ``when`` name may be missing where none of these is said, also with ``missing="error"``.
 
     With ``packed`` the conversations of a micro-batch are one row of T tokens, one behind another: the
@@ -90,7 +104,7 @@ class Conversation(Field):
 
     type_name: ClassVar[str] = "conversation"
     own_suffixes: ClassVar[frozenset[str]] = frozenset(
-        {"labels", "position_ids", "segment_ids", "cu_seqlens", "token_type_ids"}
+        {"labels", "position_ids", "segment_ids", "cu_seqlens", "token_type_ids", "score"}
     )
 
     processor: Annotated[str, PLACE] = field(metadata={"is_place": True})
@@ -107,11 +121,15 @@ class Conversation(Field):
     ``error`` masks their slot and counts a bad sample; ``skip`` leaves their slot without tokens and counts
     it as ``long_conversations`` of `Loader.counters`. Under a token budget ``error`` refuses the loader, and
     ``skip`` leaves them out of every epoch; their number is logged."""
+    split_long: bool = False
+    """Whether conversations of more than ``max_tokens`` are split into parts, each a sample of its own."""
     packed: bool = False
     """Whether the conversations of a micro-batch share one sequence; needs a token budget with
     ``padded=False``."""
     pairs: bool = False
     """Whether samples are preferences, a chosen and a rejected end of the same conversation."""
+    scores: bool = False
+    """Whether samples are conversations with a score."""
     max_images: int | None = None
     """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
     into ``max_tokens``."""
@@ -128,7 +146,7 @@ class Conversation(Field):
         check_count("max_tokens", self.max_tokens, _MAX_TOKENS)
         if self.max_images != 0 and self.max_images is not None:
             check_count("max_images", self.max_images, _MAX_TOKENS)
-        for name in ("pairs", "packed"):
+        for name in ("pairs", "packed", "split_long", "scores"):
             if getattr(self, name) not in (True, False):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
         roles: Any = self.train_on
@@ -138,13 +156,23 @@ class Conversation(Field):
         if "://" in str(self.processor):
             raise ConfigError("processor is a local folder, got an address; download it first.")
         object.__setattr__(self, "processor", str(self.processor))
+        if self.scores and (self.pairs or self.split_long or self.template is not None):
+            raise ConfigError(
+                "scores are those of whole stored conversations; leave out pairs, split_long and template, "
+                "or scores."
+            )
+        if self.split_long and (self.pairs or self.member != CONVERSATION_FIELD):
+            raise ConfigError(
+                f"split_long splits single conversations, of {CONVERSATION_FIELD}; leave out pairs and "
+                "member, or split_long."
+            )
         if self.template is None:
             return
         object.__setattr__(self, "template", load_template(self.template))
-        if self.pairs or self.packed or self.member != CONVERSATION_FIELD:
+        if self.pairs or self.packed or self.split_long or self.member != CONVERSATION_FIELD:
             raise ConfigError(
-                "A template makes single conversations of no counted length; leave out pairs, packed and "
-                "member, or template."
+                "A template makes single conversations of no counted length; leave out pairs, packed, "
+                "split_long and member, or template."
             )
         if self.missing == "drop":
             raise ConfigError(
@@ -167,6 +195,11 @@ class Conversation(Field):
         """Fields that only turns with a condition name."""
         return self.template.optional_fields if isinstance(self.template, Template) else ()
 
+    @property
+    def split_at(self) -> int | None:
+        """Tokens above which a conversation is split; None if none is."""
+        return self.max_tokens if self.split_long else None
+
     def for_evaluation(self) -> Conversation:
         """Return the field with the first phrasing of each turn."""
         return replace(self, template=self.template.first()) if isinstance(self.template, Template) else self
@@ -182,6 +215,8 @@ class Conversation(Field):
         """Return ids, mask, weights and the other entries of the processor."""
         name = entry["name"]
         pictures = _present_pictures(entry, arrays)
+        if "scores" in entry:
+            pictures[f"{name}_score"] = arrays[f"{name}.score"]
         if "packed" in entry:
             return present_packed(entry, arrays, pictures) | pictures
         lengths = arrays[f"{name}.length"]
@@ -245,6 +280,7 @@ class BoundRendered(BoundField):
             planned = self._planned(slots)
             num_tokens = int(planned.tokens[:, :of_slot].sum())
             specs = packed_specs(name, num_tokens, num_slots, of_slot, self._form.tokens)
+            specs += self._score_specs(num_slots)
             return specs + self._picture_specs(
                 num_slots, {one: int(rows[:, :of_slot].sum()) for one, rows in planned.rows.items()}
             )
@@ -254,9 +290,13 @@ class BoundRendered(BoundField):
             ArraySpec.of(f"{name}.weights", np.float32, *tokens),
             ArraySpec.of(f"{name}.length", np.int64, num_slots, of_slot),
             *(ArraySpec.of(f"{name}.{one}", np.int64, *tokens) for one in self._form.tokens),
+            *self._score_specs(num_slots),
         ]
         most = {one: num_slots * of_slot * entry.most_rows for one, entry in self._form.pictures.items()}
         return specs + self._picture_specs(num_slots, most)
+
+    def _score_specs(self, num_slots: int) -> list[ArraySpec]:
+        return [ArraySpec.of(f"{self.name}.score", np.float32, num_slots)] if self.spec.scores else []
 
     def _picture_specs(self, num_slots: int, rows: Mapping[str, int]) -> list[ArraySpec]:
         name, places, specs = self.name, (num_slots, self.spec.num_sequences), []
@@ -292,6 +332,8 @@ class BoundRendered(BoundField):
             first = int(start.reshape(-1)[0]) if start.size else 0
             arrays[f"{name}.{one}.data"][first : first + int(planned.sum())] = filler
         arrays[f"{name}.length"][slot] = 0
+        if self.spec.scores:
+            arrays[f"{name}.score"][slot] = 0
         for one in self._form.pictures:
             arrays[f"{name}.{one}.rows"][slot] = 0
 
@@ -307,6 +349,7 @@ class BoundRendered(BoundField):
             "pairs": self.spec.pairs,
             "tokens": list(self._form.tokens),
             "pictures": {one: list(entry.shape) for one, entry in self._form.pictures.items()},
+            **({"scores": True} if self.spec.scores else {}),
             **self._describe_packed(),
         }
 
@@ -317,7 +360,14 @@ class BoundRendered(BoundField):
         mrope = self._original.mrope if has_grids else None
         return {"packed": True, "pad_id": self._original.pad_id, "mrope": mrope}
 
-    def put(self, arrays: Arrays, slot: int, document: Any, members: Mapping[str, Any]) -> bool:
+    def put(
+        self,
+        arrays: Arrays,
+        slot: int,
+        document: Any,
+        members: Mapping[str, Any],
+        span: Span | None = None,
+    ) -> bool:
         """Render a conversation into its slot; return whether it fits.
 
         Args:
@@ -325,17 +375,21 @@ class BoundRendered(BoundField):
             slot: The slot.
             document: The conversation in its stored form.
             members: Its pictures by name, as stored or of Pillow.
+            span: The part of it that is the sample; None for all of it.
 
         Raises:
             RenderError: It is malformed, or cannot be rendered.
         """
         with self._counters.timed("render", 0, 1):
-            rendered = self._render(document, members)
+            stored = StoredConversation.parse(document, pairs=self.spec.pairs, scores=self.spec.scores)
+            rendered = self._render(stored if span is None else stored.part(span), members)
         if rendered is None or not all(self._fits(one) for one in rendered):
             return False
         if self.spec.packed:
             self._check_planned(arrays, slot, rendered)
         name = self.name
+        if self.spec.scores:
+            arrays[f"{name}.score"][slot] = stored.score
         for place, one in enumerate(rendered):
             length = len(one.ids)
             for token, values in {"ids": one.ids, "weights": one.weights, **one.tokens}.items():
@@ -366,10 +420,9 @@ class BoundRendered(BoundField):
                 return False
         return len(rendered.ids) <= most
 
-    def _render(self, document: Any, members: Mapping[str, Any]) -> list[Rendered] | None:
+    def _render(self, stored: StoredConversation, members: Mapping[str, Any]) -> list[Rendered] | None:
         """Render each end of a conversation; None if one shows more pictures than may be."""
         spec = self.spec
-        stored = StoredConversation.parse(document, pairs=spec.pairs)
         if spec.max_images is not None and max(map(len, stored.shown())) > spec.max_images:
             return None
         return stored.render(self._own(), members, train_on=spec.train_on)
@@ -456,7 +509,15 @@ class BoundConversation(BoundRendered, BoundMember):
 
     def open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> SlotContent:
         """Begin a slot."""
-        return _SlotConversation(self, shard, request.slot, arrays, self.needed(shard, request))
+        return _SlotConversation(self, shard, request, arrays, self.needed(shard, request))
+
+    def span_of(self, request: SlotRequest) -> Span | None:
+        """Return which messages of its conversation a sample is; None for all of them."""
+        dataset = self._context.samples.datasets[request.component]
+        if not isinstance(dataset, PartDataset):
+            return None
+        first, stop = dataset.samples.messages[request.table_row].tolist()
+        return first, stop
 
 
 class BoundTemplate(BoundRendered):
@@ -532,9 +593,10 @@ class BoundTemplate(BoundRendered):
             shown = {str(place): one for place, one in enumerate(pictures)}
             is_put = self.put(arrays, slot, document, shown)
         except IncompleteError as error:
-            if self.spec.missing == "error" or error.field in self._eased:
+            if self.spec.missing == "error" or error.name in self._eased:
                 return BadSampleReason.FIELD_MISSING, str(error)
-            self._counters.add("incomplete_conversations", num_items=1)
+            for name in (INCOMPLETE, f"{INCOMPLETE}.{error.name or 'when'}"):
+                self._counters.add(name, num_items=1)
             return None
         except (RenderError, ValueError) as error:
             return BadSampleReason.DECODE_FAILED, str(error)
@@ -549,17 +611,17 @@ class BoundTemplate(BoundRendered):
 class _SlotConversation:
     """Conversation of one slot."""
 
-    __slots__ = ("_arrays", "_field", "_payloads", "_shard", "_slot", "fields")
+    __slots__ = ("_arrays", "_field", "_payloads", "_request", "_shard", "fields")
 
     def __init__(
         self,
         bound: BoundConversation,
         shard: Shard,
-        slot: int,
+        request: SlotRequest,
         arrays: Arrays,
         fields: Sequence[int],
     ) -> None:
-        self._field, self._shard, self._slot, self._arrays = bound, shard, slot, arrays
+        self._field, self._shard, self._request, self._arrays = bound, shard, request, arrays
         self.fields = fields
         self._payloads: dict[int, bytes] = {}
 
@@ -580,7 +642,8 @@ class _SlotConversation:
         names = {place: shard.field_name(self.fields[place]) for place in self._payloads}
         members = {names[place]: payload for place, payload in self._payloads.items() if place}
         try:
-            is_put = bound.put(self._arrays, self._slot, document, members)
+            span = bound.span_of(self._request)
+            is_put = bound.put(self._arrays, self._request.slot, document, members, span)
         except RenderError as error:
             raise shard.bad(BadSampleReason.DECODE_FAILED, number, str(error)) from None
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -17,7 +17,9 @@ from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.stored import check_counts
 from shardflow.fields.field import Arrays, ArraySpec, FieldContext, Slots
+from shardflow.fields.units import PartDataset
 from shardflow.format.counts import ConversationCounts, open_conversation_counts
+from shardflow.format.dataset import Dataset
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
@@ -131,6 +133,9 @@ class _Settings(Protocol):
     def long(self) -> str: ...
 
     @property
+    def split_long(self) -> bool: ...
+
+    @property
     def pairs(self) -> bool: ...
 
     @property
@@ -157,7 +162,12 @@ class PlannedCounts:
             raise ConfigError(f"A token budget counts {CONVERSATION_FIELD}; leave out member, or the budget.")
         self._spec, self._renderer, self._entries = spec, renderer, entries
         self._datasets, self._populations = context.samples.datasets, context.populations
-        opened = {id(one): open_conversation_counts(one, renderer.digest) for one in self._datasets}
+        opened = {
+            id(one): one.counts
+            if isinstance(one, PartDataset)
+            else open_conversation_counts(one, renderer.digest)
+            for one in self._datasets
+        }
         self._counts = [opened[id(one)] for one in self._datasets]
 
     def lengths(self, name: str, budget: TokenBudget) -> list[NDArray[np.int64]]:
@@ -176,7 +186,7 @@ class PlannedCounts:
         spec, found = self._spec, []
         num_long = num_other = num_used = 0
         for dataset, counts, used in zip(self._datasets, self._counts, self._populations, strict=True):
-            rows = dataset.text_rows(np.arange(dataset.samples.num_samples))
+            rows = _counted_rows(dataset, np.arange(dataset.samples.num_samples))
             tokens, images = counts.tokens[rows].astype(np.int64), counts.images[rows]
             lengths = tokens[:, 0]
             if spec.pairs:  # padded ones are two rows of the longer sequence
@@ -196,13 +206,17 @@ class PlannedCounts:
             )
         if num_long and spec.long == "error":
             raise ConfigError(
-                f"{num_long:,} of {num_used:,} conversations are longer than max_tokens of the field "
+                f"{num_long:,} of {num_used:,} {self._what} are longer than max_tokens of the field "
                 f"{name!r} ({spec.max_tokens:,}) or of the budget ({budget.max_tokens:,}), or show more "
                 'pictures than max_images; raise them, or set long = "skip" to leave these out.'
             )
         if num_long:
-            _LOGGER.info("field %r leaves out %d conversations that are too long", name, num_long)
+            _LOGGER.info("field %r leaves out %d %s that are too long", name, num_long, self._what)
         return found
+
+    @property
+    def _what(self) -> str:
+        return "parts of conversations" if self._spec.split_long else "conversations"
 
     def check(self) -> None:
         """Compare the counts of 64 keyed conversations of each dataset with what the processor renders.
@@ -211,7 +225,8 @@ class PlannedCounts:
             ConfigError: They differ.
         """
         for dataset, counts in zip(self._datasets, self._counts, strict=True):
-            check_counts(self._renderer, dataset, counts)
+            split_at = dataset.split_at if isinstance(dataset, PartDataset) else None
+            check_counts(self._renderer, dataset, counts, split_at)
 
     def gather(self, slots: Slots) -> ConversationCounts:
         """Return the counts of each slot that the plan gives a sample, masked or not, ``(B, 2)``."""
@@ -219,8 +234,13 @@ class PlannedCounts:
         planned = np.array(slots.planned, np.int64)
         for component, (dataset, counts) in enumerate(zip(self._datasets, self._counts, strict=True)):
             here = planned if len(self._datasets) == 1 else planned[slots.components[planned] == component]
-            taken = counts.take(dataset.text_rows(slots.table_rows[here]))
+            taken = counts.take(_counted_rows(dataset, slots.table_rows[here]))
             found.tokens[here] = taken.tokens
             for name, rows in found.rows.items():
                 rows[here] = taken.rows[name]
         return found
+
+
+def _counted_rows(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the row of the counts of each row of a dataset: its own where it is a part, or its study's."""
+    return rows if isinstance(dataset, PartDataset) else dataset.text_rows(rows)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShortReadError
 from shardflow.fields.conversations.rendering import Rendered, Renderer, RenderError, decode_picture
 from shardflow.format import Dataset
-from shardflow.format.counts import ConversationCounts
+from shardflow.format.counts import ConversationCounts, counts_name
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.seeds import derive
 
@@ -22,12 +23,16 @@ PICTURE_NAME: Final = re.compile(r"image\.\d{3,}\.(?:png|jpe?g)", re.ASCII)
 """Names of the stored fields that hold pictures of a conversation."""
 _VERSION: Final = 1
 _PAIRS: Final = ("chosen", "rejected")
-_KINDS: Final = frozenset({"conversation", "preference", "reward", "document"})
+_SCORED: Final = "reward"
+_KINDS: Final = frozenset({"conversation", "preference", _SCORED, "document"})
+_USER, _SYSTEM = "user", "system"
 _NUM_CHECKED: Final = 64
 
 Message = Mapping[str, Any]
-_checked: set[tuple[str, str]] = set()
-"""Processors and datasets whose counts this process has compared."""
+Span: TypeAlias = tuple[int, int]
+"""First message of a part of a conversation, and the one behind its last."""
+_checked: set[tuple[str, str, int | None]] = set()
+"""Processors and datasets whose counts this process has compared, and where conversations are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,19 @@ class StoredConversation:
     ends: Sequence[Sequence[Message]]
     """What follows: nothing, or the chosen and the rejected end."""
     images: Sequence[Mapping[str, Any]]
+    score: float | None = None
+    """Of a conversation of the kind ``reward``, where it is asked for."""
+    first_learned: int = 0
+    """Messages before it are not learned: those that ends share, or that an earlier part has."""
 
     @classmethod
-    def parse(cls, document: Any, *, pairs: bool | None = None) -> Self:
+    def parse(cls, document: Any, *, pairs: bool | None = None, scores: bool = False) -> Self:
         """Take the parts of a document.
 
         Args:
             document: The parsed JSON.
             pairs: Whether it must be a preference pair; None for either.
+            scores: Whether it must have a score.
 
         Raises:
             RenderError: It is not of the form of docs/format.md, or of a kind that is not learned from.
@@ -66,7 +76,60 @@ class StoredConversation:
             )
         if kind not in _KINDS:
             raise RenderError(f"its kind is {kind!a}, and only {', '.join(sorted(_KINDS))} are learned from")
-        return cls(kind, messages, [document[name] for name in _PAIRS] if is_pair else [[]], images)
+        if scores and kind != _SCORED:
+            raise RenderError(f"its kind is {kind!a}, and scores = true takes {_SCORED} alone")
+        if is_pair:
+            ends = [document[name] for name in _PAIRS]
+            return cls(kind, messages, ends, images, first_learned=len(messages))
+        return cls(kind, messages, [[]], images, float(document["score"]) if scores else None)
+
+    def starts(self) -> list[int]:
+        """Return the messages that parts may begin with: the first, and each question behind the first one.
+
+        A pair is compared as a whole, so none of its messages is one.
+        """
+        if len(self.ends) > 1:
+            return [0]
+        roles = [str(one["role"]) for one in self.messages]
+        asked = [at for at, role in enumerate(roles) if role == _USER and (not at or roles[at - 1] != _USER)]
+        return [0, *asked[1:]]
+
+    def part(self, span: Span) -> Self:
+        """Return a part of the messages, behind those of the system that the conversation begins with.
+
+        They are what the model is told each time that it is used; the first part alone learns them.
+        """
+        first, stop = span
+        if not first:
+            return replace(self, messages=self.messages[:stop])
+        told = next((at for at, one in enumerate(self.messages) if one["role"] != _SYSTEM), 0)
+        shown = [*self.messages[:told], *self.messages[first:stop]]
+        return replace(self, messages=shown, first_learned=told)
+
+    def split(self, max_tokens: int, count: Callable[[Span], int]) -> list[Span]:
+        """Return the parts of a conversation, each with as many questions and answers as fit, at least one.
+
+        Args:
+            max_tokens: Of a part; one question with its answers may have more.
+            count: Counts the tokens of a part.
+        """
+
+        def fits(first: int, stop: int) -> bool:
+            return count((bounds[first], bounds[stop])) <= max_tokens
+
+        bounds = [*self.starts(), len(self.messages)]
+        last = len(bounds) - 1
+        if last == 1 or fits(0, last):
+            return [(0, bounds[last])]
+        found, at = [], 0
+        while at < last:
+            low, high = at + 1, last + (at > 0)  # all that is left may fit, but not all from the beginning
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fits(at, middle) else (low, middle)
+            found.append((bounds[at], bounds[low]))
+            at = low
+        return found
 
     def shown(self) -> list[list[int]]:
         """Return the numbers of the pictures of each end, in order."""
@@ -88,7 +151,7 @@ class StoredConversation:
         Args:
             renderer: Of the model.
             members: The pictures by name, as stored or of Pillow.
-            train_on: Roles whose words are learned; of a pair only behind the shared messages.
+            train_on: Roles whose words are learned, behind ``first_learned``.
 
         Raises:
             RenderError: It cannot be rendered.
@@ -100,9 +163,8 @@ class StoredConversation:
         ]
         if self.kind == "document":
             return [renderer.render_document(self.messages, pictures)]
-        first = len(self.messages) if self.kind == "preference" else 0
         return [
-            renderer.render([*self.messages, *end], pictures, train_on=train_on, first=first)
+            renderer.render([*self.messages, *end], pictures, train_on=train_on, first=self.first_learned)
             for end in self.ends
         ]
 
@@ -123,7 +185,13 @@ def picture_entries(renderer: Renderer) -> tuple[str, ...]:
 
 
 def count_conversations(
-    renderer: Renderer, dataset: Dataset, rows: NDArray[np.int64], entries: tuple[str, ...]
+    renderer: Renderer,
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    entries: tuple[str, ...],
+    *,
+    split_at: int | None = None,
+    spans: NDArray[Any] | None = None,
 ) -> ConversationCounts:
     """Render stored conversations, and count their tokens and pictures; 0 where one cannot be rendered.
 
@@ -132,52 +200,89 @@ def count_conversations(
         dataset: Of studies.
         rows: ``(n,)`` rows of its samples table.
         entries: As of `picture_entries`.
+        split_at: Tokens above which a conversation is split, and has a row for each part.
+        spans: ``(n, 2)``, the only part of each that is counted.
 
     Raises:
         ShardflowError: A sample cannot be read or trusted.
     """
-    found = ConversationCounts.zeros(len(rows), entries)
+    nothing = ConversationCounts.zeros(1, entries, is_split=split_at is not None)
+    found = []
     for place, row in enumerate(rows.tolist()):
         names = [field.name for field in dataset.sample_fields(row)[1]]
         if CONVERSATION_FIELD not in names:
+            found.append(nothing)
             continue
         wanted = [name for name in names if renderer.has_pictures and PICTURE_NAME.fullmatch(name)]
         members = dataset.read_fields(row, [CONVERSATION_FIELD, *wanted])
         try:
             stored = StoredConversation.parse(json.loads(members[CONVERSATION_FIELD]))
-            shown, ends = stored.shown(), stored.render(renderer, members, train_on=())
+            if split_at is None:
+                one = stored if spans is None else stored.part((int(spans[place, 0]), int(spans[place, 1])))
+                found.append(_counted(renderer, one, members, entries))
+            else:
+                found += _split(renderer, stored, members, entries, split_at)
         except (RenderError, RecursionError, KeyError, TypeError, ValueError, AttributeError, IndexError):
-            continue
-        for number, (pictures, end) in enumerate(zip(shown, ends, strict=True)):
-            found.tokens[place, number] = len(end.ids)
-            found.images[place, number] = len(pictures)
-            for name, values in end.pictures.items():
-                if name in found.rows:
-                    found.rows[name][place, number] = len(values)
+            found.append(nothing)
+    return ConversationCounts.joined(found, entries, is_split=split_at is not None)
+
+
+def _split(
+    renderer: Renderer,
+    stored: StoredConversation,
+    members: Mapping[str, bytes],
+    entries: tuple[str, ...],
+    split_at: int,
+) -> list[ConversationCounts]:
+    """Return the counts of each part of a conversation."""
+
+    @cache
+    def counted(span: Span) -> ConversationCounts:
+        return _counted(renderer, stored.part(span), members, entries)
+
+    spans = stored.split(split_at, lambda span: int(counted(span).tokens.max()))
+    return [replace(counted(span), messages=np.array([span], np.uint32)) for span in spans]
+
+
+def _counted(
+    renderer: Renderer, stored: StoredConversation, members: Mapping[str, bytes], entries: tuple[str, ...]
+) -> ConversationCounts:
+    found = ConversationCounts.zeros(1, entries)
+    ends = stored.render(renderer, members, train_on=())
+    for number, (pictures, end) in enumerate(zip(stored.shown(), ends, strict=True)):
+        found.tokens[0, number] = len(end.ids)
+        found.images[0, number] = len(pictures)
+        for name, values in end.pictures.items():
+            if name in found.rows:
+                found.rows[name][0, number] = len(values)
     return found
 
 
-def check_counts(renderer: Renderer, dataset: Dataset, counts: ConversationCounts) -> None:
-    """Render 64 keyed conversations, and compare them with their stored counts.
+def check_counts(
+    renderer: Renderer, dataset: Dataset, counts: ConversationCounts, split_at: int | None = None
+) -> None:
+    """Render 64 keyed conversations or parts of them, and compare them with their stored counts.
 
     Args:
         renderer: Of the installed processor.
         dataset: Any dataset; its conversations are those of its studies.
-        counts: By row of its studies.
+        counts: By row of its studies, or by part.
+        split_at: Tokens above which conversations were split; None for rows of studies.
 
     Raises:
         ConfigError: They differ.
     """
-    if not len(counts) or (renderer.digest, dataset.text_id) in _checked:
+    if not len(counts) or (renderer.digest, dataset.text_id, split_at) in _checked:
         return
     key = int(renderer.digest[:15], 16)
     rows = np.unique([derive(key, "checked-counts", number) % len(counts) for number in range(_NUM_CHECKED)])
+    samples = np.searchsorted(counts.first_rows(), rows, side="right") - 1
     entries = tuple(counts.rows)
     num_other = 0
-    for row in rows:
+    for row, sample in zip(rows, samples, strict=True):
         stored = counts.take(row[None])
         try:
-            found = count_conversations(renderer, dataset, row[None], entries)
+            found = count_conversations(renderer, dataset, sample[None], entries, spans=stored.messages)
         except (
             ChecksumError,
             FormatError,
@@ -192,6 +297,7 @@ def check_counts(renderer: Renderer, dataset: Dataset, counts: ConversationCount
             f"{num_other:,} of {len(rows):,} conversations have other numbers of tokens or pictures than "
             "were counted, as another version of transformers may render them; install that version, or "
             "delete the folder conversations/"
-            f"{renderer.digest} of the dataset and run: shardflow tokenize DATASET --processor DIR"
+            f"{counts_name(renderer.digest, split_at)} of the dataset and run: shardflow tokenize DATASET "
+            f"--processor DIR{'' if split_at is None else f' --max-tokens {split_at}'}"
         )
-    _checked.add((renderer.digest, dataset.text_id))
+    _checked.add((renderer.digest, dataset.text_id, split_at))

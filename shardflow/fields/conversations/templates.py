@@ -43,12 +43,12 @@ class IncompleteError(Exception):
 
     Args:
         message: What it lacks.
-        field: Name of the field that has nothing; empty for anything else.
+        name: Of the field or column that has nothing; empty where no turn applies.
     """
 
-    def __init__(self, message: str, field: str = "") -> None:
+    def __init__(self, message: str, name: str = "") -> None:
         super().__init__(message)
-        self.field = field
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class TemplateValues:
         if column is not None:
             found = _value(column)
             if found is None:
-                raise IncompleteError(f"it has no value of {name}")
+                raise IncompleteError(f"it has no value of {name}", name)
             return self._template.write_value(found, form)
         spec, entries = self._fields[name], sample.entries
         is_there = _mask(name, entries)

@@ -1,8 +1,9 @@
-"""Unit tables: the rows of a dataset seen as series, images or windows, derived from its stored tables.
+"""Unit tables: rows of a dataset seen as series, images, windows or parts, derived from its stored tables.
 
 Nothing is stored by row. A row of series is one number; rows of images are prefix sums over the series, those
-of windows over the studies. All columns of the samples table are computed for the rows that are asked for, so
-that planning and loading treat them like studies. Facts of cost are those of the series, image or window.
+of windows and of parts of conversations over the studies. All columns of the samples table are computed for
+the rows that are asked for, so that planning and loading treat them like studies. Facts of cost are those of
+the series, image or window.
 """
 
 from __future__ import annotations
@@ -284,18 +285,17 @@ class UnitTable(DerivedTable):
         return np.maximum(self._series_table.array("num_slices")[series].astype(np.int64), 1)
 
 
-class WindowTable(DerivedTable):
-    """Rows that are windows of studies, those of one by their numbers. Safe for many threads.
+class NumberedTable(DerivedTable):
+    """Rows that are numbered within studies: windows, or parts of a conversation. Safe for many threads.
 
-    Keys are that of the study followed by ``w`` and the number of the window: ``ab12w7``. ``offset_bytes``
-    and ``num_bytes`` are equal shares of the study's, since no table knows where a window is stored.
+    Keys are that of the study followed by the first letter of the unit and the number: ``ab12w7``.
+    ``offset_bytes`` and ``num_bytes`` are equal shares of the study's, since no table knows where a row is
+    stored.
 
     Args:
         studies: The samples table.
-        counts: ``(num_studies,)`` windows of each study; 0 for none.
+        counts: ``(num_studies,)`` rows of each study; 0 for none.
     """
-
-    unit = "window"
 
     def __init__(self, studies: SamplesTable, counts: Int64Array) -> None:
         self._studies, self._first_row = studies, _starts(counts)
@@ -307,20 +307,24 @@ class WindowTable(DerivedTable):
         }
 
     def digest(self, dataset_id: str) -> str:
-        """Return the identity of the rows: another dataset, or number of windows of a study, changes it."""
+        """Return the identity of the rows: another dataset, or number of rows of a study, changes it."""
         rows = sha256_hex(np.ascontiguousarray(self._first_row, "<i8").tobytes())
         return sha256_hex(canonical_json({"dataset_id": dataset_id, "unit": self.unit, "rows": rows}))
+
+    def first_rows(self) -> Int64Array:
+        """Return the first row of each study, and the number of rows, ``(num_studies + 1,)``."""
+        return self._first_row
 
     def study_rows(self, rows: Int64Array) -> Int64Array:
         """Return the row of the samples table that each row belongs to."""
         return np.searchsorted(self._first_row, rows, side="right") - 1
 
     def numbers(self, rows: Int64Array) -> Int64Array:
-        """Return the number of each row's window among those of its study, from 0."""
+        """Return the number of each row among those of its study, from 0."""
         return rows - self._first_row[self.study_rows(rows)]
 
     def counts(self, studies: Int64Array) -> Int64Array:
-        """Return the number of windows of studies, given their rows of the samples table."""
+        """Return the number of rows of studies, given their rows of the samples table."""
         found: Int64Array = self._first_row[studies + 1] - self._first_row[studies]
         return found
 
@@ -331,10 +335,11 @@ class WindowTable(DerivedTable):
             FormatError: No row has this key.
         """
         parsed = parse_unit_key(key, self.unit)
-        if parsed is not None and parsed.window is not None:
+        if parsed is not None:
             study = np.array([self._studies.find(parsed.study_key)])
-            if parsed.window < int(self.counts(study)[0]):
-                return int(self._first_row[study[0]]) + parsed.window
+            number = int(getattr(parsed, self.unit))
+            if number < int(self.counts(study)[0]):
+                return int(self._first_row[study[0]]) + number
         raise FormatError("a sample key must be one of the dataset, got another one.")
 
     def _gather(self, name: str, rows: Int64Array) -> NDArray[Any]:
@@ -343,13 +348,40 @@ class WindowTable(DerivedTable):
             return self._studies.gather(name, studies)
         numbers, counts = rows - self._first_row[studies], self.counts(studies)
         if name == "sample_key":
-            keys = np.strings.add(self._studies.gather("sample_key", studies), b"w")
+            keys = np.strings.add(self._studies.gather("sample_key", studies), self.unit[0].encode())
             return np.asarray(np.strings.add(keys, numbers.astype("S10")))
         num_bytes = self._studies.gather("num_bytes", studies).astype(np.int64)
         before = num_bytes * numbers // counts
         if name == "num_bytes":
             return np.asarray(num_bytes * (numbers + 1) // counts - before)
         return np.asarray(self._studies.gather("offset_bytes", studies).astype(np.int64) + before)
+
+
+class WindowTable(NumberedTable):
+    """Rows that are windows of the volumes of studies."""
+
+    unit = "window"
+
+
+class PartTable(NumberedTable):
+    """Rows that are parts of the conversations of studies.
+
+    Args:
+        studies: The samples table.
+        first_rows: ``(num_studies + 1,)``, the first part of each study, and the number of parts.
+        messages: ``(num_parts, 2)``, the first message of each part, and the one behind its last.
+    """
+
+    unit = "part"
+
+    def __init__(self, studies: SamplesTable, first_rows: Int64Array, messages: NDArray[Any]) -> None:
+        super().__init__(studies, np.diff(first_rows))
+        self.messages = messages
+
+    def digest(self, dataset_id: str) -> str:
+        """Return the identity of the rows: another dataset, or a part of other messages, changes it."""
+        rows = sha256_hex(np.ascontiguousarray(self.messages, "<u4").tobytes())
+        return sha256_hex(canonical_json({"dataset_id": dataset_id, "unit": self.unit, "rows": rows}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +396,8 @@ class Unit:
     """Position in the series; None for a whole series."""
     window: int | None = None
     """Number among the windows of the study; None for what is no window."""
+    part: int | None = None
+    """Number among the parts of a conversation; None for a whole one."""
 
 
 _KEYS: Final = {
@@ -371,6 +405,7 @@ _KEYS: Final = {
     "series": re.compile(r"([a-z0-9]+)s(?P<series>\d+)", re.ASCII),
     "image": re.compile(r"([a-z0-9]+)s(?P<series>\d+)i(?P<image>\d+)", re.ASCII),
     "window": re.compile(r"([a-z0-9]+)w(?P<window>\d+)", re.ASCII),
+    "part": re.compile(r"([a-z0-9]+)p(?P<part>\d+)", re.ASCII),
     "entity": re.compile(r"([a-z0-9]+)e\d+s(?P<series>\d+)", re.ASCII),
 }
 

@@ -1,7 +1,8 @@
 """Tasks of conversations: supervised fine-tuning, preference optimization, and a reward model.
 
 The loader's field renders conversations, see `shardflow.Conversation`. The loss of ``sft`` is the mean
-cross-entropy of the weighted tokens of a step over all ranks; of ``dpo`` and ``reward`` the mean over pairs.
+cross-entropy of the weighted tokens of a step over all ranks; of ``dpo`` and ``reward`` the mean over pairs,
+and of ``reward`` without pairs the mean squared difference from the scores.
 
 Source:
     DPO: Rafailov et al., "Direct Preference Optimization", NeurIPS 2023, equation 7. Reward: Ouyang et al.,
@@ -46,6 +47,8 @@ _SEGMENTS: Final = "segments"
 """Number of the sequence that each token of a packed row belongs to, ``(1, T)``."""
 _ENDS: Final = "ends"
 """Last token of each sequence of a packed row, ``(N,)``."""
+_SCORE: Final = "score"
+"""What a reward model without pairs is to say of each slot, ``(B,)``."""
 _BLANK: Final = "blank."
 """In place of the name of pictures where no sequence shows one; known without asking the device."""
 
@@ -64,6 +67,7 @@ class ConversationTask(ArrayTask):
         self._task, self._model, self._lora, self._field = task, model, lora, field
         self._reference: nn.Module | None = None
         self._has_reference = task.type == "dpo" and not lora.rank
+        self._has_scores = task.type == "reward" and not field.pairs
         renderer = Renderer.load(field.processor)
         has_pictures = renderer.has_pictures and field.max_images != 0
         self._small = renderer.example([blank_picture(64, 64)] if has_pictures else ())
@@ -113,11 +117,12 @@ class ConversationTask(ArrayTask):
         return with_lanes(spec, selection, self.fields(selection, is_evaluation=False))
 
     def fields(self, selection: Selection, *, is_evaluation: bool) -> dict[str, Field]:
-        """Return the fields of the settings, with conversations packed where sequences are."""
+        """Return the fields of the settings, with conversations packed where sequences are, and scores."""
         found = super().fields(selection, is_evaluation=is_evaluation)
-        if self._run.batch.packed:
-            found[CONVERSATION_FIELD] = replace(self._field, packed=True)
-        return found
+        talk = found[CONVERSATION_FIELD]
+        assert isinstance(talk, Conversation)  # noqa: S101 - checked when the settings were read
+        packed, scores = self._run.batch.packed, self._has_scores
+        return {**found, CONVERSATION_FIELD: replace(talk, packed=packed, scores=scores)}
 
     def build_model(self, example: Batch) -> nn.Module:  # noqa: ARG002
         """Build the model of the folder, and for ``dpo`` keep it as it is."""
@@ -144,8 +149,11 @@ class ConversationTask(ArrayTask):
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""
         name, small = CONVERSATION_FIELD, self._small
+        beside = dict(self._pictures(batch))
+        if self._has_scores:
+            beside[_SCORE] = batch[f"{name}_score"]
         if f"{name}_segment_ids" in batch:
-            return self._packed_arrays(batch) | self._pictures(batch)
+            return self._packed_arrays(batch) | beside
         mask = _sequences(batch[f"{name}_mask"]).astype(np.int64)
         # The model may have no row for the token that fills up, such as one that was added for it alone.
         ids = np.where(mask, _sequences(batch[name]), 0)
@@ -156,7 +164,7 @@ class ConversationTask(ArrayTask):
             f"{_TOKENS}attention_mask": np.where(mask.any(axis=1, keepdims=True), mask, 1),
             **{f"{_TOKENS}{one}": _sequences(batch[f"{name}_{one}"]) for one in small.tokens},
         }
-        return found | self._pictures(batch)
+        return found | beside
 
     def _packed_arrays(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Return the tokens of a packed row, ``(1, T)``."""
@@ -192,30 +200,42 @@ class ConversationTask(ArrayTask):
         """Return the loss of each slot, ``(B,)``."""
         if self._task.type == "sft":
             return -_log_probabilities(output, tensors)
+        if self._has_scores:
+            off: torch.Tensor = output - tensors[_SCORE].to(output.dtype)
+            return off.square() * self._is_learned(tensors)
         # A pair that was too long has no tokens, and is no pair.
-        return -functional.logsigmoid(self._margins(output)) * self._pairs(tensors)
+        return -functional.logsigmoid(self._margins(output)) * self._is_learned(tensors)
 
     def counts(self, arrays: Mapping[str, NDArray[Any]], num_slots: int) -> NDArray[Any]:
-        """Return the weights of the learned tokens of each slot, or 1 for each pair."""
+        """Return the weights of the learned tokens of each slot, or 1 for each pair or score."""
         learned: NDArray[np.float64] = arrays[_LEARNED][:, 1:].sum(axis=1, dtype=np.float64)
         if _SEGMENTS in arrays:
             number, weights = arrays[_SEGMENTS][0], arrays[_LEARNED][0].astype(np.float64)
             learned = np.bincount(number, weights, minlength=len(arrays[_ENDS])).astype(np.float64)
         if self._task.type == "sft":
             return learned
-        is_pair = np.all(learned.reshape(num_slots, 2) > 0, axis=1)
-        return np.asarray(is_pair, np.float64)
+        is_learned = np.all(learned.reshape(num_slots, -1) > 0, axis=1)
+        return np.asarray(is_learned, np.float64)
 
     def scores(self, output: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return learned and right tokens of each slot, or how far the chosen is ahead."""
+        """Return learned and right tokens of each slot, how far the chosen is ahead, or the score is off."""
+        if self._has_scores:
+            off = (output - tensors[_SCORE].to(output.dtype)).abs()
+            return {"off": off, "is_scored": self._is_learned(tensors)}
         if self._task.type != "sft":
-            return {"margin": self._margins(output), "is_pair": self._pairs(tensors)}
+            return {"margin": self._margins(output), "is_pair": self._is_learned(tensors)}
         learned_NT = tensors[_LEARNED][:, 1:] > 0
         right_NT = output[:, :-1].argmax(dim=-1) == tensors[f"{_TOKENS}input_ids"][:, 1:]
         return {"learned": _summed(learned_NT, tensors), "right": _summed(right_NT & learned_NT, tensors)}
 
     def metrics(self, scores: Scores) -> Mapping[str, float | None]:
-        """Return the share of learned tokens that were right, or of pairs whose chosen one is ahead."""
+        """Return the share of learned tokens that were right, or of pairs whose chosen one is ahead.
+
+        Of scores it is the mean absolute difference.
+        """
+        if self._has_scores:
+            off = scores["off"][scores["is_scored"] > 0]
+            return {"score_mae": float(off.mean()) if len(off) else None}
         if self._task.type == "sft":
             total = float(scores["learned"].sum())
             return {"token_accuracy": float(scores["right"].sum()) / total if total else None}
@@ -232,9 +252,10 @@ class ConversationTask(ArrayTask):
         found_B2: torch.Tensor = found_N.reshape(-1, 2)
         return scale * (found_B2[:, 0] - found_B2[:, 1])
 
-    def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _is_learned(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return which slots have words to learn from, in each of their sequences, ``(B,)``."""
         learned_N = _summed(tensors[_LEARNED][:, 1:], tensors)
-        return (learned_N > 0).reshape(-1, 2).all(dim=1)
+        return (learned_N > 0).reshape(-1, self._field.num_sequences).all(dim=1)
 
     @property
     def references(self) -> Sequence[nn.Module]:

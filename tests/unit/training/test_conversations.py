@@ -56,13 +56,18 @@ tensorboard = false
 
 
 def make_run(folder: Path, family: str, task: str = "sft", *, num: int = 16) -> Path:
-    """A model, conversations or pairs, and the settings of a run of four steps."""
+    """A model, conversations, pairs or scores, and the settings of a run of four steps."""
     make_folder(family, folder / "model")
     most = 2 if family in IMAGE_FAMILIES else 0
-    found = generate(num, 21, max_images=most, pairs=task != "sft")
+    has_pairs = task not in ("sft", "score")
+    found = generate(num, 21, max_images=most, pairs=has_pairs)
+    if task == "score":
+        task = "reward"
+        scores = [{"kind": "reward", "score": number / 4 - 1} for number in range(num)]
+        found = [({**one, **score}, pictures) for (one, pictures), score in zip(found, scores, strict=True)]
     write_conversations(folder / "dataset", found, splits={"train": 3, "val": 1})
-    pairs = str(task != "sft").lower()
-    (folder / "train.toml").write_text(TEMPLATE.format(task=task, pairs=pairs), encoding="utf-8")
+    text = TEMPLATE.format(task=task, pairs=str(has_pairs).lower())
+    (folder / "train.toml").write_text(text, encoding="utf-8")
     return folder / "train.toml"
 
 
@@ -78,7 +83,7 @@ def first_inputs(config: TrainConfig) -> tuple[Any, Any, Any, Any]:
         split="train",
         batch=task.batch_spec(None, None),
         seed=3,
-        fields=dict(config.fields),
+        fields=task.fields(None, is_evaluation=False),
     )
     with loader:
         model = task.make_model(loader, None).eval()
@@ -183,8 +188,9 @@ def test_adapters_are_off_in_the_reference(tmp_path: Path) -> None:
         torch.testing.assert_close(inputs.forward(model)[0], expected)
 
 
-def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> None:
-    config = settings(make_run(tmp_path, "llama", "reward"))
+@pytest.mark.parametrize("task", ["reward", "score"])
+def test_reward_loss_is_that_of_the_model_of_transformers(task: str, tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, "llama", task))
     _, model, batch, inputs = first_inputs(config)
     own = transformers.AutoModelForSequenceClassification.from_pretrained(
         str(tmp_path / "model"), num_labels=1, dtype=torch.float32
@@ -198,8 +204,14 @@ def test_reward_loss_is_that_of_the_model_of_transformers(tmp_path: Path) -> Non
             own.model(tokens["input_ids"][row : row + 1, :length]).last_hidden_state[0, -1]
             for row, length in enumerate(lengths)
         ]
-        scores = own.score(torch.stack(hidden))[:, 0].reshape(-1, 2)
-        wanted = -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
+        scores = own.score(torch.stack(hidden))[:, 0]
+        if task == "score":
+            expected = [int(key.removeprefix("talk")) / 4 - 1 for key in batch.info.sample_keys]
+            wanted = ((scores - torch.tensor(expected)) ** 2).sum()
+        else:
+            scores = scores.reshape(-1, 2)
+            wanted = -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
+        assert inputs.num_tokens == 2.0
         torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -272,7 +284,13 @@ def test_adapters_in_a_layer_without_a_part_are_not_trained(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "task"),
     sampled(
-        [("llama", "sft"), ("qwen2_5_vl", "dpo"), ("gemma3", "reward"), ("llava", "sft")],
+        [
+            ("llama", "sft"),
+            ("qwen2_5_vl", "dpo"),
+            ("gemma3", "reward"),
+            ("llava", "sft"),
+            ("llama", "score"),
+        ],
         {("llama", "sft"), ("qwen2_5_vl", "dpo")},
     ),
 )
@@ -280,7 +298,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(family: str, task: str, tm
     config = make_run(tmp_path, family, task)
     whole = train(settings(config))
     assert whole.outcome == "finished"
-    assert whole.evaluation_scores.keys() == {"token_accuracy" if task == "sft" else "pair_accuracy"}
+    metric = {"sft": "token_accuracy", "score": "score_mae"}.get(task, "pair_accuracy")
+    assert whole.evaluation_scores.keys() == {metric}
     leave()
     other = tmp_path / "other"
     train(settings(config, f"run.output={other}", "run.max_steps=2"))

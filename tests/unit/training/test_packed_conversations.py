@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from shardflow.errors import ConfigError
+from shardflow.format.counts import open_conversation_counts
 from shardflow.loading import Loader
 from shardflow.loading import select as select_split
 from shardflow.loading.sample import open_dataset
@@ -100,9 +101,9 @@ def select(dataset: Any) -> Any:
     return select_split(dataset, "train")
 
 
-def check_equal(config: Path) -> None:
-    packed, num_packed = losses_of(config, PACKED)
-    single, num_single = losses_of(config, SINGLE)
+def check_equal(config: Path, *settings_of_run: str) -> None:
+    packed, num_packed = losses_of(config, PACKED, *settings_of_run)
+    single, num_single = losses_of(config, SINGLE, *settings_of_run)
     assert packed.keys() == single.keys()
     assert num_packed < num_single
     for key, (loss, count) in single.items():
@@ -118,11 +119,31 @@ def test_packed_losses_are_those_of_single_conversations(family: str, tmp_path: 
     check_equal(packed_run(tmp_path, family))
 
 
+def split_at(folder: Path, share: float = 0.6) -> tuple[str, str]:
+    """Settings of a run whose conversations are split and counted, the longest ones above some tokens."""
+    dataset = open_dataset(folder / "dataset")
+    (processor,) = (one.name for one in (folder / "dataset" / "conversations").iterdir())
+    most = int(np.sort(open_conversation_counts(dataset, processor).tokens[:, 0])[-1] * share)
+    assert count_dataset(dataset, folder / "model", split_at=most).num_split > 2
+    return f"fields.conversation.max_tokens={most}", "fields.conversation.split_long=true"
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, {"qwen2_5_vl"}))
+def test_parts_of_conversations_have_the_same_losses_packed_and_alone(family: str, tmp_path: Path) -> None:
+    check_equal(packed_run(tmp_path, family), *split_at(tmp_path), "fields.conversation.long=skip")
+
+
 @pytest.mark.parametrize(
     ("family", "task"),
     sampled(
-        [("qwen2_5_vl", "dpo"), ("gemma3", "dpo"), ("llama", "reward"), ("llava", "reward")],
-        {("qwen2_5_vl", "dpo"), ("llama", "reward")},
+        [
+            ("qwen2_5_vl", "dpo"),
+            ("gemma3", "dpo"),
+            ("llama", "reward"),
+            ("llava", "reward"),
+            ("llama", "score"),
+        ],
+        {("qwen2_5_vl", "dpo"), ("llama", "reward"), ("llama", "score")},
     ),
 )
 def test_packed_pairs_have_the_losses_of_single_ones(family: str, task: str, tmp_path: Path) -> None:
@@ -170,17 +191,23 @@ def test_neighboring_pictures_of_two_sequences_stay_apart(tmp_path: Path) -> Non
     torch.testing.assert_close(run(1)[:, :6], wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "qwen2_5_vl"], {"llama"}))
-def test_a_stopped_packed_run_goes_on_as_if_nothing_had_been(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_split"),
+    sampled([("llama", True), ("llama", False), ("qwen2_5_vl", True)], {("llama", True)}),
+)
+def test_a_stopped_packed_run_goes_on_as_if_nothing_had_been(
+    family: str, is_split: bool, tmp_path: Path
+) -> None:
     config = packed_run(tmp_path, family, num=40)
-    whole = train(settings(config, PACKED))
+    given = (PACKED, *split_at(tmp_path), "fields.conversation.long=skip") if is_split else (PACKED,)
+    whole = train(settings(config, *given))
     assert whole.outcome == "finished"
     assert whole.evaluation_scores.keys() == {"token_accuracy"}
     leave()
     other = tmp_path / "other"
-    train(settings(config, PACKED, f"run.output={other}", "run.max_steps=2"))
+    train(settings(config, *given, f"run.output={other}", "run.max_steps=2"))
     leave()
-    again = train(settings(config, PACKED, f"run.output={other}"))
+    again = train(settings(config, *given, f"run.output={other}"))
     assert again.resumed_from == "step-00000002"
     assert committed_samples(other) == committed_samples(tmp_path / "run")
     assert differing_weights(other, tmp_path / "run") == []
