@@ -265,6 +265,7 @@ class Manifest:
                 f"{found[0]!a} {found[1]!a}; newer formats need a newer shardflow."
             )
         digest = body.pop("digest", None)
+        check_digest(digest, "the digest of a manifest")
         # The bytes are canonical, and so are those without the digest: no second encoding.
         named = f',"digest":"{digest}"'.encode()
         rest = data[:-1].replace(named, b"") if data.count(named) == 1 else canonical_json(body)
