@@ -1,6 +1,6 @@
 """Slice codec ``htj2k``: one array as a reversible High-Throughput JPEG 2000 codestream (docs/format.md).
 
-Meant for archives: 10 % smaller than ``b2nd`` on CT, decoded at a sixth of its speed, and readable by any
+Meant for archives: 10 % smaller than ``b2nd`` on CT, decoded at a seventh of its speed, and readable by any
 decoder of ITU-T T.814, such as OpenJPH. Integers of up to 16 bits keep their sign: as unsigned numbers they
 compress a third worse. Encoding and decoding need imagecodecs, which is imported for the first slice.
 
