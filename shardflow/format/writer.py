@@ -63,7 +63,7 @@ class ShardWriter:
 
     The dataset appears when the block ends: the manifest is written last, and an exception removes what was
     written before it. The same samples in the same order give the same bytes. Held in memory are the index of
-    the open shard of each split and 21 to 32 bytes for each sample, beside values given as ``columns=``.
+    the open shard of each split and at most 40 bytes for each sample, beside values given as ``columns=``.
 
     A sample is a mapping with a ``__key__`` (1 to 64 of ``a-z`` and ``0-9``) and fields named as in
     docs/format.md, section 4. The last part of a field's name says how its value is stored:
@@ -348,6 +348,7 @@ class ShardWriter:
         """Close the shards of the part; publish the dataset if no part is missing."""
         if not self._keys and self._num_parts == 1:
             raise FormatError("a dataset must hold a sample, got none; write one.")
+        self._keys = KeySet()  # none can follow, and what does needs the room
         for written in self._splits.values():
             written.close()
         write_atomic(self._folder / _DONE, [], replace=True)
