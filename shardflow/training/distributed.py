@@ -27,6 +27,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -43,9 +44,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
@@ -53,6 +52,10 @@ from shardflow.training.config import ParallelConfig, TimeoutConfig
 from shardflow.training.doctor import refuse_unknown_names
 from shardflow.training.health.monitor import HealthMonitor
 from shardflow.viewing.markup import counted
+
+if TYPE_CHECKING:  # a second to import, which only runs that share their model take
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _NAMES: Final = {"cuda": "GPU", "npu": "NPU"}
@@ -432,6 +435,8 @@ def shard(
         compute: Type that layers are gathered and computed in, or None for that of the weights. Gradients
             are added up in float32 or the wider type of the weights.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=None if compute is None else torch.float32
@@ -466,7 +471,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
-    elif isinstance(model, FSDPModule):
+    elif _is_sharded(model):
         model.set_requires_gradient_sync(False)
         try:
             yield
@@ -479,13 +484,25 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def settle(model: nn.Module) -> None:
     """Release the parameters that a forward without a backward left gathered."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_sharded(module):
             module.reshard()
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    # What nobody has imported, no module is an instance of.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_share(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is this rank's rows of one that `shard` has cut."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a tensor that is sharded, else the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_share(tensor) else tensor
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:

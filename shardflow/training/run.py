@@ -67,7 +67,6 @@ from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segm
 from shardflow.training.models.weights import hold_frozen, load_weights, weights_later
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
-from shardflow.training.tasks.conversations import ConversationTask
 from shardflow.training.tasks.report import ReportTask
 from shardflow.training.tasks.segment import SegmentTask
 from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
@@ -124,6 +123,8 @@ def _classify_task(config: TrainConfig) -> ArrayTask:
 
 
 def _conversation_task(config: TrainConfig) -> ArrayTask:
+    from shardflow.training.tasks.conversations import ConversationTask  # imports transformers
+
     field = config.fields[CONVERSATION_FIELD]
     assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
     return ConversationTask(config.task, config.model, config.lora, field)

@@ -16,7 +16,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
@@ -72,6 +71,8 @@ class ReportTokenizer:
             ConfigError: no ``tokenizer.json`` there, or one that cannot be read.
         """
         digest = tokenizer_digest(folder)
+        from transformers import PreTrainedTokenizerFast
+
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a broken file

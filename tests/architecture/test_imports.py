@@ -37,6 +37,10 @@ STARTS = {
         f"from shardflow.training.__main__ import main; main({RUN_CONFIG})",
         {*MODELS, "pydicom", "imagecodecs"},
     ),
+    "rank of a run without a model of transformers, in whole copies": (
+        "import sys, shardflow.training.run; assert 'torch.distributed.tensor' not in sys.modules",
+        {"transformers", "pydicom", "imagecodecs"},
+    ),
     "shardflow --help": ("from shardflow.cli.main import build_parser; build_parser('')", NUMERICS),
     "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
     "shardflow train --help": (

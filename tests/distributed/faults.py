@@ -28,10 +28,9 @@ from unittest import mock
 
 import torch
 
-from shardflow.training import run as _run  # noqa: F401 - imported once, before the forks
 from shardflow.training.__main__ import main as train_main
 from shardflow.training.metrics import read_metrics
-from tests.distributed.forked import rank_variables, store_server
+from tests.distributed.forked import import_ahead, rank_variables, store_server
 from tests.distributed.moving_tuner import moving
 from tests.distributed.orphans import adopt_orphans, end_what_is_left
 from tests.tiny_runs import TinyInput, write_config
@@ -371,6 +370,7 @@ def run_lane(tiny: TinyInput, output: Path, names: Sequence[str]) -> None:
 def main() -> None:
     tiny, output, names = TinyInput(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
+    import_ahead()
     if not (tiny.folder / "bad").exists():
         damage_one_sample(tiny)
     lanes = [[name for name in names if case_of(name).waits is waits] for waits in (False, True)]

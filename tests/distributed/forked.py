@@ -1,8 +1,9 @@
 """Ranks forked from one process that has imported everything: a start takes a second and not eight.
 
-``python -m tests.distributed.forked NUM_RANKS MODULE ARGUMENT...`` runs ``main()`` of a module on each rank.
-It stands for torchrun where the launcher is not what is tested: the same environment and a store of its own,
-but no restart.
+``python -m tests.distributed.forked NUM_RANKS MODULE ARGUMENT...`` runs ``main()`` of a module on each rank;
+of several numbers, such as ``1,2``, on the ranks of one world after the other. It stands for torchrun where
+the launcher is not what is tested: the same environment and a store of its own, but no restart. A module may
+have an ``import_ahead()`` of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,23 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-__all__ = ["rank_variables", "run_ranks", "store_server"]
+__all__ = ["import_ahead", "rank_variables", "run_ranks", "store_server"]
+
+_LATER = (
+    "shardflow.training.generating",
+    "shardflow.training.models.reference",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.fsdp",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.vit.modeling_vit",
+)
+"""What a run imports when it knows its settings, and builds its model."""
+
+
+def import_ahead() -> None:
+    """Import, before the forks, what each rank would import after them: seconds for each."""
+    for name in _LATER:
+        import_module(name)
 
 
 def rank_variables(rank: int, world_size: int, port: int, start: int = 0) -> dict[str, str]:
@@ -86,14 +103,16 @@ def _be_rank(variables: dict[str, str], work: Callable[[], int | None]) -> NoRet
 
 
 def main() -> None:
-    num_ranks, name, *arguments = sys.argv[1:]
+    sizes, name, *arguments = sys.argv[1:]
     sys.argv = [name, *arguments]
     module = import_module(name)
-    if name.startswith("shardflow."):
-        import_module("shardflow.training.run")  # which commands import when their settings are known
+    if hasattr(module, "import_ahead"):
+        module.import_ahead()
+    elif name.startswith("shardflow.") or "shardflow.training.distributed" in sys.modules:
+        import_ahead()
     if hasattr(module, "__path__"):
         module = import_module(f"{name}.__main__")
-    sys.exit(run_ranks(int(num_ranks), module.main))
+    sys.exit(any(run_ranks(int(size), module.main) for size in sizes.split(",")))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardflow.errors import CheckpointError, WaitTimeoutError
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.checkpoint.tensors import named_optimizer_tensors, named_tensors
-from shardflow.training.distributed import Ranks
+from shardflow.training.distributed import Ranks, is_share
 from shardflow.training.metrics import CheckpointMetrics
 
 
@@ -71,7 +70,7 @@ class HostSnapshot:
     ) -> dict[str, torch.Tensor]:
         copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
-            if isinstance(tensor, DTensor):
+            if is_share(tensor):
                 source = tensor.to_local().detach()
                 if source.numel() == 0 and not self._is_first:
                     continue

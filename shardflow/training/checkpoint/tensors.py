@@ -20,14 +20,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from shardflow.errors import CheckpointError
-from shardflow.training.distributed import local_part
+from shardflow.training.distributed import is_share, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _TYPES: Final = {
     "F64": torch.float64,
@@ -306,16 +308,18 @@ def load_optimizer(
 
 def like_share(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows as a share like that of a parameter; of a whole one as they are."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    if is_share(parameter):
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return local
 
 
 def own_rows(name: str, tensor: DTensor) -> slice:
@@ -324,6 +328,8 @@ def own_rows(name: str, tensor: DTensor) -> slice:
     Raises:
         CheckpointError: It is not shared by rows over one axis of ranks.
     """
+    from torch.distributed.tensor import Shard
+
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or placements != (Shard(0),):
         raise CheckpointError(
@@ -338,12 +344,12 @@ def own_rows(name: str, tensor: DTensor) -> slice:
 
 def _rows_for(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Take the rows of a tensor that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return tensors[name]
-    rows = own_rows(name, tensor)
-    if isinstance(tensors, PiecewiseTensors):
-        return tensors.rows(name, rows.start, rows.stop)
-    return tensors[name][rows]
+    if is_share(tensor):
+        rows = own_rows(name, tensor)
+        if isinstance(tensors, PiecewiseTensors):
+            return tensors.rows(name, rows.start, rows.stop)
+        return tensors[name][rows]
+    return tensors[name]
 
 
 def _check_names(what: str, own: Iterable[str], given: Iterable[str]) -> None:

@@ -23,8 +23,6 @@ from shardflow.fields.transforming import load_function
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.models.pretrained import build_pretrained
-from shardflow.training.models.reference import build_model
 from shardflow.training.models.shapes import computed_from, used_parameters
 from shardflow.training.models.weights import stand_ins
 from shardflow.training.text import ReportTokenizer
@@ -118,7 +116,10 @@ def build_report_model(
         ConfigError: the model's folder, its size, names of parameters or layers do not fit the settings, or a
             package is missing.
     """
+    # Both import transformers, which the models of other tasks do without.
     if settings.path is None:
+        from shardflow.training.models.reference import build_model
+
         model: nn.Module = build_model(
             settings,
             image,
@@ -129,6 +130,8 @@ def build_report_model(
         )
         language: Any = model.language
     else:
+        from shardflow.training.models.pretrained import build_pretrained
+
         model, tokenizer = build_pretrained(
             settings, image, text, tokenizer, num_places=num_places, seed=seed
         )

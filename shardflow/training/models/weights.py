@@ -24,11 +24,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardflow.errors import ConfigError, os_reason
 from shardflow.training.checkpoint.tensors import TensorEntry, like_share, own_rows, parse_entries
-from shardflow.training.distributed import local_part
+from shardflow.training.distributed import is_share, local_part
 
 _LOGGER = logging.getLogger(__name__)
 _LATER: ContextVar[bool] = ContextVar("weights_later", default=False)
@@ -209,7 +208,7 @@ def load_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def _read(name: str, parameter: nn.Parameter, stored: _Stored, device: torch.device) -> nn.Parameter:
-    rows = own_rows(name, parameter) if isinstance(parameter, DTensor) else slice(0, None)
+    rows = own_rows(name, parameter) if is_share(parameter) else slice(0, None)
     values = like_share(parameter, _rows(stored, rows, parameter.dtype, device))
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
