@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fnmatch
+import gc
 import json
 import os
 import signal
@@ -78,6 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what test modules have imported, half of it torch, out of all later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 # ---- skipped tests -------------------------------------------------------------------------------

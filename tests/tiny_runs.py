@@ -1,4 +1,7 @@
-"""Tiny training runs for tests: 37 generated studies, a tokenizer, two small models of two layers."""
+"""Tiny training runs for tests: 37 generated studies, a tokenizer, two small models of two layers.
+
+A classifier of the same studies stands in where any run will do: its ranks start without transformers.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from shardflow.training.text import train_tokenizer
 from tests.factories import make_dataset
 
 __all__ = [
+    "CLASSIFY",
     "NUM_TRAIN",
     "NUM_VAL",
     "TinyInput",
@@ -27,6 +31,8 @@ __all__ = [
 ]
 
 NUM_TRAIN, NUM_VAL = 26, 11
+CLASSIFY = "classify.toml"
+"""Settings of the classifier, in the folder of the input."""
 
 _TEMPLATE = """
 [data]
@@ -58,6 +64,29 @@ vision_heads = 2
 language_width = 32
 language_layers = 2
 language_heads = 2
+"""
+_CLASSIFY = """
+[data]
+dataset = "dataset"
+[task]
+type = "classify"
+labels = "multi_class"
+[batch]
+micro_batch_size = 1
+micro_batches_per_step = 4
+[fields.image]
+type = "slices"
+num_slices = 2
+size = [16, 16]
+missing = "pad"
+[fields.label]
+type = "column"
+column = "facts.num_slices"
+[image]
+rows = 16
+columns = 16
+"""
+_RUN = """
 [optimizer]
 learning_rate = 3e-3
 warmup_steps = 2
@@ -101,13 +130,14 @@ def make_tiny_input(folder: Path) -> TinyInput:
         facts=True,
     )
     train_tokenizer(Dataset.open(tiny.dataset), "train", 320, tiny.tokenizer)
-    (folder / "train.toml").write_text(_TEMPLATE, encoding="utf-8")
+    (folder / "train.toml").write_text(_TEMPLATE + _RUN, encoding="utf-8")
+    (folder / CLASSIFY).write_text(_CLASSIFY + _RUN, encoding="utf-8")
     return tiny
 
 
-def tiny_config(tiny: TinyInput, output: Path, *overrides: str) -> TrainConfig:
+def tiny_config(tiny: TinyInput, output: Path, *overrides: str, file: str = "train.toml") -> TrainConfig:
     """Settings of a run: 6 steps an epoch of 4 micro-batches of 1 sample, a checkpoint every 2 steps."""
-    return load_config(TrainConfig, tiny.folder / "train.toml", [f"run.output={output}", *overrides])
+    return load_config(TrainConfig, tiny.folder / file, [f"run.output={output}", *overrides])
 
 
 def tiny_fields(**image: Any) -> dict[str, Field]:
@@ -121,8 +151,10 @@ def tiny_fields(**image: Any) -> dict[str, Field]:
     return {"image": Slices(missing="pad", **settings | image), "report": Text(missing="pad")}
 
 
-def write_config(tiny: TinyInput, path: Path, output: Path, settings: Mapping[str, object]) -> Path:
+def write_config(
+    tiny: TinyInput, path: Path, output: Path, settings: Mapping[str, object], *, file: str = "train.toml"
+) -> Path:
     """Write the settings to a file, for a job in another process."""
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    path.write_text(dump_config(tiny_config(tiny, output, *overrides)), encoding="utf-8")
+    path.write_text(dump_config(tiny_config(tiny, output, *overrides, file=file)), encoding="utf-8")
     return path

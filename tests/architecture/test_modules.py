@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def _strings(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
+@cache
 def _leads_somewhere(name: str) -> bool:
     """Whether ``package.module``, ``package.module:name`` or ``package.module.name`` exists in a file."""
     place, _, attribute = name.partition(":")
@@ -128,26 +130,26 @@ def _leads_somewhere(name: str) -> bool:
             rest = [*place.split(".")[len(parts) :], *([attribute] if attribute else [])]
             if path.is_dir() and len(rest) == 1 and (path / f"{rest[0]}.py").is_file():
                 return True
-            return not rest or _binds(ast.parse(module.read_text(encoding="utf-8")), rest[0])
+            return not rest or rest[0] in _bound(module)
         if path.is_dir():
             return len(parts) == len(place.split(".")) and not attribute
         parts.pop()
     return False
 
 
-def _binds(tree: ast.Module, name: str) -> bool:
-    for node in ast.walk(tree):
+@cache
+def _bound(module: Path) -> set[str]:
+    """Names that a module gives to anything, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         match node:
-            case (
-                ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found)
-            ) if found == name:
-                return True
-            case ast.Name(id=found, ctx=ast.Store()) if found == name:
-                return True
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
             case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
-                if any((alias.asname or alias.name) == name for alias in aliases):
-                    return True
-    return False
+                names |= {alias.asname or alias.name for alias in aliases}
+    return names
 
 
 def test_every_name_of_a_module_in_a_string_leads_to_one() -> None:

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,9 +55,15 @@ class Notes:
         return self.models[-1]
 
 
+def import_ahead() -> None:
+    """Import the examples with their frameworks, once for all ranks."""
+    for name in EXAMPLES:
+        import_module(f"examples.{name}")
+
+
 def run_example(name: str, tiny: TinyInput, run: Path, num_steps: int) -> Notes:
     """Run one start of an example."""
-    module = __import__(f"examples.{name}", fromlist=["train"])
+    module = import_module(f"examples.{name}")
     notes = Notes(module)
     if dist.get_rank() == 0:
         run.mkdir(parents=True, exist_ok=True)

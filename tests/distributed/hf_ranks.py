@@ -1,4 +1,5 @@
-"""Ranks that train and evaluate with `LoaderTrainer` over fields, stop, and resume; rank 0 writes results.
+"""Ranks that train and evaluate with `LoaderTrainer` over fields, stop, and resume; rank 0 writes results
+below a folder of their number.
 
 ``torchrun --nproc-per-node N -m tests.distributed.hf_ranks DATASET OUTPUT``; ``test_hf.py`` judges them.
 """
@@ -83,6 +84,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # what other frameworks warn of is not ours to judge
     dataset, output = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
+    output /= str(dist.get_world_size())
     results = {"whole": run(dataset, output / "whole", NUM_STEPS, resume=False)}
     run(dataset, output / "parts", STOPPED_AFTER, resume=False)
     results["parts"] = run(dataset, output / "parts", NUM_STEPS, resume=True)

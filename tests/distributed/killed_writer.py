@@ -1,6 +1,7 @@
 """The job, whose rank 1 is killed amid its part of the second checkpoint of the first start.
 
-``torchrun ... -m tests.distributed.killed_writer MARK ARGUMENTS``: MARK is a file that says it has happened.
+``python -m tests.distributed.forked 2 tests.distributed.killed_writer MARK ARGUMENTS``: MARK is a file that
+says it has happened.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def job(
     module: str,
     arguments: Sequence[str],
     *,
-    num_ranks: int | None,
+    num_ranks: int | Sequence[int] | None,
     is_forked: bool = False,
     options: Sequence[str] = (),
     passes_codes: bool = False,
@@ -98,7 +98,8 @@ def job(
         folder: Where its output is kept.
         module: What to run.
         arguments: Its arguments.
-        num_ranks: Ranks on this machine; None for one process without torchrun.
+        num_ranks: Ranks on this machine; several numbers for forked ranks of one world after the other; None
+            for one process without torchrun.
         is_forked: Fork the ranks, where torchrun is not what is tested: they import everything once.
         options: More options of torchrun.
         warnings: What Python does with warnings there.
@@ -113,7 +114,9 @@ def job(
         if passes_codes:
             command = [sys.executable, "-m", "shardflow.cli.main", "train", *ranks, *arguments]
         if is_forked:
-            command = [sys.executable, "-m", "tests.distributed.forked", str(num_ranks), module, *arguments]
+            sizes = [num_ranks] if isinstance(num_ranks, int) else num_ranks
+            forked = ["tests.distributed.forked", ",".join(map(str, sizes))]
+            command = [sys.executable, "-m", *forked, module, *arguments]
     environment = job_environment() | {"PYTHONWARNINGS": warnings}
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardflow.config import load_config
 from shardflow.errors import CheckpointError
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, World, select
@@ -26,6 +25,7 @@ from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
 from tests.distributed.stage import WAIT, WORLD_SIZES, Result, Stage, exact_model, open_loader
 from tests.tiny_models import make_llava, model_of
+from tests.tiny_runs import CLASSIFY, tiny_config
 
 __all__ = [
     "chat_gradients",
@@ -128,35 +128,6 @@ def chat_gradients(stage: Stage) -> Result:
     return {}
 
 
-_CLASSIFY = """
-[data]
-dataset = "{dataset}"
-[task]
-type = "classify"
-labels = "multi_class"
-[fields.image]
-type = "slices"
-num_slices = 2
-size = [16, 16]
-missing = "pad"
-[fields.label]
-type = "column"
-column = "facts.num_slices"
-[image]
-rows = 16
-columns = 16
-[batch]
-micro_batch_size = 2
-micro_batches_per_step = 4
-tail = "mask"
-[run]
-output = "unused"
-seed = 3
-device = "cpu"
-{model}
-"""
-
-
 class BatchNormNet(nn.Sequential):
     """A classifier whose samples depend on their micro-batch."""
 
@@ -178,17 +149,19 @@ def _exact(inputs: Any) -> Any:
 
 def classifier_gradients(stage: Stage) -> Result:
     """Every step of a classifier's epoch with a masked tail, whole and sharded, also with BatchNorm."""
-    arguments = "arguments = {num_channels = 2, num_outputs = 5}"
-    own = f'[model]\ntarget = "tests.distributed.sharded_scenarios:BatchNormNet"\n{arguments}'
+    own = (
+        "model.target=tests.distributed.sharded_scenarios:BatchNormNet",
+        "model.arguments={num_channels=2, num_outputs=5}",
+    )
     result: Result = {}
     for size in (1, 2, 4):
         ranks = stage.first(size)
         if ranks is None:
             continue
-        for case, strategy, model in (("small", "ddp", ""), ("small", "fsdp2", ""), ("norm", "ddp", own)):
-            path = stage.output / f"classify-{case}-{strategy}-{size}-{ranks.rank}.toml"
-            path.write_text(_CLASSIFY.format(dataset=stage.tiny.dataset, model=model), encoding="utf-8")
-            for step, gradients in enumerate(_classifier_steps(ranks, path, strategy)):
+        for case, strategy, model in (("small", "ddp", ()), ("small", "fsdp2", ()), ("norm", "ddp", own)):
+            settings = ("batch.micro_batch_size=2", "batch.tail=mask", *model)
+            config = tiny_config(stage.tiny, stage.output / "unused", *settings, file=CLASSIFY)
+            for step, gradients in enumerate(_classifier_steps(ranks, config, strategy)):
                 result[f"{case}-{strategy}-{size}"] = step + 1
                 if ranks.rank == 0:
                     save_file(
@@ -197,8 +170,7 @@ def classifier_gradients(stage: Stage) -> Result:
     return result
 
 
-def _classifier_steps(ranks: Ranks, path: Path, strategy: str) -> Iterator[dict[str, torch.Tensor]]:
-    config = load_config(TrainConfig, path)
+def _classifier_steps(ranks: Ranks, config: TrainConfig, strategy: str) -> Iterator[dict[str, torch.Tensor]]:
     selection = select(Dataset.open(config.data.dataset), "train")
     task = open_task(config)
     with Loader(
@@ -235,7 +207,7 @@ def _classifier_steps(ranks: Ranks, path: Path, strategy: str) -> Iterator[dict[
             held.zero_grad(set_to_none=True)
 
 
-SHARDED = ("parallel.strategy=fsdp2", "run.num_epochs=2", "data.eval_split=val", "run.evaluate_every_steps=2")
+SHARDED = ("parallel.strategy=fsdp2", "run.max_steps=8", "data.eval_split=val", "run.evaluate_every_steps=2")
 WHOLE = SHARDED[1:]
 
 
@@ -248,7 +220,7 @@ def strategies(stage: Stage) -> Result:
         stage.train(stage.ranks, "unsharded", *WHOLE),
     ]
     resumed = []
-    for size, stop_after, settings in ((4, 3, SHARDED), (2, 6, WHOLE), (3, 9, SHARDED), (2, None, SHARDED)):
+    for size, stop_after, settings in ((4, 3, SHARDED), (2, 4, WHOLE), (3, 7, SHARDED), (2, None, SHARDED)):
         summary = stage.train(stage.first(size), "strategies", *settings, stop_after=stop_after)
         resumed.append(summary and summary.to_json())
         stage.ranks.barrier("next strategy", WAIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,19 +24,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     # Five of validation: on two ranks the last step has a padding slot and an empty micro-batch.
     dataset = make_dataset(folder / "data", make=make_case, splits={"train": 12, "val": 5})
     attach_facts(Dataset.open(dataset))
-    found = {}
-    for num_ranks in (1, 2):
-        output = folder / str(num_ranks)
-        output.mkdir()
-        arguments = [dataset, str(output)]
-        module = "tests.distributed.hf_ranks"
-        with job(
-            output, module, arguments, num_ranks=num_ranks, is_forked=True, warnings="default"
-        ) as running:
-            finished = running.wait(240)
-        assert finished.exit_code == 0, finished.text
-        found[num_ranks] = json.loads(Path(output / "results.json").read_text(encoding="utf-8"))
-    return found
+    arguments, sizes = [dataset, str(folder)], (1, 2)
+    module = "tests.distributed.hf_ranks"
+    with job(folder, module, arguments, num_ranks=sizes, is_forked=True, warnings="default") as running:
+        finished = running.wait(480)
+    assert finished.exit_code == 0, finished.text
+    read = ((folder / str(size) / "results.json").read_text(encoding="utf-8") for size in sizes)
+    return dict(zip(sizes, map(json.loads, read), strict=True))
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(results: dict[int, Any]) -> None:

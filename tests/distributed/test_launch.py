@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launcher import Job, job
-from tests.tiny_runs import make_tiny_input, write_config
+from tests.tiny_runs import CLASSIFY, make_tiny_input, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,7 @@ def test_all_ranks_leave_with_the_code_for_too_much_damaged_data(tmp_path: Path)
             with index.open("r+b") as file:
                 file.truncate(index.stat().st_size // 2)
     settings = {"loader.max_bad_samples": 100}
-    config = write_config(tiny, tmp_path / "tiny.toml", tmp_path / "run", settings)
+    config = write_config(tiny, tmp_path / "tiny.toml", tmp_path / "run", settings, file=CLASSIFY)
     arguments = [f"--config={config}"]
     with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
         finished = running.wait(120)

@@ -19,7 +19,7 @@ from shardflow.training.ledger import compare_ledgers, read_records
 from shardflow.training.metrics import read_metrics
 from shardflow.training.run import TrainSummary, train
 from tests.distributed.launcher import Job, is_gone, job
-from tests.tiny_runs import TinyInput, make_tiny_input, write_config
+from tests.tiny_runs import CLASSIFY, TinyInput, make_tiny_input, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
@@ -48,9 +48,8 @@ def test_ranks_of_a_killed_launcher_stop_with_a_checkpoint_and_free_the_run(
     tiny: TinyInput, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    config = write_config(
-        tiny, tmp_path / "train.toml", run, {"run.num_epochs": 4000, "run.checkpoint_every_steps": 1000}
-    )
+    settings = {"run.num_epochs": 4000, "run.checkpoint_every_steps": 1000}
+    config = write_config(tiny, tmp_path / "train.toml", run, settings, file=CLASSIFY)
     with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=2) as running:
         wait_until("step 3", lambda: len(read_metrics(run)) >= 3, running)
         pids = list(running.rank_pids().values())

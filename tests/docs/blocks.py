@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 __all__ = ["REPOSITORY", "Block", "all_blocks", "commands", "find_blocks", "is_script_page", "write_script"]
@@ -14,6 +16,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL
 )
+_TITLE = re.compile(r'title="([\w.-]+)"')
+_RUN = """
+import json as _json, sys as _sys
+def _run(blocks):
+    own = {*globals()}
+    for block, text in blocks:
+        for name in {*globals()} - own:
+            del globals()[name]
+        print("@", block, file=_sys.stderr)
+        exec(compile(text, block, "exec"), globals())
+_run(_json.load(_sys.stdin))
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +64,34 @@ def is_script_page(page: Path) -> bool:
 def write_script(page: Path) -> str:
     """All that a reader of a page does, as one bash script, which says on standard error where it is.
 
-    A ``toml`` block with a title becomes a file of that name, a ``python`` block a process of its own.
+    A ``toml`` block with a title becomes a file of that name. ``python`` blocks are run as those of a
+    notebook, in one process until something else comes between, but each without the names of those before.
     """
     lines = ["set -euo pipefail"]
-    for block in all_blocks():
-        if block.page != page or block.note.startswith("no-test"):
+    blocks = [block for block in all_blocks() if block.page == page and _is_run(block)]
+    for is_python, found in groupby(blocks, lambda block: block.language == "python"):
+        together = list(found)
+        if is_python:
+            lines.append(_python(together))
             continue
-        title = re.fullmatch(r'title="([\w.-]+)"', block.note)
-        match block.language:
-            case "sh":
-                body = block.text
-            case "python":
-                # MONAI says on every LoadImage which readers of its own cannot be had.
-                quiet = "-W ignore:NvImgCodecPydicomReader:UserWarning" if "monai" in block.text else ""
-                body = f"python -W error {quiet} - <<'END OF BLOCK'\n{block.text}END OF BLOCK\n"
-            case _ if title:
-                body = f"cat > {title[1]} <<'END OF BLOCK'\n{block.text}END OF BLOCK\n"
-            case _:
-                continue
-        lines += [f"echo '@ {block}' >&2", body]
+        for block in together:
+            title = _TITLE.fullmatch(block.note)
+            body = f"cat > {title[1]} <<'END OF BLOCK'\n{block.text}END OF BLOCK\n" if title else block.text
+            lines += [f"echo '@ {block}' >&2", body]
     return "\n".join(lines)
+
+
+def _is_run(block: Block) -> bool:
+    is_file = _TITLE.fullmatch(block.note) is not None
+    return (block.language in {"sh", "python"} or is_file) and not block.note.startswith("no-test")
+
+
+def _python(blocks: Sequence[Block]) -> str:
+    # MONAI says on every LoadImage which readers of its own cannot be had.
+    is_loud = any("monai" in block.text for block in blocks)
+    quiet = "-W ignore:NvImgCodecPydicomReader:UserWarning" if is_loud else ""
+    texts = json.dumps([(str(block), block.text) for block in blocks])
+    return f"python -W error {quiet} -c '{_RUN}' <<'END OF BLOCKS'\n{texts}\nEND OF BLOCKS\n"
 
 
 def _blocks(page: Path) -> Iterator[Block]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import cv2
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "check_everywhere",
     "digest_of",
     "flip_bit",
+    "forget_threads",
     "frozen",
     "hooked",
     "lend_facts",
@@ -48,6 +50,7 @@ __all__ = [
 Reading = Callable[[str, Sequence[ByteRange]], None]
 Keys = tuple[int, int, int, tuple[str | None, ...], tuple[float, ...]]
 Batches = dict[tuple[int, int], dict[str, Any]]
+_EARLIER: WeakSet[threading.Thread] = WeakSet()
 _SETTINGS = {field.name for field in dataclasses.fields(LoaderConfig)} - {"transform"}
 
 
@@ -113,8 +116,17 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def loader_threads() -> list[threading.Thread]:
-    """Threads of any loader that are alive."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("shardflow-loading")]
+    """Living threads of the loaders that this test has begun."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("shardflow-loading") and thread not in _EARLIER
+    ]
+
+
+def forget_threads() -> None:
+    """Leave the threads of now out of `loader_threads`: a test that failed may have left its loader."""
+    _EARLIER.update(threading.enumerate())
 
 
 def planned_keys(

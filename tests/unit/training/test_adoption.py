@@ -147,31 +147,39 @@ def test_the_next_epoch_takes_the_newest_version(tiny: TinyInput, tmp_path: Path
     assert run(tiny, tmp_path / "same", "run.num_epochs=1").num_steps == 4
 
 
+THREE_VERSIONS = (ADOPT, "run.num_epochs=3", "run.checkpoint_every_steps=4")
+
+
+def third_version(tiny: TinyInput) -> Manifest:
+    keys = keys_of(tiny)
+    return write_version(tiny, 3, [*keys[::3], *keys[1:9:3]])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(made: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to whose dataset two versions are added."""
+    tiny = TinyInput(tmp_path_factory.mktemp("undisturbed") / "input")
+    shutil.copytree(made.folder, tiny.folder)
+    second = {3: lambda: write_version(tiny, 2, keys_of(tiny)[::3])}
+    output = tiny.folder.with_name("run")
+    run(tiny, output, *THREE_VERSIONS, at={**second, 8: lambda: third_version(tiny)})
+    return output
+
+
 @pytest.mark.parametrize("killed_after", [5, 7, 9])
 def test_a_killed_run_repeats_an_epoch_with_its_own_version(
-    tiny: TinyInput, tmp_path: Path, killed_after: int
+    tiny: TinyInput, undisturbed: Path, tmp_path: Path, killed_after: int
 ) -> None:
-    keys = keys_of(tiny)
-    settings = (ADOPT, "run.num_epochs=3", "run.checkpoint_every_steps=4")
-    first = {3: lambda: write_version(tiny, 2, keys[::3])}
-    last = {8: lambda: write_version(tiny, 3, [*keys[::3], *keys[1:9:3]])}
-    undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
-    other = TinyInput(tmp_path / "other")
-    shutil.copytree(tiny.folder, other.folder)
-    run(tiny, undisturbed, *settings, at={**first, **last})
-    first = {3: lambda: write_version(other, 2, keys[::3])}
-
-    def third() -> Manifest:
-        return write_version(other, 3, [*keys[::3], *keys[1:9:3]])
-
-    early = killed_after < 8
+    output, early = tmp_path / "run", killed_after < 8
+    at: dict[int, object] = {3: lambda: write_version(tiny, 2, keys_of(tiny)[::3]), killed_after: kill}
+    later: dict[int, object] = {8: lambda: third_version(tiny)}
     with pytest.raises(Killed):
-        run(other, output, *settings, at={**first, **({} if early else {8: third}), killed_after: kill})
+        run(tiny, output, *THREE_VERSIONS, at=at if early else {**at, **later})
     if early and killed_after > 6:
-        third()  # newest by now, while the epoch began with version 2
-        run(other, output, *settings)
+        third_version(tiny)  # newest by now, while the epoch began with version 2
+        run(tiny, output, *THREE_VERSIONS)
     else:
-        run(other, output, *settings, at={8: third} if early else None)
+        run(tiny, output, *THREE_VERSIONS, at=later if early else None)
     assert drawn(output) == drawn(undisturbed)
     assert read_ledger(output)[-1].digest == read_ledger(undisturbed)[-1].digest
 
