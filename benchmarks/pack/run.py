@@ -15,6 +15,7 @@ Contestants (contestants.py), each in a fresh process, their order turned from r
 - ``script``: pydicom, 16-bit PNG by OpenCV, webdataset's ShardWriter, at full size, on a part of the input.
 - ``script_scaled``: the same, every image scaled to 256 (CT) or 1,024 pixels (radiographs) first.
 - ``headers``: the header pass alone.
+- ``job_before``: the job of an earlier checkout (``--before``), by the same interpreter and packages.
 
 "per core" is per second of processor time of all threads and processes, which says more than wall time on a
 machine that others use; both are given. Whether two processes are as good as twice one is asked of the wall
@@ -55,36 +56,41 @@ GOALS = {
 Rounds = list[dict[str, dict[str, Any]]]
 
 
-def measure(name: str, folder: Path, scratch: Path) -> dict[str, Any]:
-    """Run one contestant in a process of its own."""
+def measure(name: str, folder: Path, scratch: Path, tree: Path = REPOSITORY) -> dict[str, Any]:
+    """Run one contestant of a checkout in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(scratch / "bytecode")
     if name in AS_PACKING_PROCESSES:
         environment.update(PROCESS_ENVIRONMENT)
     command = [sys.executable, "-m", "benchmarks.pack.contestants", name, str(folder), str(scratch)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} ended with exit code {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "load_average": os.getloadavg()[0]}
 
 
-def measure_kind(kind: Kind, scratch: Path, num_studies: int, num_rounds: int) -> dict[str, Any]:
+def measure_kind(
+    kind: Kind, scratch: Path, num_studies: int, num_rounds: int, before: Path | None
+) -> dict[str, Any]:
     """Measure all contestants on one kind of study."""
+    contestants = (*CONTESTANTS, *([] if before is None else ["job_before"]))
     folder, half = scratch / kind.name, scratch / "half" / kind.name
     said = make_content(folder, kind, num_studies)
     _link_half(folder, half)
-    measure("job", half, scratch)  # bytecode, page cache
+    for tree in (REPOSITORY, before or REPOSITORY):
+        measure("job", half, scratch, tree)  # bytecode, page cache
     rounds: Rounds = []
     for number in range(num_rounds):
-        names = [*CONTESTANTS, *HALVES]
+        names = [*contestants, *HALVES]
         found: dict[str, dict[str, Any]] = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found[name] = (
-                measure(HALVES[name], half, scratch) if name in HALVES else measure(name, folder, scratch)
-            )
+            if name == "job_before" and before is not None:
+                found[name] = measure("job", folder, scratch, before)
+            elif name in HALVES:
+                found[name] = measure(HALVES[name], half, scratch)
+            else:
+                found[name] = measure(name, folder, scratch)
             row = {key: found[name][key] for key in ("wall_s", "processor_s")}
             print(kind.name, number, name, row, file=sys.stderr, flush=True)
         rounds.append(found)
@@ -92,7 +98,7 @@ def measure_kind(kind: Kind, scratch: Path, num_studies: int, num_rounds: int) -
     return {
         "content": f"{num_studies} studies of {kind.slices_per_study} slices, "
         f"{kind.columns} x {kind.rows}: {said}",
-        "summary": {name: _rates(rounds, name, slice_bytes) for name in CONTESTANTS},
+        "summary": {name: _rates(rounds, name, slice_bytes) for name in contestants},
         "once_per_job_processor_s": _spread(
             rounds, lambda one: 2 * one["half"]["processor_s"] - one["job"]["processor_s"]
         ),
@@ -156,6 +162,15 @@ def _ratios(rounds: Rounds, clock: str) -> dict[str, Any]:
         "two_loops_times_one": _spread(
             rounds, lambda one: share * per_slice(one, "limit") / per_slice(one, "limit_of_two")
         ),
+        **(
+            {
+                "whole_times_before": _spread(
+                    rounds, lambda one: per_slice(one, "job_before") / per_slice(one, "job")
+                )
+            }
+            if "job_before" in rounds[0]
+            else {}
+        ),
     }
 
 
@@ -183,6 +198,11 @@ def measure_memory(scratch: Path, counts: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def _commit(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -191,13 +211,14 @@ def main() -> int:
     parser.add_argument("--cxr-studies", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-studies", type=int, nargs="+", default=(500, 1000, 2000))
+    parser.add_argument("--before", type=Path, help="an earlier checkout, whose job is measured as well")
     parser.add_argument("--scratch", type=Path, help="folder for 10 GB; by default the temporary one")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardflow-pack-", dir=arguments.scratch) as where:
         scratch = Path(where)
         kinds = {
-            kind.name: measure_kind(kind, scratch, count, arguments.rounds)
+            kind.name: measure_kind(kind, scratch, count, arguments.rounds, arguments.before)
             for kind, count in ((CT, arguments.ct_studies), (CXR, arguments.cxr_studies))
         }
         memory = measure_memory(scratch, arguments.memory_studies)
@@ -206,8 +227,11 @@ def main() -> int:
     results = {
         "what": (__doc__ or "").strip().splitlines()[0],
         "command": f"python -m benchmarks.pack.run --ct-studies {arguments.ct_studies} --cxr-studies "
-        f"{arguments.cxr_studies} --rounds {arguments.rounds} --memory-studies {counts}",
+        f"{arguments.cxr_studies} --rounds {arguments.rounds} --memory-studies {counts}"
+        + " --before checkout"
+        * (arguments.before is not None),
         **about_run(PACKAGES),
+        **({} if arguments.before is None else {"before": _commit(arguments.before)}),
         # Above about 1 others shared the processors, and even processor times are worth less.
         "load_average_1min": {"least": min(loads), "most": max(loads)},
         "goals": GOALS,
