@@ -6,9 +6,9 @@ Makes an environment for each peer (needs the package index once), writes the co
 workloads from the page cache into a loop that does nothing: CT studies of 40 slices (512 x 512 int16, one a
 batch), radiographs (1,024 x 1,024 grey JPEG to RGB, with a report, 16 a batch), texts (256 a batch).
 The decoders are the same for all. Every measurement is a process of its own, and the order of the contestants
-turns from round to round; the first round is not timed, it warms the caches and samples the peak memory (PSS
-of the process and all below it, shared memory included). ``--sweep`` also tries 0, 1 and 4 workers for the
-peers, once, and goes on with each one's best.
+turns from round to round; a cell takes ten seconds and more. The first round is not timed, it warms the
+caches and samples the peak memory (PSS of the process and all below it, shared memory included). ``--sweep``
+also tries 0, 1 and 4 workers for the peers, once, and goes on with each one's best.
 
 Texts are token ids, 450 of 16 bits a sample. ``shardflow_tokens`` maps them from their table, checked by
 block; the peers parse JSON, as they are mostly stored, and ``litdata_typed`` has them in a typed column.
@@ -18,8 +18,8 @@ block; the peers parse JSON, as they are mostly stored, and ``litdata_typed`` ha
 what it needs. WebDataset keeps no position and reads over what was seen.
 
 The last row of the table is `benchmarks.stream.sample_counts`: the plan of a step in an epoch of 10^4 and of
-10^8 samples. A contestant that fails or hangs is missing from then on, and named at the end. Takes at most
-nine minutes on two quiet cores; ``--studies 16 --images 128 --texts 10000 --rounds 1`` shows that all runs.
+10^8 samples. A contestant that fails or hangs is missing from then on, and named at the end. Takes about
+25 minutes on two quiet cores; ``--studies 16 --images 128 --texts 10000 --rounds 1`` shows that all runs.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--studies", type=int, default=64)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--texts", type=int, default=100_000)
