@@ -43,6 +43,7 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _MAX_HEADER_BYTES: Final = 1 << 20
 _MAX_SEGMENTS: Final = 10_000
 _NO_SEGMENT: Final = "~"
+_MIN_RATE_HZ, _MAX_RATE_HZ = 1e-6, 1e9
 _UNSTORED_BYTES: Final = 1 << 26
 _MAX_RATIO: Final = 256
 """Bytes that a record may decode to for each byte that is stored, beside `_UNSTORED_BYTES`."""
@@ -121,6 +122,8 @@ def read_wfdb_recording(path: Path) -> Recording:
             raise source_error(Reason.ATTACHMENT_UNREADABLE, "a file that the header names is missing")
         num_bytes += file.stat().st_size
     num_signals, num_samples = int(header.line["signals"]), int(header.line["samples"] or 0)
+    if not num_signals:
+        raise source_error(Reason.ATTACHMENT_UNREADABLE, "the record has no signals")
     # Gaps between segments are declared and not stored, so a line of text may ask for any number of samples.
     if num_signals * num_samples * 4 > min(MAX_BYTES, max(_UNSTORED_BYTES, _MAX_RATIO * num_bytes)):
         raise source_error(Reason.LIMIT_EXCEEDED, f"{num_samples} samples of {num_signals} signals")
@@ -138,7 +141,7 @@ def read_wfdb_recording(path: Path) -> Recording:
             record = wfdb.rdrecord(name, physical=False, return_res=32)
             signals = list(record.d_signal.T)
             per_frame = [1] * len(signals)
-    frames_per_s = float(record.fs)
+    frames_per_s = _checked_rate(record.fs)
     groups: dict[tuple[int, str], list[int]] = {}
     for number in range(len(signals)):
         groups.setdefault((int(per_frame[number]), _dtype(record.fmt[number])), []).append(number)
@@ -157,6 +160,13 @@ def read_wfdb_recording(path: Path) -> Recording:
         events=_events(path, frames_per_s),
         flags=() if is_single else ("segments",),
     )
+
+
+def _checked_rate(rate: float) -> float:
+    """Return a sampling frequency that times can be computed with."""
+    if not _MIN_RATE_HZ <= rate <= _MAX_RATE_HZ:
+        raise source_error(Reason.ATTACHMENT_UNREADABLE, "the sampling frequency is zero or out of range")
+    return float(rate)
 
 
 def _dtype(fmt: str) -> str:
@@ -184,7 +194,7 @@ def _events(path: Path, frames_per_s: float) -> list[dict[str, Any]]:
             import wfdb
 
             found = wfdb.rdann(str(path.with_suffix("")), annotator)
-        rate = float(found.fs or frames_per_s)
+        rate = _checked_rate(found.fs or frames_per_s)
         for sample, symbol, note in zip(
             found.sample.tolist()[:MAX_EVENTS], found.symbol, found.aux_note, strict=False
         ):
