@@ -214,7 +214,7 @@ class SamplesTable:
 class KeySet:
     """Set of sample keys by their 128-bit digests, 21 to 32 bytes each.
 
-    A table of Python objects takes 150. The digests are spread over many tables, so that the set never holds
+    A set of Python objects takes 130. The digests are spread over many tables, so that the set never holds
     two copies of itself while it grows.
     """
 

@@ -228,7 +228,7 @@ def test_a_sample_takes_a_few_bytes(tmp_path: Path) -> None:
         tracemalloc.stop()
         return found
 
-    # As objects they took 1,500 bytes each.
+    # As objects they took 1,200 bytes each.
     assert peak(10) - peak(2) < 8_000 * 60
 
 
