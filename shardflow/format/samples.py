@@ -301,7 +301,9 @@ def repeated_key(pieces: Callable[[], Iterable[NDArray[np.bytes_]]], num_keys: i
     hashes = repeated_hashes(pieces(), num_keys)
     if not len(hashes):
         return None
-    keys = np.sort(np.concatenate([keys[np.isin(key_hashes(keys), hashes)] for keys in pieces()]))
+    # By sorting: NumPy 2.0.0 looks 64-bit hashes up in a table, and overflows.
+    found = (keys[np.isin(key_hashes(keys), hashes, kind="sort")] for keys in pieces())
+    keys = np.sort(np.concatenate(list(found)))
     repeated = np.flatnonzero(keys[1:] == keys[:-1])
     return bytes(keys[repeated[0]]).decode("ascii") if len(repeated) else None
 

@@ -408,7 +408,7 @@ def _studies_by(
     found: dict[int, set[int]] = {}
     if not wanted:
         return found
-    rows = np.flatnonzero(chosen & np.isin(column, np.array(sorted(wanted), np.uint64)))
+    rows = np.flatnonzero(chosen & np.isin(column, np.array(sorted(wanted), np.uint64), kind="sort"))
     for digest, number in zip(column[rows].tolist(), study[rows].tolist(), strict=True):
         found.setdefault(digest, set()).add(number)
     return found

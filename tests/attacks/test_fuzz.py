@@ -14,6 +14,7 @@ from fuzz.targets import FOUND, TARGETS, found_inputs, make_target, mutations
 pytestmark = pytest.mark.filterwarnings("ignore")  # of parsers, about what is wrong with an input
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "number", [pytest.param(40, id="few"), pytest.param(4000, id="many", marks=pytest.mark.slow)]
 )

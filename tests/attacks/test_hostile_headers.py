@@ -179,6 +179,7 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
     return handle
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_files", [3, pytest.param(_NUM_FILES, marks=pytest.mark.slow)])
 def test_headers_that_end_their_process_have_a_bounded_number_of_tries(
     tmp_path: Path, num_files: int

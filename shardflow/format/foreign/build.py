@@ -404,7 +404,7 @@ def _rename_repeated(spool: Path, shards: Sequence[_Scanned], options: IndexOpti
         columns = {name: table.column(name) for name in table.column_names}
         keys = columns["sample_key"] = columns["sample_key"].copy()
         before = num_renamed
-        for row in np.flatnonzero(np.isin(key_hashes(keys), repeated)).tolist():
+        for row in np.flatnonzero(np.isin(key_hashes(keys), repeated, kind="sort")).tolist():
             key = bytes(keys[row])
             if key not in taken:
                 taken[key] = shard.name
