@@ -1,11 +1,14 @@
-"""Conversations into a loop: `sf.Conversation` against TRL with the model's processor and its packing.
+"""Conversations into a loop: `sf.Conversation` against TRL and Energon, with the model's processor.
 
     python -m benchmarks.conversations.run --output benchmarks/results/conversations.json
 
-Both get the same conversations and give the same token ids, labels and pixels, which is checked first. Cases:
+All get the same conversations and give the same token ids, TRL also the same labels and pixels, which is
+checked first. Cases:
 
 - ``text``: conversations of mixed length, padded to the longest of a micro-batch of eight.
-- ``packed``: the same, several in a sequence of 2,048 tokens; TRL packs "bfd".
+- ``packed``: the same, several in a sequence of 2,048 tokens; TRL packs "bfd", and Megatron-Energon what its
+  user selects of a buffer: by best-fit decreasing too, with all conversations in the buffer, rendered by the
+  tokenizer whenever a batch needs them. It has an environment of its own.
 - ``images``: a question about a picture of 448 x 448, of Qwen2.5-VL's processor.
 
 Each cell is a fresh process of one loader on one thread; the loaders take turns, three rounds. TRL renders
@@ -13,12 +16,14 @@ and tokenizes texts once, before the first batch, into files; ours renders them 
 So both parts are told apart: processor time a sample of preparing (once), and of each epoch. ``first_s`` is
 from the start of the process to the first batch, without files of an earlier run, and ``resume_s``, in the
 first round, that to a batch in the middle of an epoch, with them: TRL's Trainer skips there through
-`accelerate.skip_first_batches`.
+`accelerate.skip_first_batches`, and Energon takes a state that it saved there.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import hashlib
 import io
 import json
 import os
@@ -27,6 +32,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,9 +42,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.about import about_run
+from benchmarks.peers.environments import PEERS, environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CASES, LOADERS = ("text", "packed", "images"), ("shardflow", "trl")
+CASES = ("text", "packed", "images")
+LOADERS = dict.fromkeys(CASES, ("shardflow", "trl")) | {"packed": ("shardflow", "trl", "energon")}
 NUMBERS = {"text": 3000, "packed": 3000, "images": 300}
 SIZES = {"text": 8, "packed": 1, "images": 4}
 """Conversations of a micro-batch, or sequences of 2,048 tokens."""
@@ -94,10 +102,22 @@ def prepare(folder: Path) -> None:
                             "images": [{"bytes": sample["image.000.png"], "path": None}],
                         }
                     )
+        if case == "text":
+            write_tar(folder / case / "energon", [json.dumps(row["messages"]) for row in rows])
         made = datasets.Dataset.from_list(rows)
         if case == "images":
             made = made.cast_column("images", datasets.List(datasets.Image()))
         made.save_to_disk(str(folder / case / "trl"))
+
+
+def write_tar(folder: Path, texts: list[str]) -> None:
+    """Write texts into a tar, as members of samples of their own."""
+    folder.mkdir()
+    with tarfile.open(folder / "shard-000000.tar", "w") as tar:
+        for number, text in enumerate(texts):
+            member = tarfile.TarInfo(f"talk{number:06d}.txt")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
 
 
 class Ours:
@@ -205,6 +225,107 @@ class Trl:
         self.loader = skip_first_batches(self.loader, len(self.loader) // 2)
 
 
+class Energon:
+    """Sequences of Megatron-Energon, which packs what the task encoder selects."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        import torch
+        from megatron.energon import (
+            DefaultTaskEncoder,
+            Sample,
+            WorkerConfig,
+            edataclass,
+            get_savable_loader,
+            get_train_dataset,
+            stateless,
+        )
+        from transformers import AutoTokenizer
+
+        assert case == "packed"
+        place = folder / "text"
+        self._state = place / "energon.pt"
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(place / "model"))
+
+        @edataclass
+        class Talk(Sample):
+            ids: torch.Tensor
+            labels: torch.Tensor
+
+        @edataclass
+        class Packed(Sample):
+            ids: torch.Tensor
+            labels: torch.Tensor
+            position_ids: torch.Tensor
+
+        class Encoder(DefaultTaskEncoder):
+            @stateless
+            def encode_sample(self, sample: Any) -> Talk:
+                settings = {"return_dict": True, "return_assistant_tokens_mask": True}
+                found = tokenizer.apply_chat_template(json.loads(sample.text), tokenize=True, **settings)
+                ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
+                return Talk.derive_from(sample, ids=ids, labels=torch.where(mask > 0, ids, -100))
+
+            def select_samples_to_pack(self, samples: list[Talk]) -> list[list[Talk]]:
+                groups: list[list[Talk]] = []
+                rooms: list[tuple[int, int]] = []  # ascending, each with the number of its group
+                for sample in sorted(samples, key=lambda one: -len(one.ids)):
+                    at = bisect.bisect_left(rooms, (len(sample.ids), 0))
+                    room, number = rooms.pop(at) if at < len(rooms) else (MAX_TOKENS, len(groups))
+                    if number == len(groups):
+                        groups.append([])
+                    groups[number].append(sample)
+                    bisect.insort(rooms, (room - len(sample.ids), number))
+                return groups
+
+            @stateless
+            def pack_selected_samples(self, samples: list[Talk]) -> Packed:
+                places = [torch.arange(len(one.ids)) for one in samples]
+                return Packed.derive_from(
+                    samples[0],
+                    ids=torch.cat([one.ids for one in samples]),
+                    labels=torch.cat([one.labels for one in samples]),
+                    position_ids=torch.cat(places),
+                )
+
+        self.loader = get_savable_loader(
+            get_train_dataset(
+                place / "energon",
+                worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+                batch_size=1,
+                shuffle_buffer_size=None,
+                max_samples_per_sequence=None,
+                packing_buffer_size=NUMBERS["packed"],
+                task_encoder=Encoder(),
+                repeat=False,
+            )
+        )
+
+    def batches(self) -> Iterator[tuple[int, int, int, Any]]:
+        """Iterate over an epoch, as `Ours.batches`."""
+        for batch in self.loader:
+            found = {"input_ids": batch.ids, "labels": batch.labels, "position_ids": batch.position_ids}
+            yield int((batch.position_ids == 0).sum()), batch.ids.numel(), MAX_TOKENS, found
+
+    def keep_middle(self) -> None:
+        """Write the state in the middle of an epoch, for `skip_to_middle` of another process."""
+        import torch
+
+        num = sum(1 for _ in self.batches())
+        for number, _ in enumerate(self.batches(), start=1):
+            if number == num // 2:
+                torch.save(self.loader.save_state_global(0), self._state)
+                break
+
+    def skip_to_middle(self) -> None:
+        """Go to the middle of the epoch."""
+        import torch
+
+        self.loader.restore_state_global(torch.load(self._state, weights_only=False))
+
+
+KINDS: dict[str, Any] = {"shardflow": Ours, "trl": Trl, "energon": Energon}
+
+
 def measure(folder: Path, loader: str, case: str, *, resumes: bool) -> dict[str, Any]:
     """Measure one cell in this process, which the parent has just started."""
     import torch
@@ -212,7 +333,7 @@ def measure(folder: Path, loader: str, case: str, *, resumes: bool) -> dict[str,
     torch.set_num_threads(1)
     started = float(os.environ["BENCHMARK_STARTED"])
     imported_cpu_s = time.process_time()
-    source: Any = (Ours if loader == "shardflow" else Trl)(folder, case)
+    source: Any = KINDS[loader](folder, case)
     if resumes:
         source.skip_to_middle()
         next(iter(source.batches()))
@@ -232,6 +353,8 @@ def measure(folder: Path, loader: str, case: str, *, resumes: bool) -> dict[str,
             batches = source.batches()
     cpu_s = time.process_time() - began_cpu_s
     wall_s = time.perf_counter() - began
+    if loader == "energon":
+        Energon(folder, case).keep_middle()
     return {
         "samples": samples,
         "wall_s": wall_s,
@@ -274,6 +397,18 @@ def check_equal(folder: Path, case: str) -> dict[str, Any]:
     return {"conversations": len(ours), "ids_and_pixels": "equal", "differing_labels": labels}
 
 
+def digest_of_packed(folder: Path, loader: str) -> dict[str, Any]:
+    """Return how many conversations an epoch of packed sequences has, and a digest of their token ids."""
+    found = []
+    for *_, batch in KINDS[loader](folder, "packed").batches():
+        is_ours = "talk" in batch
+        ids = np.asarray(batch["talk" if is_ours else "input_ids"])[0]
+        places = np.asarray(batch["talk_position_ids" if is_ours else "position_ids"])[0]
+        found += [one.astype("<i8").tobytes() for one in np.split(ids, np.flatnonzero(places == 0)[1:])]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in sorted(found)))
+    return {"conversations": len(found), "ids": digest.hexdigest()}
+
+
 def _by_ids(batch: Any, case: str) -> Iterator[tuple[bytes, tuple[Any, Any]]]:
     is_ours = "talk" in batch
     ids = np.asarray(batch["talk" if is_ours else "input_ids"])
@@ -290,7 +425,8 @@ def _by_ids(batch: Any, case: str) -> Iterator[tuple[bytes, tuple[Any, Any]]]:
 
 
 def start(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run a part of this program in a fresh process, and return what it printed."""
+    """Run a part of this program in a fresh process, and return what it printed; Energon's in its own."""
+    python = energon_python(folder) if "energon" in arguments else Path(sys.executable)
     environment = {
         **os.environ,
         "BENCHMARK_STARTED": str(time.time()),
@@ -300,7 +436,7 @@ def start(folder: Path, *arguments: str) -> dict[str, Any]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", "benchmarks.conversations.run", "--folder", str(folder), *arguments]
+    command = [str(python), "-m", "benchmarks.conversations.run", "--folder", str(folder), *arguments]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
@@ -308,6 +444,24 @@ def start(folder: Path, *arguments: str) -> dict[str, Any]:
         raise RuntimeError(done.stderr[-3000:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def energon_python(folder: Path) -> Path:
+    """Return the interpreter of Energon's environment, made beside the data when it is first asked for."""
+    from importlib.metadata import version
+
+    extras = [f"{name}=={version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
+    return environment("energon", folder.parent / "environments", *extras)
+
+
+def prepare_energon(folder: Path) -> None:
+    """Index the tar with Energon's own command."""
+    tool = energon_python(folder).with_name("energon")
+    command = [tool, "prepare", folder / "text" / "energon", "--non-interactive", "--num-workers", "1"]
+    for split in ("train:shard-.*", "val:shard-.*"):
+        command += ["--split-parts", split]
+    command += ["--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
+    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
 
 
 def forget(folder: Path) -> None:
@@ -322,11 +476,16 @@ def forget(folder: Path) -> None:
 
 def run_all(folder: Path, cases: list[str], rounds: int) -> dict[str, Any]:
     """Measure all cells, the loaders in turns."""
-    raw: dict[str, list[dict[str, Any]]] = {f"{case} {one}": [] for case in cases for one in LOADERS}
+    raw: dict[str, list[dict[str, Any]]] = {f"{case} {one}": [] for case in cases for one in LOADERS[case]}
     equal = {case: start(folder, "--check", case) for case in cases if case != "packed"}
+    if "packed" in cases:
+        prepare_energon(folder)
+        digests = [start(folder, "--digest", one) for one in LOADERS["packed"]]
+        assert all(one == digests[0] for one in digests), digests
+        equal["packed"] = digests[0]
     for number in range(rounds):
         for case in cases:
-            for loader in LOADERS if number % 2 == 0 else LOADERS[::-1]:
+            for loader in LOADERS[case] if number % 2 == 0 else LOADERS[case][::-1]:
                 forget(folder)
                 cell = start(folder, "--cell", loader, case)
                 if number == 0:
@@ -349,10 +508,14 @@ def main() -> None:
     parser.add_argument("--cell", nargs=2, metavar=("LOADER", "CASE"))
     parser.add_argument("--resumes", action="store_true")
     parser.add_argument("--check", choices=CASES)
+    parser.add_argument("--digest", choices=LOADERS["packed"])
     arguments = parser.parse_args()
     if arguments.cell:
         loader, case = arguments.cell
         print(json.dumps(measure(arguments.folder, loader, case, resumes=arguments.resumes)))
+        return
+    if arguments.digest:
+        print(json.dumps(digest_of_packed(arguments.folder, arguments.digest)))
         return
     if arguments.check:
         print(json.dumps(check_equal(arguments.folder, arguments.check)))
@@ -366,6 +529,7 @@ def main() -> None:
     record = {
         "command": "python -m benchmarks.conversations.run",
         **about_run(packages),
+        "energon": PEERS["energon"].requirement,
         "load_average_at_start": load,
         "settings": {"num_conversations": NUMBERS, "micro_batch_size": SIZES, "max_tokens": MAX_TOKENS},
         **found,
