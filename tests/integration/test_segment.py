@@ -415,6 +415,10 @@ def test_real_files_of_two_projects_are_learned_from(tmp_path: Path, shared_data
         text = text.replace(one, other)
     (tmp_path / "train.toml").write_text(text)
     few = ("run.max_steps=2", "run.evaluate_every_steps=2", "batch.micro_batch_size=1", "task.overlap=0.0")
-    summary = run(tmp_path, tmp_path / "run", *few)
+    small = (
+        "model.target=shardflow.training.models.unet:UNet3d",
+        "model.arguments={num_channels=1, num_outputs=2, widths=[4, 8]}",
+    )
+    summary = run(tmp_path, tmp_path / "run", *few, *small)
     assert summary.evaluation_scores["num_volumes"] == 2
     assert summary.evaluation_scores.keys() >= {"dice", "dice/foreground"}
