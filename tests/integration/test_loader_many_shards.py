@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import shardflow as sf
+from benchmarks.stream.many_shards import make, read
 from shardflow.errors import StorageError
 from shardflow.format import Dataset, dataset, tokens
 from shardflow.format.tokens import TokenIds
@@ -211,3 +212,15 @@ def test_tokens_of_joined_tables_are_those_of_each(
     monkeypatch.setattr(tokens, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
     each = TokenIds(Dataset.open(source[0]), source[1]).gather(rows)
     assert [one.tolist() for one in joined] == [one.tolist() for one in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["texts", "tokens"])
+def test_a_sample_costs_no_more_in_2000_shards_than_in_40(tmp_path: Path, content: str) -> None:
+    folders = [tmp_path / f"{content}-{count}" for count in (40, 2000)]
+    for folder, count in zip(folders, (40, 2000), strict=True):
+        make(folder, content, 4_000, count)
+    # CPU time, the least of alternating rounds. With indexes opened one by one it was 1.45 times as much.
+    rounds = [[read(folder, content, 1.5)["us_per_sample"] for folder in folders] for _ in range(3)]
+    few, many = (min(costs) for costs in zip(*rounds, strict=True))
+    assert many <= 1.2 * few
