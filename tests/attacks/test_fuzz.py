@@ -33,8 +33,9 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
         "import numpy\nfrom shardflow.fields.decode import decode_file as d\nd(numpy.frombuffer(data, 'u1'))",
     ],
 )
-def test_a_length_that_is_stated_and_not_there_is_not_allocated(decode: str) -> None:
-    """A PNG of 144 bytes with a chunk of 4 GiB."""
+@pytest.mark.parametrize("number", [2, 4], ids=["a chunk", "the last chunk"])
+def test_a_length_that_is_stated_and_not_there_is_not_allocated(decode: str, number: int) -> None:
+    """A PNG of some 150 bytes with a chunk of 4 GiB."""
     code = f"""
 import sys
 from shardflow.errors import FormatError
@@ -44,7 +45,7 @@ try:
 except FormatError:
     print(*[line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")])
 """
-    command = [sys.executable, "-c", code, str(FOUND / "slices-2.bin")]
+    command = [sys.executable, "-c", code, str(FOUND / f"slices-{number}.bin")]
     done = subprocess.run(
         command, cwd=FOUND.parents[1], capture_output=True, text=True, check=True, timeout=300
     )

@@ -100,9 +100,9 @@ def holds_its_chunks(payload: memoryview) -> bool:
     position = len(PNG_SIGNATURE)
     while position + _CHUNK.size <= len(payload):
         num_bytes, kind = _CHUNK.unpack_from(payload, position)
+        position += 12 + num_bytes
         if kind == b"IEND":  # what follows is nobody's
             break
-        position += 12 + num_bytes
     return position <= len(payload)
 
 
