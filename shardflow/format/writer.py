@@ -63,7 +63,8 @@ class ShardWriter:
 
     The dataset appears when the block ends: the manifest is written last, and an exception removes what was
     written before it. The same samples in the same order give the same bytes. Held in memory are the index of
-    the open shard of each split and at most 40 bytes for each sample, beside values given as ``columns=``.
+    the open shard of each split and at most 40 bytes for each sample (64 where ``resume`` finds the dataset
+    finished), beside values given as ``columns=``.
 
     A sample is a mapping with a ``__key__`` (1 to 64 of ``a-z`` and ``0-9``) and fields named as in
     docs/format.md, section 4. The last part of a field's name says how its value is stored:
@@ -379,17 +380,17 @@ class _WrittenSplit:
         self._folder, self._split = folder, split
         finished: list[ShardEntry] = []
         self.modalities: set[str] = set()
+        # Digests, read at once: whoever finishes the last part removes the shards of this one.
+        self._stored = array("Q")
+        self._place = 0
         for shard in _finished(folder, split):
             finished.append(shard.entry)
             self.modalities |= set(shard.modalities)
             for name, column in shard.columns.items():
                 kind = kind_of(column)
                 kinds[name] = joined_kind(kinds.get(name, kind), kind) or kind
+            self._stored.extend(map(_key_digest, shard.keys.tolist()))
         self._remove_unfinished({entry.name for entry in finished})
-        self._num_stored = sum(entry.num_samples for entry in finished)
-        self._place = 0
-        self._stored = (key for shard in _finished(folder, split) for key in shard.keys.tolist())
-        self._next_stored: bytes | None = next(self._stored, None)
         self._columns = ColumnValues(kinds)
         self._begin()
         self.files = SplitFiles(
@@ -419,15 +420,14 @@ class _WrittenSplit:
         Raises:
             FormatError: It holds another one at this place.
         """
-        if self._place == self._num_stored:
+        if self._place == len(self._stored):
             return False
-        if self._next_stored != key.encode("ascii"):
+        if self._stored[self._place] != _key_digest(key.encode("ascii")):
             raise FormatError(
                 "a resumed writer must be given the same samples in the same order, got another key as "
                 f"sample {self._place} of split {self._split}; give the same, or write into another folder."
             )
         self._place += 1
-        self._next_stored = next(self._stored, None)
         return True
 
     def add(
@@ -455,11 +455,12 @@ class _WrittenSplit:
         Raises:
             FormatError: Fewer samples came than finished shards hold.
         """
-        if self._place < self._num_stored:
+        if self._place < len(self._stored):
             raise FormatError(
                 f"a resumed writer must be given all samples again, got {self._place} of the "
-                f"{self._num_stored} stored ones of split {self._split}; give the others too."
+                f"{len(self._stored)} stored ones of split {self._split}; give the others too."
             )
+        self._stored, self._place = array("Q"), 0
         self.files.close()
 
     def _end_shard(self, entry: ShardEntry) -> None:
@@ -505,6 +506,10 @@ class _FinishedShard:
         """Keys of the samples; the index is mapped anew."""
         path = self.entry.index.path
         return Table(LocalStore(self.folder).map(path), name="the index of a part").column("sample_key")
+
+
+def _key_digest(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def _finished(folder: Path, split: str) -> Iterator[_FinishedShard]:

@@ -62,7 +62,10 @@ def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
     try:
         return _parse(payload)
     except (struct.error, ValueError, IndexError):
-        raise FormatError("an htj2k payload must be a JPEG 2000 codestream, got other bytes.") from None
+        raise FormatError(
+            "an htj2k payload must be a codestream as docs/format.md describes it: reversible, one tile in "
+            "one part, one layer, no precincts and no segments but SIZ, CAP, COD, QCD and COM; got another."
+        ) from None
 
 
 def decode(payload: memoryview, out: NDArray[Any]) -> None:

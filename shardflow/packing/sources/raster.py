@@ -23,6 +23,7 @@ from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
+from shardflow.packing.sources.dicom.values import holds_end_of_jpeg
 from shardflow.packing.sources.placement import make_header
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ _PNG_SAMPLES: Final = {0: 1, 2: 3, 3: 3}
 _FRAME_MARKERS: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 # Of a picture in color that is gray, samples differ by no more than JPEG's color conversion makes them.
 _GRAY_TOLERANCE: Final = 3
-# What follows the end of a JPEG may be padding, and nothing longer.
-_MAX_JPEG_TAIL: Final = 1 << 12
 
 
 class _Size(NamedTuple):
@@ -189,7 +188,7 @@ def _jpeg_size(data: bytes) -> _Size:
 
 def _check_whole(data: bytes) -> None:
     if data.startswith(_JPEG_START):
-        if data.rfind(b"\xff\xd9", -_MAX_JPEG_TAIL) < 0:
+        if not holds_end_of_jpeg(data):
             raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the JPEG")
         return
     position = len(_PNG_SIGNATURE)

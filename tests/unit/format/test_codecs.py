@@ -266,7 +266,7 @@ def test_a_codestream_of_another_kind_is_refused_before_it_is_decoded(offset: in
     """Decoders divide by what stands there, or decode what no reader of this format needs to."""
     payload = bytearray(encode_array("htj2k", _pixels((16, 16), "<i2", "smooth")))
     payload[offset : offset + len(value)] = value
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match="one tile in one part"):
         array_header("htj2k", payload)
 
 

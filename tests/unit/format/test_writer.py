@@ -404,6 +404,32 @@ def test_a_stopped_writer_goes_on(tmp_path: Path, stop: int) -> None:
         writer.write({"__key__": "other", "x": b""})
 
 
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_finished_part_is_replayed_while_another_one_publishes(tmp_path: Path, num_before: int) -> None:
+    path = tmp_path / "d"
+
+    def opened(part: int) -> ShardWriter:
+        return ShardWriter(path, max_samples=2, part=part, num_parts=2, resume=True)
+
+    with opened(0) as first:
+        for number in range(10):
+            first.write({"__key__": f"a{number}", "x": b""})
+    stopped = opened(1)
+    for number in range(5):
+        stopped.write({"__key__": f"b{number}", "x": b""})
+    stopped.abandon()
+    with opened(0) as first:
+        for number in range(num_before):
+            first.write({"__key__": f"a{number}", "x": b""})
+        with opened(1) as second:
+            for number in range(10):
+                second.write({"__key__": f"b{number}", "x": b""})
+        assert second.dataset_id is not None
+        for number in range(num_before, 10):
+            first.write({"__key__": f"a{number}", "x": b""})
+    assert first.dataset_id == second.dataset_id
+
+
 def test_a_resumed_writer_refuses_other_samples_and_settings(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         write_typed(tmp_path / "d", stop=5, resume=True)

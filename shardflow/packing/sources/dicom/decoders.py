@@ -23,14 +23,11 @@ from pydicom.pixels.decoders.base import Decoder, DecodeRunner, get_decoder
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
 from shardflow.packing.sources.dicom.dictionary import RLE
-from shardflow.packing.sources.dicom.values import third_party_silence
+from shardflow.packing.sources.dicom.values import holds_end_of_jpeg, third_party_silence
 
 _JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  "
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC} | {0xF7}
 _APP0, _APP14 = 0xE0, 0xEE
-_END_OF_IMAGE = b"\xff\xd9"
-# What follows it may be padding, and nothing longer.
-_MAX_TAIL = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +242,7 @@ def _check_codestream(data: bytes, image: ImageDescription, transfer_syntax_uid:
         raise source_error(
             Reason.DECODE_FAILED, "rows, columns or components of the frame differ from the header's"
         )
-    if transfer_syntax_uid in _LOSSY_JPEG | _LOSSLESS_JPEG and data.rfind(_END_OF_IMAGE, -_MAX_TAIL) < 0:
+    if transfer_syntax_uid in _LOSSY_JPEG | _LOSSLESS_JPEG and not holds_end_of_jpeg(data):
         raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the JPEG")
     return header.precision
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pydicom import Dataset
 
 _NOTHING = logging.CRITICAL + 1
+# What follows the end of a JPEG may be zeros, and of anything else so many bytes.
+_MAX_JPEG_TAIL = 1 << 12
 
 
 @contextlib.contextmanager
@@ -194,3 +196,25 @@ def short(elements: Elements, tag: int) -> int | None:
     """Return the first value of VR US; None where absent."""
     values = integers(elements, tag)
     return values[0] if values else None
+
+
+def holds_end_of_jpeg(data: bytes) -> bool:
+    """Tell whether a JPEG has its end marker, behind its first scan; zeros may follow, and a short tail."""
+    data = data.rstrip(b"\0")
+    return data.rfind(b"\xff\xd9", max(_scan_of(data), len(data) - _MAX_JPEG_TAIL)) >= 0
+
+
+def _scan_of(data: bytes) -> int:
+    """Return where the first scan starts: segments in front may hold anything, such as a small JPEG."""
+    position = 2
+    while position + 4 <= len(data):
+        if data[position] != 0xFF:
+            return 2  # no segment: libjpeg looks for one, and so may others
+        if data[position + 1] == 0xFF:  # fill byte
+            position += 1
+            continue
+        is_scan = data[position + 1] == 0xDA
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if is_scan:
+            return position
+    return len(data)

@@ -70,6 +70,16 @@ def test_a_jpeg_is_read_and_a_cut_one_is_not(tmp_path: Path) -> None:
     assert _reason(path) == "PIXEL_DATA_TRUNCATED"
 
 
+def test_the_end_of_a_jpeg_is_looked_for_behind_its_start_and_before_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    assert cv2.imwrite(str(path), np.full((40, 30), 77, np.uint8))
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(5000))
+    assert np.array_equal(_decode(path), np.full((40, 30), 77, np.uint8))
+    path.write_bytes(whole[:2] + b"\xff\xfe\x00\x06ab\xff\xd9" + whole[2:-2])
+    assert _reason(path) == "PIXEL_DATA_TRUNCATED"
+
+
 def test_every_cut_of_a_png_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     write_png(path, picture(3))

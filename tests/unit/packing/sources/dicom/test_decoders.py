@@ -156,6 +156,22 @@ def test_a_frame_that_is_cut_off_is_an_error(syntax: str, data: bytes, end: byte
     assert caught.value.reason == ("DECODE_FAILED" if end else "PIXEL_DATA_TRUNCATED")
 
 
+@pytest.mark.parametrize("syntax", [JPEGBaseline8Bit, JPEGLosslessSV1])
+def test_the_end_of_a_jpeg_is_looked_for_behind_its_start_and_before_zeros(syntax: str) -> None:
+    pixels = (NOISE >> 4).astype(np.uint8)
+    data = bytes(imagecodecs.jpeg8_encode(pixels, lossless=syntax == JPEGLosslessSV1))
+    image = _describe(rows=64, columns=64, bits_allocated=8, bits_stored=8, high_bit=7)
+    comment = data[:2] + b"\xff\xfe\x00\x06ab\xff\xd9" + data[2:]
+    whole, _ = decode_frame(data, image, syntax)
+    for padded in (data + bytes(5000), data + b"\xff" * 4000 + bytes(5000), comment):
+        np.testing.assert_array_equal(decode_frame(padded, image, syntax)[0], whole)
+    start = comment.index(b"\xff\xda")
+    for cut in (comment[:-2], comment[: start + 200], comment[: start + 200] + bytes(5000), comment[:start]):
+        with pytest.raises(SourceError) as caught:
+            decode_frame(cut, image, syntax)
+        assert caught.value.reason == "PIXEL_DATA_TRUNCATED"
+
+
 @pytest.mark.parametrize("is_transformed", [True, False])
 def test_colors_of_htj2k_are_read_with_and_without_a_component_transform(is_transformed: bool) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 3), np.uint8)
