@@ -127,13 +127,17 @@ def qualified(
         denied: Its `denials`.
         of: Its language.
     """
-    place = change.first - 1
+    place, is_other = change.first - 1, False
     while place >= sentence[0] and (
-        words[place] in of.degree
-        or words[place] in of.alteration
+        words[place] in of.alteration
         or words[place] in of.closing
-        or (place in denied and words[place] not in of.denying)
+        or (
+            not is_other
+            and (words[place] in of.degree or (place in denied and words[place] not in of.denying))
+        )
     ):
+        # "No obvious or enlarging X": what stands before "or" is no degree of the change.
+        is_other = words[place] in of.closing or (is_other and words[place] not in of.alteration)
         place -= 1
     if place >= sentence[0] and words[place] in of.almost:
         return "almost"
@@ -619,7 +623,15 @@ class Scopes:
             gap = tokens.words[entities[number].last : entities[number + 1].first]
             is_closed = is_closed or not self._joints.isdisjoint(gap)
             if not joined[number] or (
-                "," in gap and not is_closed and self._is_of_nearest(tokens.words, cue, entities, number)
+                "," in gap
+                and not is_closed
+                and self._is_of_nearest(
+                    tokens.words,
+                    cue,
+                    entities,
+                    number,
+                    is_pair=numbers[-2:] == [number, nearest] and not (number and joined[number - 1]),
+                )
             ):
                 break
             reached.append(number)
@@ -631,21 +643,32 @@ class Scopes:
         cue: Match[Cue],
         entities: Sequence[Match[ConceptKind]],
         number: int,
+        *,
+        is_pair: bool,
     ) -> bool:
-        """Whether a cue behind "X, Y" speaks of Y alone: "X, Y resolved", "X, Y is not seen", "small X, Y".
+        """Whether a cue behind "X, Y" speaks of Y alone: "X, Y resolved", "small X, Y is not seen".
 
-        Without "and", a participle and a verb in the singular are said of one finding, and a finding with an
-        adjective of its own is a statement.
+        Without "and", a participle that resolves, alone or with a verb in the singular, is said of one
+        finding, and so is a doubt with one; the first of two with an adjective of its own is a statement. A
+        verb in the plural speaks of both.
         """
-        of, said = self._words, words[cue.first : cue.last]
-        if not of.singular.isdisjoint(said):
+        of = self._words
+        before = max(one.last for one in entities if one.last <= cue.first)
+        said = words[before : cue.last]
+        if not of.plural.isdisjoint(said):
+            return False
+        is_singular, is_resolved = not of.singular.isdisjoint(said), not of.resolving.isdisjoint(said)
+        if is_resolved and (is_singular or cue.value.direction == "both"):
             return True
-        if cue.value.direction == "both" and not of.resolving.isdisjoint(said):
+        if is_singular and cue.value.effect != "absent":
             return True
         begin = entities[number - 1].last if number else 0
         for place in range(entities[number].first - 1, begin - 1, -1):
-            if words[place] in self._own or words[place] in of.severity:
-                return True
-            if words[place] in of.list or words[place] in of.not_attributive:
+            word = words[place]
+            if word in of.list or word in of.not_attributive:
                 break
+            if (word in self._own or word in of.severity) and not (
+                word in of.sides or word in of.determiner or of.changes.get(word) == "new"
+            ):
+                return is_pair
         return False

@@ -89,6 +89,7 @@ class Language:
     history: Words
     dating: Words
     """What a year stands behind that makes a finding one of the past: "in 2019"."""
+    plural: Words
     singular: Words
     """Verbs of a cue that speaks of one finding: "edema has resolved"."""
     almost: Words
