@@ -192,11 +192,13 @@ from shardflow.packing import PackConfig, pack
 overrides = ["execution.num_processes=2", "execution.task_timeout_s=30"]
 pack(load_config(PackConfig, sys.argv[1], overrides), handlers=sys.argv[2])
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(case.config_path), HANDLERS],
-        cwd=REPOSITORY,
-        stderr=subprocess.DEVNULL,
-    ) as job:
+    with (
+        # A file: the null device would make processes look ready before they have their limits.
+        (case.folder / "job.log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(case.config_path), HANDLERS], cwd=REPOSITORY, stderr=log
+        ) as job,
+    ):
         try:
             children = _wait_for_children(job.pid, 2)
             limits = [Path(f"/proc/{pid}/limits").read_text(encoding="ascii") for pid in children]
