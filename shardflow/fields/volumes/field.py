@@ -34,6 +34,7 @@ from shardflow.fields.types.regions import Boxes
 from shardflow.fields.volumes.crops import (
     Body,
     ColumnPlaces,
+    Findings,
     Foreground,
     random_start,
     start_around,
@@ -143,8 +144,9 @@ class Volume(Field):
     """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
     that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
     voxel of `labels`, the others anywhere. ``body``: around a voxel of the body, so not in air. ``finding``:
-    with ``unit="entity"``, along the slices around the one that shows the finding best, otherwise around the
-    middle. ``middle``: around the middle. ``whole``: the region is the whole volume, brought to ``roi_size``
+    with ``unit="entity"``, around the slice that shows the finding best, and in it around annotated regions
+    with the finding's label, if there are any and the dataset has a voxel table, else around the middle.
+    ``middle``: around the middle. ``whole``: the region is the whole volume, brought to ``roi_size``
     along each axis, as for a classifier. ``grid``: with ``unit="window"`` a sample is one of the windows that
     cover the volume, see `overlap` and `Stitcher`. ``TABLE.COLUMN``: at a place of an attached table, in LPS
     millimeters: lists of 3 numbers (around the point) or of 6 (two corners of a box, which the region holds,
@@ -410,6 +412,7 @@ class BoundVolume(BoundField):
         if spec.center == "body" or spec.within is not None:
             self._body = Body(name, spec.labels, context)
         self._places = ColumnPlaces(name, spec.center, context) if spec.has_column else None
+        self._findings = Findings(name, context) if spec.center == "finding" else None
 
     def _check_units(self, context: FieldContext) -> None:
         units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
@@ -531,7 +534,7 @@ class BoundVolume(BoundField):
     @property
     def digests(self) -> Sequence[str]:
         """Digests of the tables of places."""
-        found = (self._foreground, self._body, self._places)
+        found = (self._foreground, self._body, self._places, self._findings)
         return [digest for one in found if one is not None for digest in one.digests]
 
     @property
@@ -671,8 +674,10 @@ class BoundVolume(BoundField):
                 return start_at_box(grid.shape, size, *corners, request.draw)
         elif self._body is not None and self.spec.center == "body":
             place = self._body.place(request.draw, request.component, request.study_row, stored)
-        elif self.spec.center == "finding" and finding is not None:
-            place = float(finding), (stored.shape[1] - 1) / 2, (stored.shape[2] - 1) / 2
+        elif self._findings is not None and finding is not None:
+            place = self._findings.place(
+                request.component, request.table_row, request.study_row, stored, finding
+            )
         if place is not None:
             return start_around(grid.shape, size, grid.point(place))
         if self.spec.center in _DRAWN or self.spec.has_column:
