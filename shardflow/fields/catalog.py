@@ -186,11 +186,15 @@ class SelectedSeries:
             ConfigError: It is such a selection.
         """
         if not self.roles()[0] and not (pads and self._take_others(series)):
-            everything, _ = self.catalog.select(None, self._populations).roles()
-            held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
+            every = self.catalog.select(None, self._populations)
+            modalities = ", ".join(one or "unknown" for one in every.values("modality")) or "none"
+            roles = (
+                ", ".join(f"{role} ({count:,})" for role, count in every.roles()[0].most_common()) or "none"
+            )
             raise ConfigError(
                 f"The field {name!r} matches no image of the selected samples"
-                f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
+                f"{'' if series is None else f' with series={series!r}'}. Modalities: {modalities}. Roles of "
+                f"their images: {roles}."
             )
         for codec in self.values("codec"):
             if (codec == TILES_CODEC) != is_tiled:

@@ -215,7 +215,13 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
         ({"spacing_mm": (1e9, 1, 1)}, r"spacing_mm is three numbers from 0\.01 to 1000 of millimeters"),
         ({"spacing_mm": (1, 1, 1), "center": "whole"}, "leave spacing_mm out, or write center='middle'"),
         ({"interpolation": "sinc"}, "interpolation is one of 'linear', 'nearest', 'cubic'"),
+        ({"spacing_mm": "123"}, "spacing_mm is three numbers"),
+        ({"spacing_mm": (True, 1, 1)}, "spacing_mm is three numbers"),
         ({"windows": "lung"}, r"write windows=\['lung'\]"),
+        ({"windows": (40, 400)}, r"write windows=\[\(40, 400\)\]"),
+        ({"windows": None}, "windows is a list of windows, such as"),
+        ({"windows": [("40", "400")]}, r"each window is \(center, width\)"),
+        ({"center": "foreground", "labels": 5}, "labels is a list of different names"),
         ({"windows": [(40, 0)]}, r"each window is \(center, width\)"),
         ({"windows": [(40, 400)], "dtype": "int16"}, "windows are delivered as float32"),
         ({"margin": -1}, "margin is a number of voxels"),
@@ -225,6 +231,27 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sf.Volume(**{"roi_size": ROI, **settings})
+
+
+def test_arrays_of_numpy_are_sizes_and_distances() -> None:
+    plain = sf.Volume(roi_size=ROI, spacing_mm=(1.5, 1.0, 2.0), windows=[(40, 400)])
+    array = sf.Volume(
+        roi_size=np.array(ROI),  # type: ignore[arg-type]
+        spacing_mm=np.array([1.5, 1.0, 2.0], np.float32),  # type: ignore[arg-type]
+        windows=np.array([[40, 400]]),  # type: ignore[arg-type]
+    )
+    assert array == plain
+
+
+@pytest.mark.parametrize("fill", ["air", True])
+def test_what_is_no_number_fills_nothing(dataset: Dataset, fill: Any) -> None:
+    with pytest.raises(ConfigError, match="fill of the field 'ct' is a number, such as 0, got"):
+        loader_of(dataset, sf.Volume(roi_size=ROI, fill=fill, missing="pad"))
+
+
+def test_a_selection_of_nothing_names_what_there_is(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"matches no image .*modality == 'MR'.* Modalities: CT\. Roles of"):
+        loader_of(dataset, sf.Volume(roi_size=ROI, series="modality == 'MR'", missing="pad"))
 
 
 def test_series_that_cannot_be_delivered_are_refused(tmp_path: Path) -> None:
