@@ -250,7 +250,7 @@ def test_what_is_no_number_fills_nothing(dataset: Dataset, fill: Any) -> None:
 
 
 def test_a_selection_of_nothing_names_what_there_is(dataset: Dataset) -> None:
-    with pytest.raises(ConfigError, match=r"matches no image .*modality == 'MR'.* Modalities: CT\. Roles of"):
+    with pytest.raises(ConfigError, match=r"matches no image .*modality == 'MR'.* Modalities: CT\. Kinds"):
         loader_of(dataset, sf.Volume(roi_size=ROI, series="modality == 'MR'", missing="pad"))
 
 

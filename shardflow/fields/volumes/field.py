@@ -364,7 +364,7 @@ class BoundVolume(BoundField):
         self.spec = spec
         series = DEFAULT_VOLUMES if spec.series is None else spec.series
         self.selected = context.catalog.select(series, context.populations)
-        self.selected.check(name, spec.series, pads=spec.missing == "pad")
+        self.selected.check(name, spec.series, pads=spec.missing == "pad", default=DEFAULT_VOLUMES)
         self.leader = None if spec.like is None else self._leader(spec.like, context)
         self._check_units(context)
         self._check_series()
