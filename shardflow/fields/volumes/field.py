@@ -43,11 +43,13 @@ from shardflow.fields.volumes.crops import (
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
+    Placement,
     Shape,
     Vector,
     alongside,
     check_orientation,
     finest_spacing,
+    middle_start,
     oriented,
     spaced,
     stretched,
@@ -93,7 +95,7 @@ _LIMITS: Final = Limits(max_series=1)
 _UNSET: Final = (0, 0, 0)
 _OF_LEADER: Final = frozenset(
     {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
-    | {"orientation", "margin", "study"}
+    | {"placement", "orientation", "margin", "study"}
 )
 """Settings that decide where a region is: a volume that is like another has none of them."""
 _MILLIMETERS: Final = ("orientation", "spacing_mm", "like")
@@ -176,6 +178,12 @@ class Volume(Field):
     """Distance of voxels along D, H and W to resample to; None keeps the stored grid. The grid keeps the
     series' own directions, oblique ones too, and is centered in its box; of a tilted series (sheared slices)
     it is made perpendicular."""
+    placement: Placement = "centered"
+    """Where the points of ``spacing_mm`` are. ``centered``: as many as come closest to the length of the
+    volume, centered in it. ``monai``: from the first voxel on, as by MONAI's ``Spacing``. ``torch``: as many
+    as fit, spread over the volume, so their distances are a little longer, as by torch's ``interpolate`` in
+    the code of CT-CLIP. With these two ``center="middle"`` cuts and pads an odd number of voxels as MONAI and
+    CT-CLIP do. Points of a tilted series are centered."""
     orientation: str | None = None
     """Directions in which D, H and W run, as axis codes: ``"RAS"`` as in MONAI and nibabel, ``"SPL"`` for
     axial slices seen as radiologists see them. Axes are swapped and reversed, and nothing is interpolated.
@@ -280,7 +288,13 @@ class Volume(Field):
         if self.orientation is not None:
             check_orientation(self.orientation)
         object.__setattr__(self, "margin", checked_margin(self.margin))
+        check_choice("placement", self.placement, get_args(Placement))
         if self.spacing_mm is None:
+            if self.placement != "centered":
+                raise ConfigError(
+                    f"placement={self.placement!r} is of points in millimeters; write spacing_mm, or leave "
+                    "it out."
+                )
             return
         object.__setattr__(self, "spacing_mm", checked_spacing(self.spacing_mm))
         if self.center == "whole":
@@ -657,7 +671,7 @@ class BoundVolume(BoundField):
             grid = oriented(grid, stored.affine, spec.orientation)
         grid = grid if box is None else grid.boxed(box)
         if stored.affine is not None and spec.spacing_mm is not None:
-            grid = spaced(grid, stored.affine, spec.spacing_mm)
+            grid = spaced(grid, stored.affine, spec.spacing_mm, spec.placement)
         return stretched(grid, spec.roi_size) if spec.center == "whole" else grid
 
     def _start(self, grid: Grid, stored: StoredVolume, request: SlotRequest, finding: int | None) -> Shape:
@@ -682,8 +696,7 @@ class BoundVolume(BoundField):
             return start_around(grid.shape, size, grid.point(place))
         if self.spec.center in _DRAWN or self.spec.has_column:
             return random_start(grid.shape, size, request.draw)
-        depth, rows, columns = ((length - side) // 2 for length, side in zip(grid.shape, size, strict=True))
-        return depth, rows, columns
+        return middle_start(grid.shape, size, self.spec.placement)
 
     def _window(self, request: SlotRequest) -> int:
         """Return the number of the window that a sample is."""
