@@ -161,9 +161,12 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     if arguments.volumes:
         changed = f"{counted(report.num_volumes, 'volume')} stored in {arguments.volumes}"
         lines.append(f"{changed}; other members are as they were")
-        if arguments.codec and not report.num_volumes:
+        if not report.num_volumes:
+            so = f", so none is in {arguments.codec}" if arguments.codec else ""
+            what = "; a volume is a series of kind 'volume' with several slices of one value a pixel"
+            is_lacking = arguments.volumes == "bricks" and dataset.manifest.format_version == 1
             lines.append(
-                f"note: no volume of SRC changes to {arguments.volumes}, so none is in {arguments.codec}"
+                f"note: no volume of SRC changes to {arguments.volumes}{so}{what if is_lacking else ''}"
             )
     if report.tables:
         lines.append(f"with the values of {', '.join(report.tables)}")

@@ -173,7 +173,9 @@ class SelectedSeries:
         ]
         self._populations = self._typical = populations
 
-    def check(self, name: str, series: str | None, *, pads: bool, is_tiled: bool = False) -> None:
+    def check(
+        self, name: str, series: str | None, *, pads: bool, is_tiled: bool = False, default: str | None = None
+    ) -> None:
         """Refuse a selection without images, or with images that cannot be decoded.
 
         Args:
@@ -181,16 +183,25 @@ class SelectedSeries:
             series: The expression that it selects by.
             pads: Whether samples without images are padded; it then needs none if other samples have some.
             is_tiled: Whether it delivers slides, which no other field does.
+            default: Expression that it selects by otherwise.
 
         Raises:
             ConfigError: It is such a selection.
         """
         if not self.roles()[0] and not (pads and self._take_others(series)):
-            everything, _ = self.catalog.select(None, self._populations).roles()
-            held = ", ".join(f"{role} ({count:,})" for role, count in everything.most_common()) or "none"
+            every = self.catalog.select(None, self._populations)
+            held = {
+                what: ", ".join(one or "unknown" for one in every.values(column)) or "none"
+                for what, column in (("Modalities", "modality"), ("Kinds of series", "kind"))
+            }
+            roles = [f"{role} ({count:,})" for role, count in every.roles()[0].most_common()]
+            held["Roles of their images"] = ", ".join(roles) or "none"
+            used = default if series is None else series
             raise ConfigError(
                 f"The field {name!r} matches no image of the selected samples"
-                f"{'' if series is None else f' with series={series!r}'}. Roles of their images: {held}."
+                f"{'' if used is None else f' with series={used!r}'}"
+                f"{' (the default)' if used and series is None else ''}. "
+                + " ".join(f"{what}: {there}." for what, there in held.items())
             )
         for codec in self.values("codec"):
             if (codec == TILES_CODEC) != is_tiled:

@@ -606,9 +606,11 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's number for a scalar of NumPy, inside tuples and lists too."""
+    """Return Python's number for a scalar of NumPy, inside tuples and lists too, and a tuple for an array."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray):
+        return _plain(tuple(value)) if value.ndim else value.item()
     if type(value) in (tuple, list):
         return type(value)(map(_plain, value))
     return value

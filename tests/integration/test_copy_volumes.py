@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, FormatError
 from shardflow.format import Dataset, verify
@@ -144,6 +145,44 @@ def test_a_codec_that_changes_no_volume_is_said(
     options[1] = "bricks"
     assert cli.main(["copy", in_slices.store.url, str(tmp_path / "y"), *options]) == 0
     assert "note: no volume" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["volume", None])
+def test_volumes_that_a_user_wrote_become_bricks(
+    tmp_path: Path, kind: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their study need not state what slices say by themselves, but that they are a volume."""
+    voxels = np.random.default_rng(0).integers(-900, 900, (3, 20, 24, 26)).astype(np.int16)
+    affine = np.diag([0.8, 0.8, 2.5, 1.0]).tolist()
+    stated = {"modality": "CT", "unit": "HU", "affine_lps": affine, "slice_spacing_mm": 2.5}
+    with sf.ShardWriter(str(tmp_path / "data"), splits={"train": 1}) as writer:
+        for number, volume in enumerate(voxels):
+            series = stated if kind is None else {**stated, "kind": kind}
+            writer.write({"__key__": f"ct{number}", "s000.b2nd": volume, "study.json": {"series": [series]}})
+    assert cli.main(["attach", str(tmp_path / "data"), "--facts"]) == 0
+    assert cli.main(["copy", str(tmp_path / "data"), str(tmp_path / "bricks"), "--volumes", "bricks"]) == 0
+    said = capsys.readouterr().out
+    assert verify(tmp_path / "bricks").is_whole
+    made = Dataset.open(tmp_path / "bricks")
+    if kind is None:
+        assert "note: no volume of SRC changes to bricks; a volume is a series of kind 'volume'" in said
+        assert made.manifest.format_version == 1
+        return
+    assert "3 volumes stored in bricks" in said
+    assert made.manifest.format_version == 2
+    former = Dataset.open(tmp_path / "data")
+    for row in range(3):
+        assert np.array_equal(made.read_volume(row, 0), voxels[int(made.studies.sample_key(row)[2:])])
+        mine, theirs = (
+            [{**facts, "codec": ""} for facts in open_series(one)[0].facts_of(row)] for one in (made, former)
+        )
+        assert mine == theirs
+    assert cli.main(["attach", str(tmp_path / "bricks"), "--facts"]) == 0
+    copy_subset(made, np.arange(3), tmp_path / "back", volumes="slices")
+    back = Dataset.open(tmp_path / "back")
+    for row in range(3):
+        again, before = back.read_fields(row), former.read_fields(row)
+        assert {**again, "study.json": b""} == {**before, "study.json": b""}
 
 
 def test_without_other_members_the_manifest_names_the_codec(tmp_path: Path) -> None:

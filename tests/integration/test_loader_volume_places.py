@@ -16,10 +16,14 @@ from shardflow.errors import ConfigError
 from shardflow.format import Dataset, verify
 from shardflow.format.copies.conversion import VolumeStorage
 from shardflow.format.copies.subset import copy_subset
+from shardflow.format.entities import EntityRules
 from shardflow.format.facts.sampling import BODY, BodyFinder
 from shardflow.format.facts.voxels import VOXELS_NAME, VoxelsManifest, attach_voxels
+from shardflow.format.keys import REPORT_FIELD
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
+from shardflow.reports import ReportReader
+from shardflow.reports.entity_views import build_view
 from shardflow.sampling import BatchSpec
 from tests.dicom_factory import make_study
 from tests.integration.loader_support import check_everywhere, open_loader, slots_of
@@ -52,20 +56,26 @@ def series_of(number: int) -> list[VolumeSeries]:
     return [VolumeSeries(voxels=voxels, affine=AFFINE)]
 
 
-def extra_of(number: int) -> dict[str, bytes]:
-    z0, y0, x0, z1, y1, x1 = roi_box(number)
-    roi = {
+def roi_of(label: str, places: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a region of ``annotations.json``: a box in some slices."""
+    return {
         "roi": 0,
         "series": 0,
-        "label": "liver",
+        "label": label,
         "code": None,
         "kind": "box",
         "source": "csv",
-        "slices": [{"slice": z, "box_px": [x0, y0, x1, y1], "fraction": 0.1} for z in range(z0, z1)],
+        "slices": places,
         "mask": None,
         "polygons": None,
         "flags": [],
     }
+
+
+def extra_of(number: int) -> dict[str, bytes]:
+    z0, y0, x0, z1, y1, x1 = roi_box(number)
+    places = [{"slice": z, "box_px": [x0, y0, x1, y1], "fraction": 0.1} for z in range(z0, z1)]
+    roi = roi_of("liver", places)
     found = {"format_version": 1, "rois": [roi] if number != 2 else [], "dangling": []}
     return {"annotations.json": json.dumps(found).encode()}
 
@@ -221,6 +231,68 @@ def test_places_are_equal_everywhere(dataset: Dataset, settings: dict[str, Any])
 def test_slips_are_one_sentence(dataset: Dataset, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_loader(dataset, SPEC, {"ct": sf.Volume(roi_size=(3, 3, 3), **settings)})
+
+
+def finding_of(number: int) -> dict[str, bytes]:
+    """Return a nodule of a report in slices 8 to 10, and regions: of it, of another nodule, of the liver."""
+    text = "FINDINGS: A 9 mm nodule in the right upper lobe.\n"
+    content = ReportReader().read(text).to_json()
+    placed = {
+        "entity": 0,
+        "series": 0,
+        "slices": [8, 9, 10],
+        "weights": [0.5, 1.0, 0.5],
+        "confidence": 0.95,
+        "evidence": [{"rule": "E1", "confidence": 0.95}],
+    }
+    rois: list[dict[str, Any]] = []
+    for label, low, high, y, x in (
+        ("nodule", 8, 11, 20 + number, 30),
+        ("nodule", 2, 5, 5, 5),
+        ("liver", 8, 11, 4, 40),
+    )[1 if number == AIR_ONLY else 0 :]:
+        places = [
+            {"slice": z, "box_px": [x - 2, y - 2, x + 3, y + 3], "fraction": 0.1} for z in range(low, high)
+        ]
+        rois.append({**roi_of(label, places), "roi": len(rois)})
+    return {
+        "alignment.json": json.dumps(
+            {"format_version": 1, "threshold": 0.7, "entities": [placed], "unaligned": []}
+        ).encode(),
+        "annotations.json": json.dumps({"format_version": 1, "rois": rois, "dangling": []}).encode(),
+        "report.json": json.dumps({"format_version": 1, **content}).encode(),
+        REPORT_FIELD: text.encode(),
+    }
+
+
+@pytest.mark.parametrize("grid", [{}, {"orientation": "RAS"}])
+def test_regions_are_around_findings_of_reports(tmp_path: Path, grid: dict[str, Any]) -> None:
+    made = make_volumes(tmp_path / "data", series_of, num_samples=NUM_SAMPLES, extra_of=finding_of)
+    build_view(made, EntityRules(context_slices=0))
+    size = (7, 9, 5) if grid else (5, 9, 7)
+
+    def middles() -> dict[int, tuple[int, ...]]:
+        volume = sf.Volume(roi_size=size, center="finding", **grid)
+        found = {}
+        with open_loader(made, SPEC, {"ct": volume}, unit="entity") as loader:
+            for batch in loader:
+                for slot, number in slots_of(batch):
+                    start, stop = stored_box(batch["ct_affine"][slot], size)
+                    found[number] = tuple(((start + stop) // 2).tolist())
+        assert len(found) == NUM_SAMPLES
+        return found
+
+    plane = (SHAPE[1] - 1) / 2, (SHAPE[2] - 1) / 2
+    for middle in middles().values():  # without a voxel table only the slice is known
+        assert np.abs(np.subtract(middle, (9, *plane))).max() <= 1
+    attach_voxels(made)
+    for number, middle in middles().items():
+        place = plane if number == AIR_ONLY else (20 + number, 30)
+        assert np.abs(np.subtract(middle, (9, *place))).max() <= 1
+    volumes = {"ct": sf.Volume(roi_size=size, center="finding", **grid)}
+    check_everywhere(lambda **settings: open_loader(made, SPEC, volumes, unit="entity", **settings))
+    with pytest.raises(ConfigError, match="samples are no findings; write unit='entity'"):
+        open_loader(made, SPEC, volumes)
 
 
 def test_a_table_of_before_is_made_again(tmp_path: Path) -> None:

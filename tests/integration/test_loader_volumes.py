@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import SimpleITK as sitk  # noqa: N813 - as everyone does
+import torch
 from numpy.typing import NDArray
 
 import shardflow as sf
@@ -214,8 +215,16 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
         ({"spacing_mm": (1, 0, 1)}, r"spacing_mm is three numbers from 0\.01 to 1000 of millimeters"),
         ({"spacing_mm": (1e9, 1, 1)}, r"spacing_mm is three numbers from 0\.01 to 1000 of millimeters"),
         ({"spacing_mm": (1, 1, 1), "center": "whole"}, "leave spacing_mm out, or write center='middle'"),
+        ({"placement": "itk", "spacing_mm": (1, 1, 1)}, "placement is one of 'centered', 'monai', 'torch'"),
+        ({"placement": "monai"}, "placement='monai' is of points in millimeters; write spacing_mm"),
         ({"interpolation": "sinc"}, "interpolation is one of 'linear', 'nearest', 'cubic'"),
+        ({"spacing_mm": "123"}, "spacing_mm is three numbers"),
+        ({"spacing_mm": (True, 1, 1)}, "spacing_mm is three numbers"),
         ({"windows": "lung"}, r"write windows=\['lung'\]"),
+        ({"windows": (40, 400)}, r"write windows=\[\(40, 400\)\]"),
+        ({"windows": None}, "windows is a list of windows, such as"),
+        ({"windows": [("40", "400")]}, r"each window is \(center, width\)"),
+        ({"center": "foreground", "labels": 5}, "labels is a list of different names"),
         ({"windows": [(40, 0)]}, r"each window is \(center, width\)"),
         ({"windows": [(40, 400)], "dtype": "int16"}, "windows are delivered as float32"),
         ({"margin": -1}, "margin is a number of voxels"),
@@ -225,6 +234,27 @@ def test_evaluation_takes_the_middle(dataset: Dataset) -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sf.Volume(**{"roi_size": ROI, **settings})
+
+
+def test_arrays_of_numpy_are_sizes_and_distances() -> None:
+    plain = sf.Volume(roi_size=ROI, spacing_mm=(1.5, 1.0, 2.0), windows=[(40, 400)])
+    array = sf.Volume(
+        roi_size=np.array(ROI),  # type: ignore[arg-type]
+        spacing_mm=np.array([1.5, 1.0, 2.0], np.float32),  # type: ignore[arg-type]
+        windows=np.array([[40, 400]]),  # type: ignore[arg-type]
+    )
+    assert array == plain
+
+
+@pytest.mark.parametrize("fill", ["air", True])
+def test_what_is_no_number_fills_nothing(dataset: Dataset, fill: Any) -> None:
+    with pytest.raises(ConfigError, match="fill of the field 'ct' is a number, such as 0, got"):
+        loader_of(dataset, sf.Volume(roi_size=ROI, fill=fill, missing="pad"))
+
+
+def test_a_selection_of_nothing_names_what_there_is(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"matches no image .*modality == 'MR'.* Modalities: CT\. Kinds"):
+        loader_of(dataset, sf.Volume(roi_size=ROI, series="modality == 'MR'", missing="pad"))
 
 
 def test_series_that_cannot_be_delivered_are_refused(tmp_path: Path) -> None:
@@ -332,6 +362,79 @@ def test_published_preprocessing_equals_itk(
                 assert np.abs(batch["shown"][slot, 1] - lung).max() < 1e-5
                 num_slots += 1
     assert num_slots == 6
+
+
+@cache
+def scanned(number: int, *, is_flipped: bool = False) -> list[VolumeSeries]:
+    """Return a CT along the axes of the patient, of odd and even sizes."""
+    random = np.random.default_rng(number)
+    shape = (7 + 5 * number, 33 + 8 * number, 50 - 7 * number)
+    # CT-CLIP clips before it interpolates, Merlin and shardflow afterwards: equal only where nothing is cut.
+    voxels = np.clip(random.normal(0, 600, shape), -1000, 1000 + 1000 * is_flipped).astype(np.int16)
+    between, within = random.uniform(0.6, 2.9, 2)
+    affine = affine_of((between, within, within), flip=is_flipped and number % 2 == 1)
+    return [VolumeSeries(voxels=voxels, affine=affine)]
+
+
+def by_merlin(series: VolumeSeries, roi: Sequence[int]) -> NDArray[np.float32]:
+    """Preprocess as Merlin does, with MONAI's transforms and its parameters but for the size."""
+    from monai.data import MetaTensor
+    from monai.transforms import CenterSpatialCrop, Compose, Orientation, ScaleIntensityRange, SpatialPad
+    from monai.transforms import Spacing as MonaiSpacing
+
+    ras = np.diag([-1, -1, 1, 1]) @ series.affine[:, [2, 1, 0, 3]]
+    image = MetaTensor(
+        torch.from_numpy(series.voxels.transpose(2, 1, 0).astype(np.float32))[None], affine=ras
+    )
+    steps = [
+        Orientation("RAS", labels=None),
+        MonaiSpacing((1.5, 1.5, 3.0), mode="bilinear"),
+        ScaleIntensityRange(-1000, 1000, 0.0, 1.0, clip=True),
+        SpatialPad(roi),
+        CenterSpatialCrop(roi),
+    ]
+    return np.asarray(Compose(steps)(image)[0])
+
+
+def by_ct_clip(series: VolumeSeries, roi: Sequence[int]) -> NDArray[np.float32]:
+    """Preprocess as CT-CLIP does: clip, resize by trilinear interpolation, cut and pad around the middle."""
+    spacing = np.linalg.norm(series.affine[:3, :3], axis=0)
+    voxels = torch.from_numpy(np.clip(series.voxels.transpose(0, 2, 1), -1000, 1000).astype(np.float64))
+    ratios = np.array([spacing[0] / 1.5, spacing[2] / 0.75, spacing[1] / 0.75])
+    size = [int(length * ratio) for length, ratio in zip(voxels.shape, ratios, strict=True)]
+    found = torch.nn.functional.interpolate(voxels[None, None], size=size, mode="trilinear")[0, 0] / 1000
+    for axis, (length, side) in enumerate(zip(size, roi, strict=True)):
+        found = found.narrow(axis, max((length - side) // 2, 0), min(length, side))
+        before = max(side - length, 0) // 2
+        pads = [0, 0] * (2 - axis) + [before, max(side - length, 0) - before]
+        found = torch.nn.functional.pad(found, pads, value=-1)
+    return np.asarray(found.float())
+
+
+@pytest.mark.parametrize("model", ["merlin", "ct_clip"])
+def test_tensors_of_published_code_are_delivered(tmp_path: Path, model: str) -> None:
+    scan, roi = partial(scanned, is_flipped=model == "merlin"), (30, 24, 12)
+    settings: dict[str, Any] = {"orientation": "RAS", "spacing_mm": (1.5, 1.5, 3.0), "placement": "monai"}
+    if model == "ct_clip":  # whose axes are those of its files: slice, x, y
+        roi = (24, 60, 75)
+        settings = {"orientation": "SLP", "spacing_mm": (1.5, 0.75, 0.75), "placement": "torch"}
+    made = make_volumes(tmp_path / "data", scan, num_samples=6)
+    volume = sf.Volume(roi_size=roi, center="middle", windows=[(0, 2000)], valid_mask=True, **settings)
+    num_inside = 0
+    with open_loader(made, SPEC, {"ct": volume}) as loader:
+        for batch in loader:
+            for slot, number in slots_of(batch):
+                series = scan(number)[0]
+                wanted = by_merlin(series, roi) if model == "merlin" else (by_ct_clip(series, roi) + 1) / 2
+                # MONAI's grid may go on behind the volume, where it repeats the last voxel.
+                is_inside = batch["ct_valid"][slot, 0] == 1
+                assert np.abs(batch["ct"][slot, 0] - wanted)[is_inside].max() < 1 / 2000  # 1 HU
+                beyond = wanted[~is_inside]
+                assert not beyond.any() or (
+                    model == "merlin" and np.count_nonzero(beyond) < 0.1 * wanted.size
+                )
+                num_inside += int(is_inside.sum())
+    assert num_inside > 0.3 * 6 * np.prod(roi)
 
 
 def test_slices_at_irregular_distances_are_taken_where_they_are(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import blosc2
 import highdicom
 import numpy as np
 import pytest
+import SimpleITK as sitk  # noqa: N813 - as everyone does
 from numpy.typing import NDArray
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.dataset import FileDataset
 
 import shardflow as sf
+from shardflow.errors import ConfigError
 from shardflow.format.codecs import decode_array
 from shardflow.format.facts.making import attach_facts
 from shardflow.packing import PackSummary
@@ -237,6 +239,53 @@ def test_real_files_of_three_projects(tmp_path: Path, shared_data: Path, storage
         num_slices = sum(series["num_slices"] for series in study["series"])
         expected = [int(covered.sum()) for covered in united.values()] + [0] * (num_slices - len(united))
         assert delivered[study["sample_key"]] == sorted(expected)
+
+
+@pytest.mark.parametrize("storage", ["slices", "bricks"])
+def test_a_mask_beside_a_real_volume_is_that_of_its_project(
+    tmp_path: Path, shared_data: Path, storage: str
+) -> None:
+    """The liver of dcmqi's CT, in the grid of the CT and in another one, equals their own file of it."""
+    case = PackCase(tmp_path)
+    case.prepare()
+    dcmqi = shared_data / "dcmqi_ct_seg_sr" / "segmentations"
+    for number, path in enumerate([*(dcmqi / "ct-3slice").iterdir(), dcmqi / "liver.dcm"]):
+        shutil.copy(path, case.dicom / f"{number:03d}")
+    case.pack("splits={train=1}", "deid.face_risk=flag", f"volumes.storage={storage}")
+    spec = sf.BatchSpec(micro_batch_size=1, micro_batches_per_step=1)
+    image = sitk.ReadImage(str(dcmqi / "liver_seg.nrrd"))
+    truth = sitk.GetArrayFromImage(image)
+    to_index = np.linalg.inv(np.diag([*image.GetSpacing(), 1.0]))
+    to_index[:3, 3] = -np.array(image.GetOrigin()) / image.GetSpacing()
+    ct = "modality == 'CT'"  # of three slices, which are no volume by default
+    with pytest.raises(ConfigError, match=r"'volume'\" \(the default\)\..* Kinds of series: images\."):
+        sf.Loader(
+            case.open(), split="train", seed=1, batch=spec, fields={"own": sf.Volume(roi_size=(3, 9, 9))}
+        )
+    fields = {
+        "own": sf.Volume(roi_size=(3, 512, 512), center="middle", series=ct),
+        "own_liver": sf.Mask(like="own", labels=["liver"]),
+        "mm": sf.Volume(
+            roi_size=(300, 300, 3), spacing_mm=(1.3, 1.3, 1.0), orientation="RAS", center="middle", series=ct
+        ),
+        "mm_liver": sf.Mask(like="mm", labels=["liver"]),
+    }
+    with sf.Loader(case.open(), split="train", seed=1, batch=spec, fields=fields) as loader:
+        (batch,) = loader
+    for name in ("own", "mm"):
+        mask = batch[f"{name}_liver"][0, 0]
+        places = np.stack([*np.indices(mask.shape), np.ones(mask.shape)], axis=-1)
+        columns, rows, slices, _ = np.moveaxis(places @ (to_index @ batch[f"{name}_affine"][0]).T, -1, 0)
+        found = np.stack([slices, rows, columns])
+        # Their file rounds the origin to a tenth of a micrometer; between two voxels either is the nearest.
+        is_clear = (np.abs(found - np.floor(found) - 0.5) > 1e-3).all(axis=0)
+        nearest = np.rint(found).astype(int)
+        size = np.reshape(truth.shape, (3, 1, 1, 1))
+        is_inside = ((nearest >= 0) & (nearest < size)).all(axis=0)
+        wanted = truth[tuple(np.clip(nearest, 0, size - 1))] * is_inside
+        assert (mask == wanted)[is_clear].all()
+        assert is_clear.mean() > 0.99
+    assert batch["own_liver"].sum() == truth.sum() == 107_098
 
 
 def _check_against_highdicom(case: PackCase, paths: list[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardflow as sf
 from shardflow.cli import main as cli
 from shardflow.errors import ObjectChangedError, StorageError
 from shardflow.fields.types.pictures import Slices
@@ -18,11 +19,20 @@ from shardflow.fields.types.text import Text
 from shardflow.format import Dataset, verify
 from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
-from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, RetryPolicy, open_store
+from shardflow.storage import (
+    CacheConfig,
+    CachedStore,
+    LocalStore,
+    RemoteOptions,
+    RemoteStore,
+    RetryPolicy,
+    open_store,
+)
 from tests.factories import make_dataset
 from tests.fault_proxy import FaultProxy
 from tests.integration.loader_support import received_keys
 from tests.object_stores import WebServer, s3_bucket
+from tests.volume_cases import VolumeSeries, affine_of, make_volumes
 
 SPEC = BatchSpec(micro_batch_size=3, micro_batches_per_step=4, tail="mask")
 FIELDS = {"image": Slices(num_slices=2, size=(16, 16)), "report": Text(missing="pad")}
@@ -36,8 +46,12 @@ def local(tmp_path: Path) -> str:
 
 @pytest.fixture
 def remote(s3: str, local: str) -> str:
+    return _uploaded(s3, local)
+
+
+def _uploaded(s3: str, folder: str) -> str:
     url = s3_bucket(s3, f"data-{os.getpid()}-{next(_NUMBERS)}") + "/sets/one"
-    source, target = LocalStore(local), open_store(url)
+    source, target = LocalStore(folder), open_store(url)
     for path in source.list(""):
         target.put_new(path, source.read(path))
     return url
@@ -66,6 +80,51 @@ def test_a_remote_dataset_gives_the_same_batches(local: str, remote: str) -> Non
     second = _loader(dataset)
     second.load_state_dict(first.state_dict())
     _assert_equal(list(second), expected[SPEC.micro_batches_per_step :])
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_crops_of_bricks_are_those_of_a_folder_and_read_few_bytes(
+    s3: str, tmp_path: Path, is_cached: bool
+) -> None:
+    def series_of(number: int) -> list[VolumeSeries]:
+        voxels = np.random.default_rng(number).integers(-900, 900, (40, 130, 150)).astype(np.int16)
+        affine = affine_of((2.5, 0.8, 0.8), turn=0.1 * number)
+        return [VolumeSeries(voxels=voxels, affine=affine, brick_shape=(16, 64, 64))]
+
+    made = make_volumes(tmp_path / "volumes", series_of, num_samples=6)
+    url = _uploaded(s3, made.store.url)
+    cache = CacheConfig(ram_bytes=1 << 24, block_bytes=1 << 20) if is_cached else None
+    spec = BatchSpec(micro_batch_size=2, micro_batches_per_step=1, tail="mask")
+    fields = {
+        "own": sf.Volume(roi_size=(12, 40, 40)),
+        "mm": sf.Volume(roi_size=(16, 32, 32), spacing_mm=(2.0, 1.0, 1.0), orientation="RAS"),
+    }
+
+    def loader_of(dataset: Dataset) -> Loader:
+        return Loader(dataset, split="train", batch=spec, seed=5, fields=fields)
+
+    expected = list(loader_of(made))
+    dataset = Dataset.open(url, cache=cache)
+    before = _num_bytes_of(dataset)
+    loader = loader_of(dataset)
+    batches: list[Batch] = []
+    state: dict[str, Any] = {}
+    for batch in loader:
+        batches.append(batch)
+        state = loader.state_dict() if len(batches) == 1 else state
+    _assert_equal(batches, expected)
+    whole = sum(shard.num_bytes for shard in made.manifest.shards)
+    # Two regions of each volume are read, and neither all of it nor, with a cache, a brick twice.
+    assert 0 < _num_bytes_of(dataset) - before < (1.0 if is_cached else 0.7) * whole
+    resumed = loader_of(Dataset.open(url, cache=cache))
+    resumed.load_state_dict(state)
+    _assert_equal(list(resumed), expected[1:])
+
+
+def _num_bytes_of(dataset: Dataset) -> int:
+    store = dataset.store.origin if isinstance(dataset.store, CachedStore) else dataset.store
+    assert isinstance(store, RemoteStore)
+    return store.counts.num_bytes
 
 
 def test_the_batches_cross_from_spawned_workers(local: str, remote: str) -> None:

@@ -106,6 +106,32 @@ def check_a_region(data: st.DataObject, array: NDArray[Any], volume: BrickVolume
     assert plan.read_num_bytes == plan.num_bytes.sum()
 
 
+@pytest.mark.parametrize("shape", [(256, 512, 512), (205, 500, 400)])
+def test_a_crop_reads_and_decodes_a_few_times_its_voxels(shape: tuple[int, int, int]) -> None:
+    """At most 3.5 times on average over uniform positions and 5.4 times at worst, see docs/packing.md."""
+    random = np.random.default_rng(0)
+    tile = random.integers(-900, 900, (shape[0], 100, 100)).astype("<i2")
+    volume, shard = opened(
+        np.tile(tile, (1, -(-shape[1] // 100), -(-shape[2] // 100)))[:, : shape[1], : shape[2]]
+    )
+    crop, brick = 96, np.array(volume.brick_shape)
+    brick_num_bytes = int(brick.prod()) * 2
+    # Where a crop begins with the last voxel of a brick along each axis it touches the most of them.
+    worst = [brick - 1, *(np.array(at) for at in np.ndindex(2, 2, 2))]
+    uniform = [random.integers(0, np.array(shape) - crop + 1) for _ in range(200)]
+    in_bricks, decoded = [], []
+    for number, start in enumerate([*worst, *uniform]):
+        plan = volume.plan(start.tolist(), (start + crop).tolist())
+        in_bricks.append(plan.num_bricks * brick_num_bytes / (2 * crop**3))
+        if number < 30:
+            decoded.append(plan.decoded_num_bytes(read(plan, shard)) / (2 * crop**3))
+        touched = sum(span.num_bytes for span in plan.brick_ranges())
+        assert touched <= plan.read_num_bytes <= 1.5 * touched
+    assert np.mean(in_bricks[len(worst) :]) <= 3.5
+    assert max(in_bricks) <= 5.4
+    assert max(decoded) <= 2.5  # a quarter of a brick is decoded alone
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_bounds_and_occupancy_hold(data: st.DataObject) -> None:

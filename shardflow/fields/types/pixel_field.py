@@ -112,6 +112,8 @@ def _checked_size(size: Any) -> tuple[int, int]:
 def _checked_windows(windows: Any) -> tuple[str, ...]:
     if isinstance(windows, str):
         raise ConfigError(f"windows is a list of names, write windows=({windows!r},).")
+    if not isinstance(windows, tuple | list):
+        raise ConfigError(f"windows is a list of names, such as ('lung',), got {windows!r}; leave it out.")
     for window in windows:
         check_choice("each window", window, tuple(WINDOWS))
     return tuple(windows)

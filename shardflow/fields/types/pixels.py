@@ -59,6 +59,8 @@ def check_fill(name: str, fill: float, dtype: np.dtype[Any]) -> float:
     Raises:
         ConfigError: The dtype cannot hold it.
     """
+    if isinstance(fill, bool) or not isinstance(fill, int | float):
+        raise ConfigError(f"fill of the field {name!r} is a number, such as 0, got {fill!r}.")
     info = None if dtype.kind == "f" else np.iinfo(dtype)
     if info is not None and not (info.min <= fill <= info.max and float(fill).is_integer()):
         raise ConfigError(

@@ -73,7 +73,8 @@ class RegionField(Field):
             return
         if isinstance(self.labels, str):
             raise ConfigError(f"labels is a list of names, write labels=[{self.labels!r}].")
-        labels = tuple(self.labels)
+        given: object = self.labels
+        labels = tuple(given) if isinstance(given, tuple | list) else ()
         if "" in labels or not {str} == {type(one) for one in labels}:
             raise ConfigError("labels is a list of at least one name, or None for regions of any label.")
         if len({*labels}) < len(labels):

@@ -23,6 +23,7 @@ from shardflow.fields.field import DrawKey, FieldContext
 from shardflow.fields.types.columns import find_column
 from shardflow.fields.volumes.geometry import Affine, Grid, Shape, Vector
 from shardflow.fields.volumes.stored import StoredVolume
+from shardflow.format.entities import EntityTable
 from shardflow.format.facts.columns import open_columns
 from shardflow.format.facts.sampling import BODY, cell_shape
 from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
@@ -177,6 +178,75 @@ class Body:
             moved = at - side // 2 + (side * draw.derive(f"volume-cell-{axis}") >> _WORD_BITS)
             found.append(float(min(max(moved, 0), length - 1)))
         return found[0], found[1], found[2]
+
+
+class Findings:
+    """Places of findings of an entity view. Safe for many threads.
+
+    A view says which slices show a finding, and which best. Where in them it is, sampled voxels of regions
+    with its label say, if the dataset has a voxel table; otherwise the middle is taken.
+
+    Args:
+        name: Name of the field.
+        context: The samples and their tables.
+
+    Raises:
+        ConfigError: Samples are no findings.
+    """
+
+    def __init__(self, name: str, context: FieldContext) -> None:
+        self._views: list[EntityTable] = []
+        for dataset in context.samples.datasets:
+            if not isinstance(dataset.samples, EntityTable):
+                raise ConfigError(
+                    f"center='finding' of the field {name!r} is around a finding of a report, and samples "
+                    "are no findings; write unit='entity' for the loader, or center='foreground' for regions "
+                    "around annotations."
+                )
+            self._views.append(dataset.samples)
+        try:
+            self._voxels: VoxelTables | None = VoxelTables(context)
+        except ConfigError:
+            _LOGGER.info(
+                "field %r: no voxel table says where in its slices a finding is: regions are in the middle",
+                name,
+            )
+            self._voxels = None
+        self.digests = [] if self._voxels is None else self._voxels.digests
+
+    def place(self, component: int, row: int, study: int, stored: StoredVolume, index: int) -> Vector:
+        """Return the stored point that a region is around.
+
+        Args:
+            component: Component of a blend.
+            row: Of the finding in its view.
+            study: Row of its study.
+            stored: The delivered volume.
+            index: Of the slice that shows the finding best.
+        """
+        voxels = self._marked(component, row, study, stored.series)
+        if not len(voxels):
+            return float(index), (stored.shape[1] - 1) / 2, (stored.shape[2] - 1) / 2
+        places = voxels[:, 1:]
+        # Of several lesions the mean may be between them.
+        nearest = np.square(places - places.mean(axis=0)).sum(axis=1).argmin()
+        y, x = places[nearest].tolist()
+        return float(index), float(y), float(x)
+
+    def _marked(self, component: int, row: int, study: int, series: int) -> NDArray[np.int64]:
+        """Return the sampled voxels of regions with the label of a finding, in the slices that show it."""
+        nothing = np.zeros((0, 3), np.int64)
+        if self._voxels is None:
+            return nothing
+        view, table = self._views[component], self._voxels.tables[component]
+        label = int(view.gather("label", row))
+        names = {view.labels[label]} if view.label_names is None else view.label_names[label]
+        names = names | {view.labels[label]}
+        is_wanted = np.array([one in names for one in table.names], bool)
+        entries = self._voxels.entries(component, study, series, is_wanted)
+        found = np.concatenate([nothing, *(table.voxels(entry) for entry in entries)])
+        shown = view.place(row).slices[view.weights(row) > 0]
+        return found[np.isin(found[:, 0], shown)]
 
 
 class ColumnPlaces:

@@ -34,6 +34,7 @@ from shardflow.fields.types.regions import Boxes
 from shardflow.fields.volumes.crops import (
     Body,
     ColumnPlaces,
+    Findings,
     Foreground,
     random_start,
     start_around,
@@ -42,11 +43,13 @@ from shardflow.fields.volumes.crops import (
 from shardflow.fields.volumes.delivery import Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
+    Placement,
     Shape,
     Vector,
     alongside,
     check_orientation,
     finest_spacing,
+    middle_start,
     oriented,
     spaced,
     stretched,
@@ -92,7 +95,7 @@ _LIMITS: Final = Limits(max_series=1)
 _UNSET: Final = (0, 0, 0)
 _OF_LEADER: Final = frozenset(
     {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
-    | {"orientation", "margin", "study"}
+    | {"placement", "orientation", "margin", "study"}
 )
 """Settings that decide where a region is: a volume that is like another has none of them."""
 _MILLIMETERS: Final = ("orientation", "spacing_mm", "like")
@@ -143,8 +146,9 @@ class Volume(Field):
     """Where the region is. ``random``: anywhere inside of the volume, drawn anew in each epoch; along an axis
     that is shorter than the region it is centered. ``foreground``: `pos` of `pos + neg` regions are around a
     voxel of `labels`, the others anywhere. ``body``: around a voxel of the body, so not in air. ``finding``:
-    with ``unit="entity"``, along the slices around the one that shows the finding best, otherwise around the
-    middle. ``middle``: around the middle. ``whole``: the region is the whole volume, brought to ``roi_size``
+    with ``unit="entity"``, around the slice that shows the finding best, and in it around annotated regions
+    with the finding's label, if there are any and the dataset has a voxel table, else around the middle.
+    ``middle``: around the middle. ``whole``: the region is the whole volume, brought to ``roi_size``
     along each axis, as for a classifier. ``grid``: with ``unit="window"`` a sample is one of the windows that
     cover the volume, see `overlap` and `Stitcher`. ``TABLE.COLUMN``: at a place of an attached table, in LPS
     millimeters: lists of 3 numbers (around the point) or of 6 (two corners of a box, which the region holds,
@@ -174,6 +178,12 @@ class Volume(Field):
     """Distance of voxels along D, H and W to resample to; None keeps the stored grid. The grid keeps the
     series' own directions, oblique ones too, and is centered in its box; of a tilted series (sheared slices)
     it is made perpendicular."""
+    placement: Placement = "centered"
+    """Where the points of ``spacing_mm`` are. ``centered``: as many as come closest to the length of the
+    volume, centered in it. ``monai``: from the first voxel on, as by MONAI's ``Spacing``. ``torch``: as many
+    as fit, spread over the volume, so their distances are a little longer, as by torch's ``interpolate`` in
+    the code of CT-CLIP. With these two ``center="middle"`` cuts and pads an odd number of voxels as MONAI and
+    CT-CLIP do. Points of a tilted series are centered."""
     orientation: str | None = None
     """Directions in which D, H and W run, as axis codes: ``"RAS"`` as in MONAI and nibabel, ``"SPL"`` for
     axial slices seen as radiologists see them. Axes are swapped and reversed, and nothing is interpolated.
@@ -278,7 +288,13 @@ class Volume(Field):
         if self.orientation is not None:
             check_orientation(self.orientation)
         object.__setattr__(self, "margin", checked_margin(self.margin))
+        check_choice("placement", self.placement, get_args(Placement))
         if self.spacing_mm is None:
+            if self.placement != "centered":
+                raise ConfigError(
+                    f"placement={self.placement!r} is of points in millimeters; write spacing_mm, or leave "
+                    "it out."
+                )
             return
         object.__setattr__(self, "spacing_mm", checked_spacing(self.spacing_mm))
         if self.center == "whole":
@@ -362,7 +378,7 @@ class BoundVolume(BoundField):
         self.spec = spec
         series = DEFAULT_VOLUMES if spec.series is None else spec.series
         self.selected = context.catalog.select(series, context.populations)
-        self.selected.check(name, spec.series, pads=spec.missing == "pad")
+        self.selected.check(name, spec.series, pads=spec.missing == "pad", default=DEFAULT_VOLUMES)
         self.leader = None if spec.like is None else self._leader(spec.like, context)
         self._check_units(context)
         self._check_series()
@@ -410,6 +426,7 @@ class BoundVolume(BoundField):
         if spec.center == "body" or spec.within is not None:
             self._body = Body(name, spec.labels, context)
         self._places = ColumnPlaces(name, spec.center, context) if spec.has_column else None
+        self._findings = Findings(name, context) if spec.center == "finding" else None
 
     def _check_units(self, context: FieldContext) -> None:
         units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
@@ -531,7 +548,7 @@ class BoundVolume(BoundField):
     @property
     def digests(self) -> Sequence[str]:
         """Digests of the tables of places."""
-        found = (self._foreground, self._body, self._places)
+        found = (self._foreground, self._body, self._places, self._findings)
         return [digest for one in found if one is not None for digest in one.digests]
 
     @property
@@ -654,7 +671,7 @@ class BoundVolume(BoundField):
             grid = oriented(grid, stored.affine, spec.orientation)
         grid = grid if box is None else grid.boxed(box)
         if stored.affine is not None and spec.spacing_mm is not None:
-            grid = spaced(grid, stored.affine, spec.spacing_mm)
+            grid = spaced(grid, stored.affine, spec.spacing_mm, spec.placement)
         return stretched(grid, spec.roi_size) if spec.center == "whole" else grid
 
     def _start(self, grid: Grid, stored: StoredVolume, request: SlotRequest, finding: int | None) -> Shape:
@@ -671,14 +688,15 @@ class BoundVolume(BoundField):
                 return start_at_box(grid.shape, size, *corners, request.draw)
         elif self._body is not None and self.spec.center == "body":
             place = self._body.place(request.draw, request.component, request.study_row, stored)
-        elif self.spec.center == "finding" and finding is not None:
-            place = float(finding), (stored.shape[1] - 1) / 2, (stored.shape[2] - 1) / 2
+        elif self._findings is not None and finding is not None:
+            place = self._findings.place(
+                request.component, request.table_row, request.study_row, stored, finding
+            )
         if place is not None:
             return start_around(grid.shape, size, grid.point(place))
         if self.spec.center in _DRAWN or self.spec.has_column:
             return random_start(grid.shape, size, request.draw)
-        depth, rows, columns = ((length - side) // 2 for length, side in zip(grid.shape, size, strict=True))
-        return depth, rows, columns
+        return middle_start(grid.shape, size, self.spec.placement)
 
     def _window(self, request: SlotRequest) -> int:
         """Return the number of the window that a sample is."""

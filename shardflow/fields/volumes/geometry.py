@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ _MAX_TILT: Final = math.sin(math.radians(0.5))
 """Axes that are closer to perpendicular count as such; packing flags `gantry_tilt` by the same angle."""
 _CLOSE: Final = 0.01
 """Voxels by which two grids may differ and still be the same."""
+_CLOSE_COUNT: Final = 1e-6
+"""Part of a voxel that may be missing from a whole number of them, by rounding."""
+Placement: TypeAlias = Literal["centered", "monai", "torch"]
 _IDENTITY: Final[Matrix] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
@@ -298,29 +301,58 @@ def oriented(grid: Grid, affine: Affine, codes: str) -> Grid:
     return replace(grid, shape=turned, steps=_matrix(map(tuple, steps)), origin=_vector(origin))
 
 
-def spaced(grid: Grid, affine: Affine, spacing_mm: Vector) -> Grid:
+def spaced(grid: Grid, affine: Affine, spacing_mm: Vector, placement: Placement = "centered") -> Grid:
     """Return a grid of another spacing that covers the same box.
 
     Its axes are those of ``grid`` where these are perpendicular; of a tilted series the axis across the
-    slices becomes their normal. Along each axis there are as many points as come closest to the length of
-    the box, and they are centered in it (voxels fill the box, as with ``align_corners=False``).
+    slices becomes their normal. ``centered``: along each axis there are as many points as come closest to the
+    length of the box, and they are centered in it (voxels fill the box, as with ``align_corners=False``).
 
     Args:
         grid: From `oriented`, or all stored voxels.
         affine: Of the stored volume.
         spacing_mm: Along each axis of the grid.
+        placement: Where the points are, see `Volume`; those of a tilted series are centered.
     """
     own = grid.affine(affine)
     lengths = own.spacing_mm
     units = [_scaled(column, 1 / length) for column, length in zip(own.columns, lengths, strict=True)]
     if is_perpendicular(own.columns):
         ratios = [spacing_mm[k] / lengths[k] for k in _AXES]
+        if placement == "torch":
+            counts = [max(1, int(grid.shape[k] / ratios[k] + _CLOSE_COUNT)) for k in _AXES]
+            return stretched(grid, (counts[0], counts[1], counts[2]))
         counts = [max(1, round(grid.shape[k] / ratios[k])) for k in _AXES]
-        first = _vector((grid.shape[k] - 1) / 2 - (counts[k] - 1) / 2 * ratios[k] for k in _AXES)
+        if placement == "monai":
+            counts = [round((grid.shape[k] - 1) / ratios[k]) + 1 for k in _AXES]
+        first = (0.0, 0.0, 0.0)
+        if placement == "centered":
+            first = _vector((grid.shape[k] - 1) / 2 - (counts[k] - 1) / 2 * ratios[k] for k in _AXES)
         steps = _matrix(tuple(grid.steps[a][k] * ratios[k] for k in _AXES) for a in _AXES)
         counted = (counts[0], counts[1], counts[2])
         return replace(grid, shape=counted, steps=steps, origin=grid.stored(first))
     return _upright(grid, affine, own, units, spacing_mm)
+
+
+def middle_start(lengths: Shape, size: Shape, placement: Placement) -> Shape:
+    """Return where a region in the middle of a volume begins; negative where the volume is shorter.
+
+    Of an odd difference the smaller half is in front where something is cut, and the larger one where
+    something is added; MONAI's and torch's users add the smaller one in front.
+
+    Args:
+        lengths: Of the volume.
+        size: Of the region.
+        placement: See `spaced`.
+    """
+    found = []
+    for length, side in zip(lengths, size, strict=True):
+        room = length - side
+        if placement == "monai" and room > 0:
+            found.append(length // 2 - side // 2)
+        else:
+            found.append(room // 2 if placement == "centered" or room > 0 else -(-room // 2))
+    return found[0], found[1], found[2]
 
 
 def is_perpendicular(columns: Matrix) -> bool:

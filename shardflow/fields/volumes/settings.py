@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Final
+
+import numpy as np
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import check_choice, check_count
@@ -38,10 +41,7 @@ def checked_spacing(value: Any) -> Vector:
     Raises:
         ConfigError: They are none.
     """
-    try:
-        found = [float(each) for each in value]
-    except (TypeError, ValueError):
-        found = []
+    found = numbers(value)
     least, most = _SPACINGS_MM
     if len(found) != 3 or not all(least <= each <= most for each in found):
         raise ConfigError(
@@ -49,6 +49,16 @@ def checked_spacing(value: Any) -> Vector:
             f"(1.5, 1.0, 1.0), got {value!r}."
         )
     return found[0], found[1], found[2]
+
+
+def numbers(value: Any) -> list[float]:
+    """Return a sequence of numbers; an empty list where it is none: neither True nor "1" is a number."""
+    found = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        return []
+    if not all(isinstance(each, Real) and not isinstance(each, bool) for each in found):
+        return []
+    return [float(each) for each in found]
 
 
 def checked_share(name: str, value: Any) -> float:
@@ -85,18 +95,20 @@ def checked_windows(windows: Any) -> tuple[tuple[float, float] | str, ...]:
     Raises:
         ConfigError: One is neither.
     """
-    if isinstance(windows, str):
+    if isinstance(windows, str) or len(numbers(windows)) == 2:
         raise ConfigError(f"windows is a list of windows, write windows=[{windows!r}].")
+    if not isinstance(windows, tuple | list):
+        raise ConfigError(
+            f"windows is a list of windows, such as [(40, 400), 'lung'], got {windows!r}; leave it out for "
+            "stored values."
+        )
     found: list[tuple[float, float] | str] = []
     for window in windows:
         if isinstance(window, str):
             check_choice("each named window", window, tuple(WINDOWS))
             found.append(window)
             continue
-        try:
-            center, width = (float(each) for each in window)
-        except (TypeError, ValueError):
-            center, width = 0.0, 0.0
+        center, width = given if len(given := numbers(window)) == 2 else (0.0, 0.0)
         if not (math.isfinite(center) and 0 < width < math.inf):
             raise ConfigError(
                 "each window is (center, width), such as (40, 400), or a name such as 'lung', got "
@@ -124,7 +136,7 @@ def checked_labels(value: Any) -> tuple[str, ...] | None:
         return None
     if isinstance(value, str):
         raise ConfigError(f"labels is a list of names, write labels=[{value!r}].")
-    labels = tuple(value)
+    labels = tuple(value) if isinstance(value, tuple | list) else ()
     if not labels or {type(one) for one in labels} != {str} or "" in labels or len({*labels}) < len(labels):
         raise ConfigError("labels is a list of different names, or None for regions of any label.")
     return labels

@@ -30,6 +30,7 @@ from shardflow.format.codecs import (
     stored_codec,
 )
 from shardflow.format.dataset import Dataset
+from shardflow.format.facts.making import completed_study
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
     ANNOTATIONS_FIELD,
@@ -49,7 +50,7 @@ from shardflow.format.volumes.masks import ConvertedMasks, join_masks, split_mas
 VolumeStorage: TypeAlias = Literal["bricks", "slices"]
 Member: TypeAlias = "tuple[str, bytes | EncodedVolume]"
 _GROUP_BYTES: Final = 16 << 20
-_STATED: Final = frozenset({"kind", "num_slices", "rows", "columns", "samples_per_pixel", "dtype", "codec"})
+_STATED: Final = frozenset({"num_slices", "rows", "columns", "samples_per_pixel", "dtype", "codec"})
 """What ``study.json`` says of each series, so that nothing has to look at its slices."""
 
 
@@ -153,7 +154,7 @@ class SampleMembers:
         change = _Changes()
         if self.volumes is None or (self.volumes == "slices" and not volumes):
             return change
-        study = self._study(row, path, fields)
+        study = self._study(row, path, fields, is_sliced=not volumes)
         masks: ConvertedMasks | None = None
         if self.volumes == "bricks" and study is not None:
             found = self._slices_to_join(row, path, fields, study["series"])
@@ -176,17 +177,24 @@ class SampleMembers:
             change.made[STUDY_FIELD] = _with_codecs(study, change.codecs)
         return change
 
-    def _study(self, row: int, path: str, fields: Sequence[FieldLocation]) -> dict[str, Any] | None:
-        """Return ``study.json`` if it describes every series."""
+    def _study(
+        self, row: int, path: str, fields: Sequence[FieldLocation], *, is_sliced: bool
+    ) -> dict[str, Any] | None:
+        """Return ``study.json`` if it describes every series, by what slices say where all are such."""
         if not any(one.name == STUDY_FIELD for one in fields):
             return None
-        payload = self.source.read_fields(row, [STUDY_FIELD])[STUDY_FIELD]
+        read = partial(self.source.read_fields, row)
         try:
-            study = json.loads(payload)
-            is_whole = all(one.keys() >= _STATED for one in study.get("series", []))
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            raise self._error(row, path, STUDY_FIELD, "a study must be a JSON object, got another") from None
-        return study if is_whole and study.get("series") else None
+            study: dict[str, Any] = json.loads(read([STUDY_FIELD])[STUDY_FIELD])
+            if not study.get("series"):
+                return None
+            if all(one.keys() >= _STATED for one in study["series"]):
+                return study
+            return completed_study(study, fields, read) if is_sliced else None
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            raise self._error(
+                row, path, STUDY_FIELD, "a study must describe its series, got another"
+            ) from None
 
     def _slices_to_join(
         self, row: int, path: str, fields: Sequence[FieldLocation], series: Sequence[Mapping[str, Any]]
@@ -200,7 +208,7 @@ class SampleMembers:
         for number, facts in enumerate(series):
             num_slices, places = facts["num_slices"], sorted(found.get(number, ()))
             if facts["codec"] == BRICKS_CODEC or not suits_bricks(
-                kind=facts["kind"], num_slices=num_slices, num_samples=facts["samples_per_pixel"]
+                kind=facts.get("kind"), num_slices=num_slices, num_samples=facts["samples_per_pixel"]
             ):
                 continue
             if len({name.rpartition(".")[2] for _, name in places}) > 1:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -591,19 +592,37 @@ def _facts_of_row(
             study = study if complete is None else complete(row, study)
             if all(one.keys() >= _STORED_FACTS for one in study["series"]):
                 return series_of_study(study), facts_of_study(study)
-        # Written by `ShardWriter`, which need not say what the slices themselves do.
-        stored = _stored_series(fields)
-        payloads = dataset.read_fields(row, [names[0] for names in stored])
-        headers = [_header_facts(names, payloads[names[0]]) for names in stored]
-        described = study["series"] if study is not None else [{}] * len(stored)
-        series = [{**header, **described[number]} for number, header in enumerate(headers)]
-        whole = {**(study or {}), "series": series}
+        whole = completed_study(study, fields, partial(dataset.read_fields, row))
         return series_of_study(whole), facts_of_study(whole)
     except (KeyError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"study.json of sample {dataset.studies.sample_key(row)} cannot be read as a study "
             f"({type(error).__name__}); run `shardflow verify`."
         ) from None
+
+
+def completed_study(
+    study: Mapping[str, Any] | None,
+    fields: Iterable[FieldLocation],
+    read: Callable[[Sequence[str]], Mapping[str, bytes]],
+) -> dict[str, Any]:
+    """Return ``study.json`` with what slices say by themselves, which that of `ShardWriter` need not state.
+
+    Args:
+        study: As stored; None where there is none.
+        fields: Members of the sample, none of which is a volume in bricks.
+        read: Returns members by name.
+
+    Raises:
+        LookupError: It describes fewer series than are stored.
+        FormatError: A slice is damaged.
+    """
+    stored = _stored_series(fields)
+    payloads = read([names[0] for names in stored])
+    headers = [_header_facts(names, payloads[names[0]]) for names in stored]
+    described = study["series"] if study is not None else [{}] * len(stored)
+    series = [{**header, **described[number]} for number, header in enumerate(headers)]
+    return {**(study or {}), "series": series}
 
 
 def _stored_series(fields: Iterable[FieldLocation]) -> list[list[str]]:

@@ -121,7 +121,12 @@ class SegmentTask(ArrayTask):
         _, bound = bind_fields(selection, {IMAGE_FIELD: anywhere}, StageCounters())
         (field,) = bound.bound
         assert isinstance(field, BoundVolume)  # noqa: S101 - of a volume
-        return replace(volume, spacing_mm=None, margin=augmentation.margin(field.finest_spacing_mm()))
+        return replace(
+            volume,
+            spacing_mm=None,
+            placement="centered",
+            margin=augmentation.margin(field.finest_spacing_mm()),
+        )
 
     @property
     def augmentation(self) -> VolumeAugmentation | None:
