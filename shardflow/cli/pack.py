@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(f"shardflow: the path is {error.path}\n")
         return code
     except ShardflowError as error:
-        return _fail("error", f"{error.message} What was packed is kept; run the job again.", _EXIT_FAILED)
+        again = "" if "run the job again" in error.message else "; run the job again"
+        return _fail("error", f"{error.message} What was packed is kept{again}.", _EXIT_FAILED)
     except KeyboardInterrupt:
         text = "stopped by a signal; what was packed is kept: run the job again to resume."
         return _fail("interrupted", text, _EXIT_INTERRUPTED)
