@@ -48,7 +48,7 @@ class Job:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(value[5:]) for value in variables if value.startswith(b"RANK=")]
                 if ranks:
-                    found[ranks[0]] = pid
+                    found.setdefault(ranks[0], pid)  # a rank comes before the processes that it started
         return found
 
     def wait(self, timeout_s: float) -> Finished:
