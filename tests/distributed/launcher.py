@@ -42,7 +42,7 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """Process id of each living rank."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in _descendants(self.process.pid):
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
