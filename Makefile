@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 # Every packing process and rank imports the same libraries: where bytecode may not be written, each compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-lowest test-gpu soak fuzz images licenses dist sbom release docs check size fix golden constraints clean
+.PHONY: help setup demo test test-slow test-lowest test-gpu wheels soak fuzz images licenses dist sbom release docs check size fix golden constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,15 @@ test-lowest: $(STAMP) ## Run the fast tests of format, sampling, fields and stor
 	$(BIN)/uv pip install --quiet --python .lowest-venv/bin/python --resolution lowest-direct --editable '.[$(LOWEST)]'
 	.lowest-venv/bin/python -m pytest -q tests/architecture/test_imports.py -k 'not layers'
 	.lowest-venv/bin/python -m pytest -q -n auto --maxprocesses 4 -m fast $(addprefix tests/unit/,format sampling fields storage) $(PYTEST_ARGS)
+
+# The registry is asked, and nothing installed. Without the local wheels, which are of this machine alone. On 3.14 pack lacks one.
+wheels: $(STAMP) ## Ask whether each locked package has wheels for Linux on x86-64 and ARM64, for Python 3.11 to 3.14
+	@set -e; for version in 3.11 3.12 3.13 3.14; do for machine in x86_64 aarch64; do \
+		extras="--all-extras"; test $$version != 3.14 || extras="$(addprefix --extra ,$(filter-out pack,$(subst $(,), ,$(LOWEST))))"; \
+		UV_FIND_LINKS= $(BIN)/uv pip compile --quiet --no-header --no-annotate --only-binary :all: --constraints constraints.txt \
+			--python-version $$version --python-platform $$machine-manylinux_2_28 $$extras pyproject.toml > /dev/null; \
+		echo "Python $$version, $$machine: wheels for $$extras"; \
+	done; done
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device, on a machine that has one
 	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ from shardflow.cli.common import add_json, counted, natural_number, positive_num
 from shardflow.errors import ConfigError
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
 from shardflow.monitoring.history import read_settings
+from shardflow.monitoring.lines import refuse_dataset
 from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records
 from shardflow.training.ledger_index import (
     Draws,
@@ -108,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"ledger {action} takes {counted(num_runs, 'RUN')}, got {len(arguments.runs)}; see "
             "shardflow ledger --help."
         )
+    for run in arguments.runs:
+        refuse_dataset(run)  # its ledger is that of packing
     for name in _SEARCHING:
         if getattr(arguments, name) is not None and name not in options:
             raise ConfigError(f"--{name.replace('_', '-')} is no option of ledger {action}; leave it out.")

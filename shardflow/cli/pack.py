@@ -38,6 +38,7 @@ from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, 
 
 if TYPE_CHECKING:
     from shardflow.packing import PackMode, PackSummary
+    from shardflow.packing.corpora.config import FieldsConfig
     from shardflow.packing.corpora.job import CorpusSummary
 
 DESCRIPTION: Final = """\
@@ -131,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(f"shardflow: the path is {error.path}\n")
         return code
     except ShardflowError as error:
-        return _fail("error", f"{error.message} What was packed is kept; run the job again.", _EXIT_FAILED)
+        again = "" if "run the job again" in error.message else "; run the job again"
+        return _fail("error", f"{error.message} What was packed is kept{again}.", _EXIT_FAILED)
     except KeyboardInterrupt:
         text = "stopped by a signal; what was packed is kept: run the job again to resume."
         return _fail("interrupted", text, _EXIT_INTERRUPTED)
@@ -253,15 +255,28 @@ def run_text(arguments: argparse.Namespace) -> int:
     with interruptible(), make_progress() as progress:
         summary = pack_corpus(config, progress, mode="append" if arguments.append else "pack")
     if not arguments.json:
-        show_lines(_describe_texts(summary))
+        show_lines(_describe_texts(summary, config.fields))
     print(json.dumps(summary.to_json()))
     return summary.exit_code
 
 
-def _describe_texts(summary: CorpusSummary) -> Iterator[str]:
+def _looked_for(fields: FieldsConfig) -> str:
+    """Name what lines must have: settings of the user, nothing of a line."""
+    if fields.kind == "text":
+        key = f" and [fields] key = {fields.key!r}" if fields.key else ""
+        return f"lines must have [fields] text = {fields.text!r}{key}"
+    return (
+        f"lines must have turns ([fields] turns = {fields.turns!r}), each with its role and its content "
+        f"(role = {fields.role!r}, content = {fields.content!r}), or another form of a conversation"
+    )
+
+
+def _describe_texts(summary: CorpusSummary, fields: FieldsConfig) -> Iterator[str]:
     """Put the summary into words."""
     yield f"{counted(summary.inputs['total'], 'line')}: {_outcomes(summary.inputs)}."
     yield from _reasons(summary.reasons)
+    if "MISSING_FIELD" in summary.reasons:
+        yield f"MISSING_FIELD: {_looked_for(fields)}."
     match summary.status:
         case "quarantine_limit":
             yield "Too many lines are quarantined: nothing is published; finished parts are kept."

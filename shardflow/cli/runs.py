@@ -20,7 +20,7 @@ from shardflow.errors import ConfigError
 from shardflow.monitoring import MetricsServer, parse_address, read_metrics_text, require_prometheus
 from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.history import RunFile, read_settings
-from shardflow.monitoring.lines import MetricsTail, damage_note
+from shardflow.monitoring.lines import MetricsTail, damage_note, refuse_dataset
 from shardflow.monitoring.verdict.judging import judge_each
 from shardflow.telemetry import Verdict
 from shardflow.viewing.web import is_loopback, new_token, read_token
@@ -172,6 +172,7 @@ def run_metrics(arguments: argparse.Namespace) -> int:
     require_prometheus("shardflow metrics")
     if not arguments.folder.is_dir():
         raise ConfigError("RUN must be an existing folder, got none of that name; correct it.")
+    refuse_dataset(arguments.folder)
     if arguments.once:
         sys.stdout.write(read_metrics_text(arguments.folder))
         return 0

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from shardflow.cli.common import add_run
 from shardflow.errors import ConfigError
-from shardflow.monitoring.lines import damage_note
+from shardflow.monitoring.lines import damage_note, refuse_dataset
 from shardflow.monitoring.live import LiveRun, LiveView, RunState
 from shardflow.monitoring.units import duration, show
 from shardflow.telemetry import STAGES, Interval, RankNumbers
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     folder: Path = arguments.folder
+    refuse_dataset(folder)
     console = Console(highlight=False)
     if not (arguments.once or not console.is_terminal or console.is_dumb_terminal):
         _follow(console, LiveRun(folder))

@@ -180,6 +180,18 @@ def check_holds_metrics(run: Path) -> None:
         )
 
 
+def refuse_dataset(run: Path) -> None:
+    """Refuse the folder of a dataset, which will never hold the first line that a command waits for.
+
+    Raises:
+        ConfigError: It holds a manifest, and no metrics.
+    """
+    if next(run.glob("manifest-*.json"), None) is not None and not (run / METRICS_FILE).exists():
+        raise ConfigError(
+            "RUN must be the folder of a training run, got a dataset; see that with: shardflow info DATASET."
+        )
+
+
 def open_metrics(run: Path) -> BinaryIO:
     """Open the measurements of a run folder.
 

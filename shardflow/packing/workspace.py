@@ -8,6 +8,7 @@ folder holds identifiers; nothing in it is ever copied into the dataset.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from shardflow.errors import ConfigError, StorageError, naming_os_errors
+from shardflow.errors import ConfigError, StorageError, naming_os_errors, os_reason
 from shardflow.format.reasons import Reason
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import is_temporary_name
@@ -261,9 +262,17 @@ def locked_workspace(
     _check_contents(output)
     workspace = Workspace(output, private, array_task)
     with naming_os_errors("creating output and private_dir"):
-        private.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if writes_output:
-            output.mkdir(parents=True, exist_ok=True)
+        try:
+            private.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if writes_output:
+                output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # the disk's fault, not the setting's
+                raise
+            raise ConfigError(
+                f"output and private_dir must be folders that this job can create, got: {os_reason(error)}; "
+                "correct their paths, or the rights of the folders above them."
+            ) from None
     if stat.S_IMODE(private.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("private_dir must be closed to group and others; run chmod 700 on it.")
     with ExitStack() as locks:

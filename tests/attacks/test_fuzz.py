@@ -33,9 +33,9 @@ def test_reader_answers_whatever_the_bytes_are(name: str, number: int, tmp_path:
         "import numpy\nfrom shardflow.fields.decode import decode_file as d\nd(numpy.frombuffer(data, 'u1'))",
     ],
 )
-@pytest.mark.parametrize("number", [2, 4], ids=["a chunk", "the last chunk"])
+@pytest.mark.parametrize("number", [2, 4, 5], ids=["a chunk", "the last chunk", "behind an early end"])
 def test_a_length_that_is_stated_and_not_there_is_not_allocated(decode: str, number: int) -> None:
-    """A PNG of some 150 bytes with a chunk of 4 GiB."""
+    """A PNG of some 150 bytes with a chunk of 4 GiB, in one of them behind an end that holds 13 bytes."""
     code = f"""
 import sys
 from shardflow.errors import FormatError

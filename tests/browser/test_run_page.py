@@ -13,7 +13,7 @@ from shardflow.monitoring.run_page.page import render_run_page
 from shardflow.monitoring.run_page.reading import read_run
 from tests.run_factory import write_run
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.integration.test_mask_bricks import extra_of
 from tests.viewing_case import NUM_SLICES, make_viewed_dataset
 from tests.volume_cases import VolumeSeries, affine_of, make_volumes
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_script_names_every_command_and_option_and_parses(call: Call, shell: str
     script = tmp_path / f"script.{shell}"
     script.write_text(called.out, encoding="utf-8")
     if shutil.which(shell):
-        done = subprocess.run([shell, "-n", script], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([shell, "-n", script], capture_output=True, text=True, check=False, timeout=300)
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -73,7 +73,7 @@ def test_fish_offers_what_fits(call: Call, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=300,
         )
         return [each.split("\t")[0] for each in done.stdout.splitlines()]
 
@@ -118,7 +118,7 @@ def test_zsh_offers_what_fits(call: Call, tmp_path: Path) -> None:
 def _type(terminal: int, keys: str, *, until: str) -> str:
     """Type into a terminal and read what appears, until a text does."""
     os.write(terminal, keys.encode())
-    seen, deadline = "", time.monotonic() + 60
+    seen, deadline = "", time.monotonic() + 300
     while until not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"{until!r} did not appear after {keys!r}: {seen!r}"

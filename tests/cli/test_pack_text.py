@@ -52,6 +52,22 @@ def test_the_recipe_packs_and_says_so(call: Call, arguments: list[object], tmp_p
     assert (refused.code, "got a text corpus; pack it again" in refused.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("fields.text=note", "lines must have [fields] text = 'note'."),
+        ("fields.kind=conversations", "(role = 'role', content = 'content')"),
+    ],
+)
+def test_a_field_that_no_line_has_is_named(
+    call: Call, arguments: list[object], setting: str, named: str
+) -> None:
+    called = call(*arguments, f"--set={setting}", "--set=conversations.form=messages")
+    assert called.code == 3
+    assert "9 MISSING_FIELD" in called.out
+    assert named in called.out.replace("\n", " ")
+
+
 def test_too_much_quarantine_is_exit_code_3(call: Call, arguments: list[object]) -> None:
     called = call(*arguments)
     assert called.code == 3

@@ -70,7 +70,7 @@ def _on_terminal(code: Sequence[str], environment: dict[str, str]) -> str:
     )
     os.close(follower)
     shown = b""
-    while select.select([leader], [], [], 60)[0]:
+    while select.select([leader], [], [], 300)[0]:
         try:
             chunk = os.read(leader, 65536)
         except OSError:  # Linux's way of saying that the other side is closed
@@ -79,7 +79,7 @@ def _on_terminal(code: Sequence[str], environment: dict[str, str]) -> str:
             break
         shown += chunk
     os.close(leader)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     return shown.decode()
 
 

@@ -20,7 +20,7 @@ def test_reader_that_leaves_early_is_no_error(dataset: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode in {0, 1, 141}
     assert done.stderr == ""
@@ -34,7 +34,7 @@ def test_a_full_disk_behind_standard_output_is_said(dataset: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
         )
     assert done.returncode == 1
     assert done.stderr.startswith("shardflow: standard output must take what is written to it, got ENOSPC")
@@ -51,7 +51,7 @@ def test_script_has_colours_on_a_terminal_only(dataset: Path) -> None:
     )
     assert b"\x1b" not in piped.stdout
     leader, follower = pty.openpty()
-    subprocess.run([SCRIPT, "info", dataset], env=environment, stdout=follower, check=True, timeout=60)
+    subprocess.run([SCRIPT, "info", dataset], env=environment, stdout=follower, check=True, timeout=300)
     os.close(follower)
     shown = os.read(leader, 65536)
     os.close(leader)

@@ -197,3 +197,25 @@ def test_no_folder_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_curves_are_means_of_neighbors() -> None:
     assert resampled((1.0, 2.0, 3.0, 4.0, 5.0), 2) == [1.5, 4.0]
     assert resampled((1.0, 2.0), 5) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("top", "--once"),
+        ("metrics", "--once"),
+        ("verdict",),
+        ("ledger", "show"),
+        ("ledger", "where", "--step", "1"),
+    ],
+    ids=" ".join,
+)
+def test_a_dataset_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    """Nothing will ever write the first line of a run there."""
+    (tmp_path / "manifest-000001.json").write_bytes(b"{}")
+    (tmp_path / "ledger.jsonl").write_bytes(b"")
+    words = [word for word in arguments if not word.startswith("--") and not word.isdigit()]
+    assert cli.main([*words, str(tmp_path), *arguments[len(words) :]]) == 2
+    assert "RUN must be the folder of a training run" in capsys.readouterr().err

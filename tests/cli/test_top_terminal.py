@@ -23,7 +23,7 @@ from shardflow.monitoring.lines import METRICS_FILE
 from tests.run_factory import write_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 LEAVES = b"\x1b[?1049l"
 
 

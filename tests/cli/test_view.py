@@ -30,7 +30,7 @@ def test_a_signal_ends_it_and_all_that_it_began(
         (line,) = lines
         found = re.search(r"http://\S+", line)
         assert found
-        with urllib.request.urlopen(found[0].replace("?", "api/findings?"), timeout=60) as answer:
+        with urllib.request.urlopen(found[0].replace("?", "api/findings?"), timeout=300) as answer:
             assert answer.status == 200
         running.extend(thread.name for thread in threading.enumerate() if "shardflow-view" in thread.name)
         os.kill(os.getpid(), number)

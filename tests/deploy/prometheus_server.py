@@ -40,7 +40,7 @@ class Prometheus:
         """The data of an answer of the HTTP interface; what is wrong with a query fails the test."""
         query = urllib.parse.urlencode({name.rstrip("_"): value for name, value in parameters.items()})
         try:
-            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=60) as answer:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=300) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
@@ -88,7 +88,7 @@ def run_prometheus(folder: Path, configuration: dict[str, Any]) -> Iterator[Prom
     finally:
         process.terminate()
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -24,7 +24,7 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NOT_INSTALLABLE = "SLURM cannot be installed"
 NUM_NODES = 2
-READY_S = 60.0
+READY_S = 300.0
 
 # Unlike a real cluster's: no control groups, no accounting, a scheduler that looks at once, nodes that claim
 # more processors than there are.
@@ -91,7 +91,7 @@ class Cluster:
             check=False,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout

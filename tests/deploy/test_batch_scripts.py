@@ -61,7 +61,7 @@ def test_an_array_packs_in_tasks(tmp_path: Path, variables: dict[str, str], said
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert (done.stdout.strip(), done.returncode) == (said, code), done.stderr
 

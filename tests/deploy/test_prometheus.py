@@ -48,7 +48,7 @@ def _dashboard_queries() -> list[str]:
 
 def _promtool(*arguments: str | Path) -> None:
     _, tool = prometheus_programs()
-    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -42,13 +42,13 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """Process id of each living rank."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in _descendants(self.process.pid):
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(value[5:]) for value in variables if value.startswith(b"RANK=")]
                 if ranks:
-                    found[ranks[0]] = pid
+                    found.setdefault(ranks[0], pid)  # a rank comes before the processes that it started
         return found
 
     def wait(self, timeout_s: float) -> Finished:

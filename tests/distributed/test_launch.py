@@ -52,7 +52,7 @@ def test_a_stop_signal_before_there_are_ranks_is_answered_at_once(tmp_path: Path
     ) as running:
         wait_until_it_listens(running)
         running.process.send_signal(signal.SIGTERM)
-        finished = running.wait(60)
+        finished = running.wait(300)  # a rendezvous waits for 600
     assert finished.exit_code == 75, finished.text
 
 

@@ -40,7 +40,7 @@ ending.wait(0.1)
 
 def test_the_exit_waits_for_threads_that_are_in_a_library() -> None:
     command = [sys.executable, "-c", _IN_A_LIBRARY]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 

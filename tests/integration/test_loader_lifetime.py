@@ -129,7 +129,7 @@ def test_close_waits_for_a_thread_that_is_amid_a_read(url: str) -> None:
     iterator = iter(loader)
     engine = next(iter(loader._runtime.streams))._engine
     engine.start()
-    assert is_reading.wait(60)
+    assert is_reading.wait(300)
     loader.close()
     assert not loader_threads()
     del iterator  # it was not its end that ended them
@@ -167,7 +167,7 @@ print("one")
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")

@@ -43,7 +43,7 @@ FIELDS: Mapping[str, sf.Field] = {
 }
 NATIVE: Mapping[str, sf.Field] = {"image": sf.Slices(), "report": sf.Text()}
 TRANSFORMS = "tests.integration.loader_transforms"
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -344,7 +344,7 @@ def test_without_any_server_batches_are_made_here_until_one_is_back(
         assert [one for one in caplog.messages if "no data server answers" in one] != []
         assert len([one for one in caplog.messages if "no data server answers" in one]) == 1
         with serving([Dataset.open(url)], port=port):
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not _num(served, "service"):
                 assert time.monotonic() < deadline
                 assert _digests(served) == _digests(local)
@@ -371,7 +371,7 @@ def test_names_that_nobody_can_look_up_do_not_end_the_watch(
             expected = _digests(served)
             wrong = ["data..0:8815", f"{'x' * 64}:8815", "data-0:99999", "data-0"]
             file.write_text("\n".join([*wrong, address_of(second)]), encoding="ascii")
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not second.num_runs:
                 assert time.monotonic() < deadline
                 served.load_state_dict({**served.state_dict(), "epoch": 0, "step": 0})
@@ -433,7 +433,7 @@ def test_runs_on_one_server_never_mix_and_idle_ones_are_forgotten(
                 for place, stream in enumerate(streams):
                     found[place].append(digest_of(next(stream)))
             assert found == expected
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while server.num_runs:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -475,7 +475,7 @@ def test_a_run_is_opened_once_whoever_asks_and_fails(
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     threads[0].start()
-    assert begun[0].wait(60)
+    assert begun[0].wait(300)
     threads[1].start()
     threads[0].join()
     begun[1].wait(0.1)  # it begins only where it does not share the failure
@@ -502,7 +502,7 @@ def test_a_client_that_is_gone_takes_no_room(url: str) -> None:
             reader = client.do_get(ticket)
             reader.cancel()
             del reader
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while server._room._num_bytes or server._num_calls:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -27,7 +27,7 @@ from tests.ray_cluster import actors, ray_cluster
 
 pytestmark = pytest.mark.slow
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=3, tail="mask")
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 
 
 def _until(happened: Callable[[], bool]) -> None:

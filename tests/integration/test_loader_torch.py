@@ -8,6 +8,7 @@ import copy
 import gc
 import itertools
 import json
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -302,15 +303,19 @@ def test_what_a_data_loader_does_to_batches_is_refused_where_it_could_not_be_cou
 
 def test_batches_that_are_handed_out_in_another_order_are_refused(url: str) -> None:
     dataset = _dataset(url, FIELDS)
-    loader = _data_loader(dataset, 2, in_order=False, worker_init_fn=_first_worker_is_slow)
+    has_begun = multiprocessing.get_context("fork").Event()
+
+    def slow_first_worker(number: int) -> None:
+        if number == 0:
+            assert has_begun.wait(300)
+            time.sleep(1.0)
+        else:
+            has_begun.set()
+
+    loader = _data_loader(dataset, 2, in_order=False, worker_init_fn=slow_first_worker)
     with pytest.raises(StateError, match="leave in_order=True"):
         list(loader)
     gc.collect()
-
-
-def _first_worker_is_slow(number: int) -> None:
-    if number == 0:
-        time.sleep(1.0)
 
 
 def test_track_is_a_plain_loop_by_now(url: str) -> None:

@@ -36,7 +36,7 @@ READ: Mapping[str, Mapping[str, sf.Field]] = {
     "images": {"image": sf.Slices(num_slices=2, size=(16, 16), sampling="random"), **REPORT},
     "native": {"image": sf.Slices(), **REPORT},
 }
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_the_ranks_of_a_node_stay_within_its_cap(url: str) -> None:
             stack.callback(process.kill)
             ranks.append(process)
         for process in ranks:
-            output, _ = process.communicate(timeout=180)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0
             found = json.loads(output)
             assert found["num_batches"] == 2 * 10  # of the 20 in each of two epochs

@@ -55,7 +55,7 @@ def test_a_process_that_closes_nothing_ends_well(script: str, tmp_path: Path) ->
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=300,
         )
 
     with WebServer(tmp_path / "dataset") as server, ThreadPoolExecutor(2) as pool:

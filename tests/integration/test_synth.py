@@ -523,7 +523,7 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
             while part := os.read(ours, 4096):
                 shown += part
         os.close(ours)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
     assert b"generating studies" in shown
 
 

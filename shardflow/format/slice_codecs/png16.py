@@ -96,13 +96,19 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
 
 
 def holds_its_chunks(payload: memoryview) -> bool:
-    """Tell whether no chunk of a PNG states more bytes than there are: OpenCV allocates them, up to 4 GiB."""
+    """Tell whether a PNG has pixels before its end, and no chunk longer than what is left of the file.
+
+    OpenCV allocates the length that a chunk states, up to 4 GiB, and reads on behind an end that comes before
+    the pixels.
+    """
     position = len(PNG_SIGNATURE)
+    has_pixels = False
     while position + _CHUNK.size <= len(payload):
         num_bytes, kind = _CHUNK.unpack_from(payload, position)
         position += 12 + num_bytes
-        if kind == b"IEND":  # what follows is nobody's
-            break
+        if kind == b"IEND":  # what follows is not read
+            return has_pixels and not num_bytes and position <= len(payload)
+        has_pixels = has_pixels or kind == b"IDAT"
     return position <= len(payload)
 
 

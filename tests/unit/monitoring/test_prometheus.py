@@ -175,7 +175,7 @@ def test_openmetrics_is_told_to_who_asks_for_it(tmp_path: Path) -> None:
 
 def _status(url: str, **headers: str) -> int:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=300) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         is_strict = "default-src 'none'" in error.headers["Content-Security-Policy"]
@@ -214,7 +214,7 @@ def test_other_pages_names_and_parameters_are_refused(tmp_path: Path) -> None:
 def test_an_answer_is_compressed_for_who_asks(tmp_path: Path) -> None:
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server:
         asked = urllib.request.Request(server.url, headers={"Accept-Encoding": "gzip"})
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             assert answer.headers["Content-Encoding"] == "gzip"
             assert "shardflow_steps_total 60.0\n" in gzip.decompress(answer.read()).decode()
 
@@ -225,7 +225,7 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, contextlib.ExitStack() as stack:
         host, port = server.url.removeprefix("http://").removesuffix("/metrics").split(":")
         strangers = [
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(9)
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=300)) for _ in range(9)
         ]
         assert not any(stranger.recv(1) for stranger in strangers[:6])  # closed by the server
         assert _status(server.url) == 200

@@ -244,7 +244,7 @@ write_atomic(folder / "a", chunks())
 
 
 def test_a_real_limit_on_file_size_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), "limit"], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), "limit"], check=False, timeout=300)
     assert done.returncode == 0
     assert _files(tmp_path) == []
 
@@ -256,7 +256,7 @@ def test_a_killed_writer_leaves_no_file_of_the_name(tmp_path: Path) -> None:
             pytest.fail("the child has no output")
         assert child.stdout.readline() == b"half\n"
         child.send_signal(signal.SIGKILL)
-        child.wait(timeout=30)
+        child.wait(timeout=300)
     (left,) = _files(tmp_path)
     assert is_temporary_name(left)
     write_atomic(tmp_path / "a", [b"whole"])

@@ -27,7 +27,7 @@ from shardflow.viewing.web import Answer, Request, read_token
 from tests.corpora_case import CorpusCase
 from tests.viewing_case import DOCUMENT, ECG_HZ, LEADS, NUM_SLICES, REPORT, RESP_HZ, SIZE, make_viewed_dataset
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 MARKUP_FROM_TEXT = (
     *(
         b"innerHTML",

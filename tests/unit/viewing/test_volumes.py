@@ -47,7 +47,7 @@ def viewers(datasets: dict[str, Dataset]) -> Iterator[dict[str, Viewer]]:
 
 def get(viewer: Viewer, path: str) -> tuple[int, dict[str, str], bytes]:
     address = urlsplit(viewer.url)
-    connection = http.client.HTTPConnection(address.netloc, timeout=60)
+    connection = http.client.HTTPConnection(address.netloc, timeout=300)
     try:
         joint = "&" if "?" in path else "?"
         connection.request("GET", f"{path}{joint}{address.query}")

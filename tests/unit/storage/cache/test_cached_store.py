@@ -315,7 +315,7 @@ def test_who_comes_second_waits_for_the_first(origin: Origin, config: CacheConfi
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
 

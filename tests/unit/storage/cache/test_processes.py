@@ -59,7 +59,7 @@ def test_sixty_four_processes_sixteen_killed(tmp_path: Path) -> None:
 def test_two_processes_fetch_each_block_once(tmp_path: Path) -> None:
     make_origin(tmp_path)
     processes = start(tmp_path, range(2), ["read", "read"])
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
     for process in processes:
         process.communicate()
     notes = [path.read_text().splitlines() for path in sorted((tmp_path / "notes").iterdir())]
@@ -72,10 +72,10 @@ def test_two_processes_fetch_each_block_once(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_of_a_publication_leaves_no_trace(tmp_path: Path, mode: str) -> None:
     content = make_origin(tmp_path)
     (dead,) = start(tmp_path, [3], [mode])
-    dead.communicate(timeout=120)
+    dead.communicate(timeout=300)
     assert dead.returncode == -9
     (alive,) = start(tmp_path, [4], ["read"])
-    out, _ = alive.communicate(timeout=120)
+    out, _ = alive.communicate(timeout=300)
     assert alive.returncode == 0
     assert json.loads(out)["wrong"] == 0
     folder = tmp_path / "cache" / "blocks" / blocks_of(content).name
