@@ -251,8 +251,8 @@ class Identities:
             )
         if counts.get("copied_studies"):
             yield (
-                f"{counts['copied_studies']} pairs of studies of one patient share an image, and are packed "
-                "both; copies.csv in private_dir lists them"
+                f"pairs of studies of one patient that share an image: {counts['copied_studies']}; both "
+                "studies of a pair are packed, and copies.csv in private_dir lists them"
             )
 
 

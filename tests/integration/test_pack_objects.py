@@ -188,6 +188,23 @@ def test_each_kind_of_object_has_the_values_of_simpleitk_a_role_and_a_preview(ca
         np.testing.assert_allclose(found, theirs, rtol=1e-6, err_msg=name)
 
 
+def test_each_frame_of_a_run_has_its_angle_and_each_mammogram_its_view(case: PackCase) -> None:
+    run = make_dataset(pixels=np.zeros((3, 24, 20), np.uint8), modality="US", position=None, orientation=None)
+    moving = {"PositionerPrimaryAngle": 30.0, "PositionerPrimaryAngleIncrement": [0.0, 2.5, 5.0]}
+    angiogram = {"SOPClassUID": "1.2.840.10008.5.1.4.1.1.12.1", "Modality": "XA"}
+    _add(case, "run.dcm", run, SeriesInstanceUID="1.2.3.1", **angiogram, **moving)
+    for number, view in enumerate(("399162004", "399368009"), start=2):
+        code = pydicom.Dataset()
+        code.CodeValue, code.CodingSchemeDesignator, code.CodeMeaning = view, "SCT", "view"
+        image = make_dataset(number=number, modality="DX", position=None, orientation=None, Modality="MG")
+        image.ViewCodeSequence, image.ImageLaterality = [code], "R"
+        _add(case, f"{number}.dcm", image, SeriesInstanceUID="1.2.3.2")
+    case.pack(*_ALL)
+    frames, views = sorted(_study(case)["series"], key=lambda one: str(one["kind"]))
+    assert [one["positioner_primary_angle"] for one in frames["images"]] == [30.0, 32.5, 35.0]
+    assert [one["view_position"] for one in views["images"]] == ["CC", "MLO"]
+
+
 def _by_simpleitk(path: Path) -> Any:
     """Return the values of all frames, ``(frames, rows, columns)`` or with colors."""
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)

@@ -1,4 +1,4 @@
-"""One job over all real files: each ends in one outcome, and tests/golden/outcomes.md lists them."""
+"""One job over all real files: each ends in one outcome, and docs/outcomes.md lists them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pydicom
-import pydicom.data
 import pytest
 from pydicom.uid import UID
 
 from shardflow.format.reasons import REASONS, Outcome, Reason
 from tests.pack_case import REPOSITORY, PackCase
+from tests.unit.packing.sources.dicom.corpus import BUNDLED, MORE
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
 
-BUNDLED = Path(pydicom.data.__file__).parent / "test_files"
-PAGE = REPOSITORY / "tests" / "golden" / "outcomes.md"
+PAGE = REPOSITORY / "docs" / "outcomes.md"
 MAX_NAMES = 2
 HEAD = """\
 # Outcomes of real files
 
-The result of `shardflow pack` over all public sample files that the tests use, and over
-pydicom's own, with default settings but for the largest share of quarantined files.
-`tests/integration/test_pack_outcomes.py` writes and checks this page. Licenses, readme files and gradient
-tables are omitted: all are skipped as `NOT_DICOM`. [Reasons](../../docs/dicom.md#reasons).
+What `shardflow pack` does with the public sample files that the tests use: those of other projects, those in
+pydicom's wheel, and those of the package pydicom-data. Settings are the default ones, but for the largest
+share of quarantined files. `tests/integration/test_pack_outcomes.py` packs them, writes this page and
+checks it. Licenses, readme files and gradient tables are omitted: all are skipped as `NOT_DICOM`.
+[What each reason means](dicom.md#reasons), and [what to do](howto/quarantine.md).
 
 | folder | files (number) | what it is | outcome | reason |
 |---|---|---|---|---|
@@ -55,7 +55,12 @@ def test_every_real_file_ends_as_the_page_says(
     tmp_path: Path, shared_data: Path, request: pytest.FixtureRequest
 ) -> None:
     rows: list[str] = []
-    for name, root, label in (("shared", shared_data, ""), ("bundled", BUNDLED, "pydicom")):
+    collections = (
+        ("shared", shared_data, ""),
+        ("bundled", BUNDLED, "pydicom"),
+        ("more", MORE, "pydicom-data"),
+    )
+    for name, root, label in collections:
         (tmp_path / name).mkdir()
         case = PackCase(tmp_path / name)
         case.prepare()

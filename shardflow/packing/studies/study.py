@@ -40,7 +40,7 @@ from shardflow.packing.linking import read_people, read_report
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.dictionary import PARAMETRIC_MAP
 from shardflow.packing.sources.dicom.elements import HeaderLimits
-from shardflow.packing.sources.dicom.headers import InstanceHeader
+from shardflow.packing.sources.dicom.headers import InstanceHeader, SliceRef
 from shardflow.packing.sources.dicom.pixels import (
     DecodedSlice,
     DisplayRange,
@@ -556,20 +556,26 @@ class StudyMembers:
 
     def _views(self, stack: Stack) -> dict[str, Any]:
         """Return the views of a series whose images differ in view, side or angle; nothing for others."""
-        files = {part.instance.file_index: part.instance for part in stack.slices}
-        if stack.kind != "images" or len(files) == 1:
+        is_angiogram = stack.modality in _ANGIOGRAMS
+        is_run = is_angiogram and stack.kind == "frames"
+        frames: defaultdict[int, list[SliceRef]] = defaultdict(list)
+        for part in stack.slices:
+            frames[part.instance.file_index].append(part)
+        if not is_run and (stack.kind != "images" or len(frames) == 1):
             return {}
-        keywords = VIEW_KEYWORDS + (ANGLE_KEYWORDS if stack.modality in _ANGIOGRAMS else ())
-        views = {at: allow_technical(self._read_own_attributes(one, keywords)) for at, one in files.items()}
-        images = [views[part.instance.file_index] for part in stack.slices]
+        keywords = VIEW_KEYWORDS + (ANGLE_KEYWORDS if is_angiogram else ())
+        views: dict[tuple[int, int], dict[str, Any]] = {}
+        for at, parts in frames.items():
+            header, numbers = parts[0].instance, [part.frame for part in parts]
+            with _bad_instance(header):
+                found = read_frame_facts(
+                    self._locate(header), self.placements[at], keywords, numbers, limits=self.rules.limits
+                )
+            views.update(
+                ((at, frame), allow_technical(one)) for frame, one in zip(numbers, found, strict=True)
+            )
+        images = [views[part.instance.file_index, part.frame] for part in stack.slices]
         return {"images": images} if any(image != images[0] for image in images) else {}
-
-    def _read_own_attributes(
-        self, header: InstanceHeader, keywords: Sequence[str]
-    ) -> Mapping[str, AttributeValue]:
-        """Read attributes of a file that is packed."""
-        with _bad_instance(header):
-            return self._read_attributes(header, keywords)
 
     def _read_attributes(
         self, header: InstanceHeader, keywords: Sequence[str]

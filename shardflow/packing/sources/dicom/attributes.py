@@ -24,6 +24,8 @@ _CHARACTER_SET = 0x00080005
 _DEFAULT_LIMITS = HeaderLimits()
 _SHARED, _PER_FRAME = 0x52009229, 0x52009230
 _VIEW_CODES, _CODE_VALUE = 0x00540220, 0x00080100
+_INCREMENTS: Final = {"PositionerPrimaryAngle": 0x00181520, "PositionerSecondaryAngle": 0x00181521}
+"""Tag of the increments of an angle over the frames of a run (PS3.3, C.8.7.5.1.3)."""
 _GROUPED: Final[Mapping[str, tuple[int, int, str]]] = {
     "CTDIvol": (0x00189321, 0x00189345, "FD"),
     "ConvolutionKernel": (0x00189314, 0x00181210, "SH"),
@@ -89,7 +91,8 @@ def read_frame_attributes(
     """Read named attributes of frames, as `read_attributes`.
 
     In an enhanced object an attribute stands in a functional group of the frame, or in the shared ones: the
-    most specific statement wins. The views of a mammogram that are stated by code alone become words.
+    most specific statement wins. The views of a mammogram that are stated by code alone become words. Angles
+    of a run during which the positioner moves are those of the frame.
 
     Args:
         path: The file.
@@ -102,18 +105,33 @@ def read_frame_attributes(
     """
     wanted = {keyword: _attribute(keyword) for keyword in keywords}
     tags = {attribute.tag for attribute in wanted.values()}
-    elements = read_elements(path, {_CHARACTER_SET, _SHARED, _PER_FRAME, _VIEW_CODES, *tags}, limits)
+    increments = {keyword: tag for keyword, tag in _INCREMENTS.items() if keyword in wanted}
+    more = {_CHARACTER_SET, _SHARED, _PER_FRAME, _VIEW_CODES, *increments.values()}
+    elements = read_elements(path, more | tags, limits)
     root = {keyword: _READERS[one.representation](elements, one.tag) for keyword, one in wanted.items()}
     if not root.get("ViewPosition", True):
         codes = {values.code(item, _CODE_VALUE) for item in elements.items(_VIEW_CODES)[:1]}
         root["ViewPosition"] = tuple(_VIEW_WORDS[code] for code in codes & _VIEW_WORDS.keys())
     shared, per_frame = elements.items(_SHARED)[:1], elements.items(_PER_FRAME)
+    moving = {keyword: steps for keyword, tag in increments.items() if (steps := _decimals(elements, tag))}
     found = []
     for frame in frames:
         levels = [*per_frame[frame : frame + 1], *shared]
         grouped = _grouped(levels, wanted.keys() & _GROUPED.keys()) if levels else {}
-        found.append({keyword: value for keyword, value in {**root, **grouped}.items() if value})
+        moved = {keyword: _moved(root[keyword], steps, frame) for keyword, steps in moving.items()}
+        found.append({keyword: value for keyword, value in {**root, **moved, **grouped}.items() if value})
     return found
+
+
+def _moved(first: AttributeValue, steps: Sequence[float], frame: int) -> AttributeValue:
+    """Return the angle at a frame: one step is that of each frame, several are offsets from the first angle.
+
+    A frame without an offset has no known angle.
+    """
+    if len(steps) > 1 and frame >= len(steps):
+        return ()
+    offset = steps[frame] if len(steps) > 1 else steps[0] * frame
+    return tuple(round(float(angle) + offset, 6) for angle in first)
 
 
 def _grouped(levels: Sequence[Elements], keywords: Iterable[str]) -> dict[str, AttributeValue]:

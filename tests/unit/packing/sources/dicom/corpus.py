@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import data_store
 import numpy as np
 import pydicom
 from pydicom.pixels import pixel_array
@@ -19,6 +20,8 @@ from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHead
 
 BUNDLED = Path(pydicom.__file__).parent / "data" / "test_files"
 """The data that comes inside pydicom's wheel."""
+MORE = Path(data_store.__file__).parent / "data"
+"""The data of the package pydicom-data: ultrasound with cines and segmented palettes, radiographs, MR."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -336,6 +336,35 @@ def test_enhanced_objects_state_their_settings_in_groups(shared_data: Path, kind
         )
 
 
+@pytest.mark.parametrize(
+    ("primary", "secondary", "expected"),
+    [
+        ("1.5", "-0.5", [(30.0, 10.0), (31.5, 9.5), (33.0, 9.0)]),
+        (["0", "2", "7"], "", [(30.0, 10.0), (32.0, 10.0), (37.0, 10.0)]),
+        (["0", "2"], "", [(30.0, 10.0), (32.0, 10.0), (None, 10.0)]),
+        ("", "", [(30.0, 10.0)] * 3),
+    ],
+)
+def test_angles_of_a_run_are_those_of_its_frames(
+    tmp_path: Path, primary: Any, secondary: Any, expected: list[tuple[float | None, float]]
+) -> None:
+    """One step a frame, or offsets from the angle of the first frame (PS3.3, C.8.7.5.1.3)."""
+    path = make_file(
+        tmp_path / "run.dcm",
+        pixels=np.zeros((4, 3, 4), np.uint8),
+        modality="US",
+        position=None,
+        orientation=None,
+        PositionerPrimaryAngle="30",
+        PositionerSecondaryAngle="10",
+        PositionerPrimaryAngleIncrement=primary,
+        PositionerSecondaryAngleIncrement=secondary,
+    )
+    found = _technical(path, range(3))
+    angles = [(one.get("positioner_primary_angle"), one["positioner_secondary_angle"]) for one in found]
+    assert angles == expected
+
+
 def test_view_of_a_mammogram_may_be_a_code(tmp_path: Path) -> None:
     code = Dataset()
     code.CodeValue, code.CodingSchemeDesignator, code.CodeMeaning = (
