@@ -72,6 +72,12 @@ def _epoch(url: Path, fields: Mapping[str, sf.Field]) -> list[str]:
         return [digest_of(batch) for batch in loader]
 
 
+def _collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dataset, tokens):
+        monkeypatch.setattr(module, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    monkeypatch.setattr(tokens, "MAX_JOINED_BYTES", 0)
+
+
 @pytest.mark.parametrize("content", ["texts", "tokens", "images"])
 def test_batches_are_those_of_indexes_read_one_by_one(
     source: tuple[Path, str], content: str, node: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,8 +86,7 @@ def test_batches_are_those_of_indexes_read_one_by_one(
     fields = _contents(digest)[content]
     collected = _epoch(url, fields)
     assert [path.name[:6] for path in node.glob("*.tbl")] == ["tokens" if content == "tokens" else "index-"]
-    for module in (dataset, tokens):
-        monkeypatch.setattr(module, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    _collect_nothing(monkeypatch)
     assert _epoch(url, fields) == collected
 
 
@@ -209,7 +214,7 @@ def test_tokens_of_joined_tables_are_those_of_each(
 ) -> None:
     rows = np.random.default_rng(0).permutation(NUM_SHARDS * 2)
     joined = TokenIds(Dataset.open(source[0]), source[1]).gather(rows)
-    monkeypatch.setattr(tokens, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    _collect_nothing(monkeypatch)
     each = TokenIds(Dataset.open(source[0]), source[1]).gather(rows)
     assert [one.tolist() for one in joined] == [one.tolist() for one in each]
 
