@@ -163,6 +163,7 @@ def main() -> int:
     options = parser.parse_args()
     shard_counts = [int(count) for count in options.shards.split(",")]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="many-shards-"))
+    (folder / "node").mkdir(exist_ok=True)  # a TMPDIR that does not exist is not taken
     rows = []
     for content in options.contents.split(","):
         places = {count: folder / f"{content}-{count}" for count in shard_counts}
