@@ -17,7 +17,8 @@ import pytest
 import shardflow as sf
 from benchmarks.stream.many_shards import make, read
 from shardflow.errors import StorageError
-from shardflow.format import Dataset, dataset, tokens
+from shardflow.format import Dataset, dataset, manifest_table, tokens
+from shardflow.format.manifest_table import SharedShards
 from shardflow.format.tokens import TokenIds
 from shardflow.sampling import BatchSpec
 from shardflow.storage import node_files
@@ -113,6 +114,17 @@ def test_no_index_or_table_is_opened_again(
                 assert not [path for path in opened if path.endswith(".idx") or "ids-" in path]
                 opened.clear()
     assert opened == []
+
+
+def test_no_entry_of_the_manifest_is_made_for_a_text(
+    source: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text of 100,000 shards is in another one, and an entry costs as much as the text."""
+    monkeypatch.setattr(manifest_table, "MIN_SHARED_BYTES", 1)
+    right = _epoch(source[0], {"report": sf.Text()})
+    with open_loader(str(source[0]), SPEC, {"report": sf.Text()}) as loader:
+        monkeypatch.setattr(SharedShards, "_entries", lambda *_: pytest.fail("an entry was made"))
+        assert [digest_of(batch) for batch in loader] == right
 
 
 def test_every_index_and_text_is_the_shard_s_own(source: tuple[Path, str]) -> None:
