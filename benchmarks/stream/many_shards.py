@@ -5,7 +5,8 @@
 Texts, stored tokens and radiographs are generated, written once per number of shards and read with a full
 shuffle from the page cache, in one loader thread of a child process. The numbers of shards alternate within
 each repeat; a cell reads until it has taken ``--seconds`` of CPU time. What opening costs is measured apart:
-the first opening on a node, which collects the indexes, and a later one.
+the first opening on a node, which collects the indexes, and a later one. Every file is synced: give
+``--folder`` a place in memory for 100,000 shards.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import shardflow as sf
 from benchmarks.about import about_run
+from shardflow.format.manifest import Manifest, commit
+from shardflow.format.reasons import OutcomeCounts
+from shardflow.format.samples import FACT_COLUMNS
+from shardflow.format.shard_files import SplitFiles, write_samples
+from shardflow.format.tar import member_num_bytes
 from shardflow.loading import LoaderConfig
+from shardflow.storage import LocalStore
 
 _WORDS = [
     *("lungs", "clear", "heart", "size", "normal", "no", "effusion", "or", "pneumothorax", "small"),
@@ -39,20 +45,16 @@ _BATCH = 32
 
 def make(folder: Path, content: str, num_samples: int, num_shards: int) -> None:
     """Write a dataset of generated samples in a number of shards."""
-    rng = np.random.default_rng(7)
-    picture = rng.integers(0, 4096, (64, 64)).astype(np.uint16)
-    with sf.ShardWriter(folder, max_samples=-(-num_samples // num_shards)) as writer:
-        for number in range(num_samples):
-            sample: dict[str, Any] = {"__key__": f"s{number:08d}"}
-            if content == "radiographs":
-                sample["s000.b2nd"] = np.roll(picture, number)[None]
-            else:
-                sample["report.txt"] = " ".join(rng.choice(_WORDS, 60).tolist())
-            writer.write(sample)
     if content == "radiographs":
+        picture = np.random.default_rng(7).integers(0, 4096, (64, 64)).astype(np.uint16)
+        with sf.ShardWriter(folder, max_samples=-(-num_samples // num_shards)) as writer:
+            for number in range(num_samples):
+                writer.write({"__key__": f"s{number:08d}", "s000.b2nd": np.roll(picture, number)[None]})
         subprocess.run(
             [sys.executable, "-m", "shardflow.cli.main", "attach", str(folder), "--facts"], check=True
         )
+        return
+    _make_texts(folder, num_samples, -(-num_samples // num_shards))
     if content == "tokens":
         from shardflow.training.text import train_tokenizer
         from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
@@ -60,6 +62,34 @@ def make(folder: Path, content: str, num_samples: int, num_shards: int) -> None:
         dataset = sf.open(folder)
         train_tokenizer(dataset, "train", 300, folder.with_suffix(".bpe"))
         tokenize_dataset(dataset, TextTokenizer(folder.with_suffix(".bpe")))
+
+
+def _make_texts(folder: Path, num_samples: int, shard_samples: int) -> None:
+    """Write texts, by the parts of a writer, which takes several times as long for a shard."""
+    rng = np.random.default_rng(7)
+    files = SplitFiles(folder, "train", 1 << 40, shard_samples)
+    sizes = np.zeros(num_samples, np.int64)
+    for number in range(num_samples):
+        text = " ".join(_WORDS[word] for word in rng.integers(0, len(_WORDS), 60)).encode()
+        sizes[number] = len(text)
+        files.add(f"s{number:08d}", [("report.txt", text)])
+    shards = files.close()
+    rows = np.arange(num_samples)
+    inside = rows % shard_samples
+    ends = np.cumsum([member_num_bytes(size) for size in sizes.tolist()])
+    starts = np.concatenate([[0], ends[:-1]])
+    given = {
+        **{name: np.zeros(num_samples, "<u4") for name in FACT_COLUMNS},
+        "sample_key": np.array([f"s{row:08d}" for row in range(num_samples)], "S9"),
+        "row_in_shard": inside,
+        "offset_bytes": starts - starts[rows - inside],
+        "num_bytes": ends - starts,
+        "text_bytes": sizes,
+    }
+    samples = write_samples(folder, "samples/samples-000001.tbl", shards, key_num_bytes=9, given=given)
+    counts = OutcomeCounts(packed=num_samples, skipped=0, quarantined=0)
+    manifest = Manifest(manifest_version=1, shards=tuple(shards), samples=samples, counts=counts)
+    commit(LocalStore(folder), manifest)
 
 
 def _fields(content: str, folder: Path) -> dict[str, sf.Field]:
@@ -133,6 +163,7 @@ def main() -> int:
     options = parser.parse_args()
     shard_counts = [int(count) for count in options.shards.split(",")]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="many-shards-"))
+    (folder / "node").mkdir(exist_ok=True)  # a TMPDIR that does not exist is not taken
     rows = []
     for content in options.contents.split(","):
         places = {count: folder / f"{content}-{count}" for count in shard_counts}

@@ -307,6 +307,7 @@ class FieldReader:
         self._counters = counters
         self._shards: dict[int, Shard] = {}
         self._lock = threading.Lock()
+        self._tiers = [_tier(dataset.store) for dataset in samples.datasets]
 
     def open_shard(self, number: int, thread: ThreadState) -> Shard:
         """Open a shard by its position in the manifest; in a blend, counted over all manifests.
@@ -317,20 +318,20 @@ class FieldReader:
         """
         component, position = self._samples.shard(number)
         dataset = self._samples.datasets[component]
-        entry = dataset.manifest.shards[position]
-        place = self._place(component, entry.name)
+        name, path = dataset.manifest.shard_place(position)
+        place = self._place(component, name)
         thread.enter("index", place)
         start = time.perf_counter()
         try:
             index = dataset.shard_index(position)
         except FormatError as error:
-            raise BadSample(BadSampleReason.INDEX_DAMAGED, entry.name, "", error.message) from None
+            raise BadSample(BadSampleReason.INDEX_DAMAGED, name, "", error.message) from None
         shard = self._shards.get(number)
         if shard is None or shard.index is not index:
             names = _read_names(index.field_names, index.text_field)
             depths = np.zeros(0, np.int64) if index.bricks is None else index.bricks.shapes[:, 0]
             first_slice = index.num_fields + np.append(0, np.cumsum(depths))
-            shard = Shard(number, entry.name, entry.path, index, names, dataset.store, place, first_slice)
+            shard = Shard(number, name, path, index, names, dataset.store, place, first_slice)
             with self._lock:
                 while len(self._shards) >= _MAX_SHARDS:
                     self._shards.pop(next(iter(self._shards)))
@@ -342,11 +343,11 @@ class FieldReader:
         """Return store and path of a shard, numbered as in `open_shard`, and its place for messages."""
         component, position = self._samples.shard(number)
         dataset = self._samples.datasets[component]
-        entry = dataset.manifest.shards[position]
-        return dataset.store, entry.path, self._place(component, entry.name)
+        name, path = dataset.manifest.shard_place(position)
+        return dataset.store, path, self._place(component, name)
 
     def _place(self, component: int, name: str) -> str:
-        place = f"shard {name}, tier {_tier(self._samples.datasets[component].store)}"
+        place = f"shard {name}, tier {self._tiers[component]}"
         return f"component {component + 1}, {place}" if self._samples.is_blend else place
 
     def read(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -148,6 +149,10 @@ class CheckedShards(Sequence[ShardEntry]):
     splits: dict[str, dict[str, int]]
     has_volumes: bool
 
+    @abstractmethod
+    def place(self, place: int) -> tuple[str, str]:
+        """Return name and path of a shard, without its entry."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
@@ -218,6 +223,12 @@ class Manifest:
             counts["num_samples"] += shard.num_samples - shard.num_removed
             counts["num_shards"] += 1
         return dict(sorted(totals.items()))
+
+    def shard_place(self, number: int) -> tuple[str, str]:
+        """Return name and path of a shard, by its position."""
+        if isinstance(self.shards, CheckedShards):
+            return self.shards.place(number)
+        return self.shards[number].name, self.shards[number].path
 
     @property
     def page(self) -> FileEntry | None:

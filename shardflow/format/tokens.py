@@ -5,9 +5,10 @@ one row per row of the samples table, one table of ids per shard, and ``manifest
 dataset, the tokenizer and every file, and is written last. The layout is in docs/format.md, section 13.
 
 `TokenIds` reads the ids of many rows at once without an object per token. Each map of a table holds a file
-descriptor, and opening one costs more than reading a text. So the tables of a local dataset of many shards
-are joined to one, in a node file that all processes map. Of a remote one each table is mapped when one of its
-rows is first needed, and the number of open ones is bounded.
+descriptor, opening one costs more than reading a text, and visiting each of twenty tables costs a batch more
+than its texts. So the tables of a local dataset are joined to one, in a node file that all processes map,
+unless they are few and large. Otherwise each table is mapped when one of its rows is first needed, and the
+number of open ones is bounded.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
 _MAX_OPEN_TABLES: Final = 128
+MAX_JOINED_BYTES: Final = 256 << 20
+"""Bytes of tables, fewer than `MIN_COLLECTED_SHARDS`, up to which they are joined: half a second, once."""
 logger = logging.getLogger(__name__)
 
 
@@ -318,7 +321,11 @@ class TokenIds:
         self._first_rows = np.cumsum([0, *(file.num_rows for file in manifest.files)])
         self._open_files: OrderedDict[int, _IdsFile] = OrderedDict()
         self._lock = threading.Lock()
-        if len(manifest.files) >= MIN_COLLECTED_SHARDS and isinstance(dataset.store, LocalStore):
+        num_bytes = sum(file.num_bytes for file in manifest.files)
+        is_joined = len(manifest.files) > 1 and (
+            len(manifest.files) >= MIN_COLLECTED_SHARDS or num_bytes <= MAX_JOINED_BYTES
+        )
+        if is_joined and isinstance(dataset.store, LocalStore):
             self._join(manifest)
 
     def __reduce__(self) -> tuple[type[TokenIds], tuple[Dataset, str]]:
@@ -356,7 +363,11 @@ class TokenIds:
         Raises:
             ChecksumError: A block of their places is damaged.
             FormatError: A table is another one than the manifest's.
+            IndexError: There is no such row.
         """
+        num_rows = int(self._first_rows[-1])
+        if rows.max(initial=-1) >= num_rows:
+            raise IndexError(f"text rows must lie below {num_rows}, got others.")
         numbers = np.searchsorted(self._first_rows, rows, side="right") - 1  # -1 for a row of -1
         texts = np.argsort(numbers, kind="stable")
         numbers = numbers[texts]

@@ -17,7 +17,8 @@ import pytest
 import shardflow as sf
 from benchmarks.stream.many_shards import make, read
 from shardflow.errors import StorageError
-from shardflow.format import Dataset, dataset, tokens
+from shardflow.format import Dataset, dataset, manifest_table, tokens
+from shardflow.format.manifest_table import SharedShards
 from shardflow.format.tokens import TokenIds
 from shardflow.sampling import BatchSpec
 from shardflow.storage import node_files
@@ -72,6 +73,12 @@ def _epoch(url: Path, fields: Mapping[str, sf.Field]) -> list[str]:
         return [digest_of(batch) for batch in loader]
 
 
+def _collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dataset, tokens):
+        monkeypatch.setattr(module, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    monkeypatch.setattr(tokens, "MAX_JOINED_BYTES", 0)
+
+
 @pytest.mark.parametrize("content", ["texts", "tokens", "images"])
 def test_batches_are_those_of_indexes_read_one_by_one(
     source: tuple[Path, str], content: str, node: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,8 +87,7 @@ def test_batches_are_those_of_indexes_read_one_by_one(
     fields = _contents(digest)[content]
     collected = _epoch(url, fields)
     assert [path.name[:6] for path in node.glob("*.tbl")] == ["tokens" if content == "tokens" else "index-"]
-    for module in (dataset, tokens):
-        monkeypatch.setattr(module, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    _collect_nothing(monkeypatch)
     assert _epoch(url, fields) == collected
 
 
@@ -108,6 +114,17 @@ def test_no_index_or_table_is_opened_again(
                 assert not [path for path in opened if path.endswith(".idx") or "ids-" in path]
                 opened.clear()
     assert opened == []
+
+
+def test_no_entry_of_the_manifest_is_made_for_a_text(
+    source: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text of 100,000 shards is in another one, and an entry costs as much as the text."""
+    monkeypatch.setattr(manifest_table, "MIN_SHARED_BYTES", 1)
+    right = _epoch(source[0], {"report": sf.Text()})
+    with open_loader(str(source[0]), SPEC, {"report": sf.Text()}) as loader:
+        monkeypatch.setattr(SharedShards, "_entries", lambda *_: pytest.fail("an entry was made"))
+        assert [digest_of(batch) for batch in loader] == right
 
 
 def test_every_index_and_text_is_the_shard_s_own(source: tuple[Path, str]) -> None:
@@ -209,7 +226,7 @@ def test_tokens_of_joined_tables_are_those_of_each(
 ) -> None:
     rows = np.random.default_rng(0).permutation(NUM_SHARDS * 2)
     joined = TokenIds(Dataset.open(source[0]), source[1]).gather(rows)
-    monkeypatch.setattr(tokens, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
+    _collect_nothing(monkeypatch)
     each = TokenIds(Dataset.open(source[0]), source[1]).gather(rows)
     assert [one.tolist() for one in joined] == [one.tolist() for one in each]
 

@@ -65,6 +65,9 @@ def test_it_is_the_manifest_that_each_process_would_parse(folder: Path) -> None:
         assert shared.encode() == parsed.encode()
         assert [shared.shards[place] for place in range(-7, 7)] == [*parsed.shards, *parsed.shards]
         assert shared.shards[2:5] == parsed.shards[2:5]
+        places = [(shard.name, shard.path) for shard in parsed.shards]
+        for manifest in (shared, parsed):
+            assert [manifest.shard_place(number) for number in range(7)] == places
         for place in (7, -8):
             with pytest.raises(IndexError):
                 shared.shards[place]

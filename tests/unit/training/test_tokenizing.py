@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.format import Dataset
+from shardflow.format import tokens as tokens_module
 from shardflow.format.table import Table
 from shardflow.format.tokens import TokenIds, open_counts, tokens_folder
 from shardflow.format.verification import verify
@@ -142,7 +144,10 @@ def test_places_out_of_order_are_refused_though_their_checksum_is_right(
         monkeypatch.setattr(Table, "whole", whole)
 
 
-def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(dataset: Dataset, tokenizer: Path) -> None:
+def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(
+    dataset: Dataset, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "MAX_JOINED_BYTES", 0)  # a node file of whole tables would be read
     digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
     path = place_of(dataset, tokenizer) / "ids-000000.tbl"
     content = path.read_bytes()
@@ -156,6 +161,25 @@ def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(dataset: Dataset, to
     path.write_bytes(content[:-1])
     with pytest.raises(FormatError, match="must have the manifest's size and sha256"):
         TokenIds(dataset, digest).gather(np.arange(5))
+
+
+def test_few_tables_are_joined_and_the_ids_are_the_same(
+    dataset: Dataset, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that visits each of a few tables takes half as long again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    digest = tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer
+    rows = np.array([20, 3, -1, 26, 4, 3, 0])
+    joined = TokenIds(dataset, digest)
+    assert [path.name[:7] for path in tmp_path.glob("shardflow-*/*.tbl")] == ["tokens-"]
+    assert joined.find(rows).files == [(0, slice(0, 6))]
+    monkeypatch.setattr(tokens_module, "MAX_JOINED_BYTES", 0)
+    each = TokenIds(dataset, digest)
+    assert len(each.find(rows).files) > 1
+    found, expected = joined.gather(rows, 5), each.gather(rows, 5)
+    assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+    with pytest.raises(IndexError):
+        each.gather(np.array([27]))
 
 
 def test_two_tokenizers_stand_side_by_side(dataset: Dataset, tokenizer: Path, tmp_path: Path) -> None:
