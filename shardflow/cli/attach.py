@@ -1,29 +1,37 @@
-"""The command ``shardflow attach``: tables beside a dataset, joined to its samples."""
+"""``shardflow attach``, ``entities`` and ``folds``: tables and views beside the shards of a dataset."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from shardflow.cli.common import (
     add_dataset,
     add_json,
     add_threads,
+    add_where,
     counted,
+    natural_number,
     open_dataset,
+    positive_number,
     show_lines,
+    show_table,
     step_progress,
     write_json,
     write_result,
 )
 from shardflow.errors import ConfigError
+from shardflow.format.entities import EntityRules, EntityText
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
+    from shardflow.packing.tables.folds import Folds
     from shardflow.packing.tables.joining import AttachedTable
     from shardflow.storage import LocalStore
+
 
 DESCRIPTION = """\
 Joins the columns of FILE (CSV, JSON lines, each also .gz; Parquet) to the samples of DATASET, as the table
@@ -328,3 +336,196 @@ def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
             f"{done.num_bodies:,} series with a body",
         ]
     )
+
+
+ENTITIES_DESCRIPTION = """\
+Goes through what packing aligned (alignment.json of each study) and writes a row for each present or
+uncertain finding whose probability times the confidence of its slices is above the threshold; one that only
+equals it is left out. Usually these are findings of the sections findings and impression: --where selects by
+kind (finding, symptom, history, device, procedure, recommendation), section, assertion, label, anatomy,
+laterality, certainty, change, severity, size_mm, probability and confidence. What is left out is counted,
+and so are the rows, by what they are and, where reports were read by several rules, by these. The rows are
+stored in views/<name>/<dataset_id>/ of the dataset and point into its shards: no shard is touched and no byte
+of an image copied.
+
+Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
+open them in Python with shardflow.loading.selection.open_view. Start a stopped job again to resume it. Needs
+the extra `pack`.
+"""
+_MOST_TOLD = 10
+ENTITIES_EXAMPLES = """\
+examples:
+  shardflow entities my-dataset
+  shardflow entities my-dataset --threshold 0.9 --context 0 --name sure
+  shardflow entities my-dataset --where "kind == 'device' and section != 'indication'" --name devices
+  shardflow entities my-dataset --where "label == 'fracture' and change == 'new'" --name new-fractures
+"""
+
+
+def add_entities_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow entities``."""
+    usual = EntityRules()
+    add_dataset(parser)
+    add = parser.add_argument
+    add("--name", default="entity", metavar="NAME", help="name of the view (entity)")
+    add(
+        "--threshold",
+        type=float,
+        default=usual.threshold,
+        metavar="P",
+        help="probability times confidence that must be exceeded, from 0 to 1 (0.7)",
+    )
+    add(
+        "--where",
+        default=usual.where,
+        metavar="EXPRESSION",
+        help="which findings; '' for all (findings of the sections findings and impression)",
+    )
+    add(
+        "--corrections",
+        metavar="FILE",
+        type=Path,
+        help="corrections of a person, written by `shardflow reports review` and filled in",
+    )
+    add(
+        "--context",
+        type=natural_number,
+        default=usual.context_slices,
+        metavar="N",
+        help="neighbors on either side of each slice that belong to the row too (1)",
+    )
+    add(
+        "--text",
+        choices=get_args(EntityText),
+        default=usual.text,
+        help="what of the report goes with the slices (sentence)",
+    )
+    add(
+        "--processes",
+        metavar="N",
+        type=positive_number,
+        default=os.cpu_count() or 1,
+        help="processes that read (one a core); the rows do not depend on it",
+    )
+    add_json(parser)
+
+
+def run_entities(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    from shardflow.reports.entity_views import build_view
+    from shardflow.reports.review import read_corrections
+
+    rules = EntityRules(
+        threshold=arguments.threshold,
+        context_slices=arguments.context,
+        text=arguments.text,
+        where=arguments.where,
+    )
+    corrections = None if arguments.corrections is None else read_corrections(arguments.corrections)
+    dataset = open_dataset(arguments.dataset, with_studies=True)
+    with step_progress("shards") as on_shard:
+        built = build_view(
+            dataset,
+            rules,
+            name=arguments.name,
+            num_processes=arguments.processes,
+            on_shard=on_shard,
+            corrections=corrections,
+        )
+    amount = f"{counted(built.num_entities, 'row')} of {built.num_studies:,} studies"
+    made = "" if built.is_new else ", made before"
+    lines = [f"view {built.name}: {amount} above {built.threshold}{made}", f"view_id {built.view_id}"]
+    for column, counts in built.composition.items():
+        # One reader is what one expects; of labels there are hundreds.
+        if len(counts) > (column == "reader"):
+            told = ", ".join(f"{num:,} {value or 'unknown'}" for value, num in [*counts.items()][:_MOST_TOLD])
+            more = len(counts) - _MOST_TOLD
+            lines.append(f"by {column}: {told}{f', and {more:,} more' if more > 0 else ''}")
+    left_out = sorted(built.left_out.items(), key=lambda one: (-one[1], one[0]))
+    lines += [f"left out: {num:,} {reason}" for reason, num in left_out if num]
+    write_result(arguments, asdict(built), lines)
+    return 0
+
+
+FOLDS_DESCRIPTION = """\
+Deals the studies of DATASET into folds of cross-validation, as a table: NAME.fold is 0 to K-1.
+All studies of a person are in one fold, and classes of --stratify have equal shares in all, as far as persons
+allow. Run again after the dataset has grown, it keeps the folds of known persons and deals the new ones.
+
+Use it in where=: "folds.fold != 0" trains without the first fold, "folds.fold == 0" validates on it.
+"""
+FOLDS_EXAMPLES = """\
+examples:
+  shardflow folds my-dataset --k 5 --stratify labels.finding
+  shardflow folds my-dataset --k 10 --stratify facts.modality --name tenfold --split train+val
+"""
+
+
+def add_folds_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow folds``."""
+    add_dataset(parser)
+    parser.add_argument("--k", metavar="K", type=int, required=True, help="number of folds")
+    parser.add_argument(
+        "--stratify", metavar="COLUMN", required=True, help="column of classes whose shares are kept alike"
+    )
+    parser.add_argument("--name", default="folds", help="name of the table (folds)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="decides among equal choices (0); any whole number"
+    )
+    parser.add_argument("--split", metavar="SPLIT", help="splits to deal, such as train+val (all)")
+    parser.add_argument(
+        "--private-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder that the dataset was packed with, for persons who have several patient keys",
+    )
+    add_where(parser)
+    add_json(parser)
+
+
+def run_folds(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    import numpy as np
+
+    from shardflow.loading.selection import choose_rows
+    from shardflow.packing.tables.folds import write_folds
+    from shardflow.packing.tables.keys import PrivateFolder
+
+    dataset = open_dataset(arguments.dataset)
+    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
+    chosen = choose_rows(dataset, split, arguments.where, arguments.keys).rows
+    rows = np.asarray(chosen) if isinstance(chosen, range) else chosen.span(0, len(chosen))
+    private = None if arguments.private_dir is None else PrivateFolder(path=arguments.private_dir)
+    done = write_folds(
+        dataset,
+        rows,
+        name=arguments.name,
+        k=arguments.k,
+        stratify=arguments.stratify,
+        seed=arguments.seed,
+        same_persons=() if private is None else private.same_persons(dataset),
+    )
+    if arguments.json:
+        write_json(asdict(done))
+    else:
+        _show(done)
+    return 0
+
+
+def _show(done: Folds) -> None:
+    version = (
+        f"version {done.number}" if done.is_new else f"version {done.number}, which has the same content"
+    )
+    persons = counted(done.num_persons, "person")
+    dealt = f"{done.num_studies:,} studies of {persons} in {len(done.studies)} folds"
+    notes = (
+        (done.num_kept, "studies keep their fold"),
+        (done.num_without_person, "studies name no person; each counts as one of its own"),
+        (done.num_without_class, "studies have no value to stratify by; they are one class"),
+    )
+    show_lines(
+        [f"table {done.name}, {version}: {dealt}", *(f"{count:,} {what}" for count, what in notes if count)]
+    )
+    rows = [("studies", *(f"{count:,}" for count in done.studies))]
+    rows += [(label, *(f"{count:,}" for count in counts)) for label, counts in done.classes.items()]
+    show_table("folds", ("", *map(str, range(len(done.studies)))), rows)

@@ -67,7 +67,7 @@ COMMANDS: Final = {
     "view": Command(
         "shardflow.cli.view", "look into a dataset in a browser: studies, slices, reports, findings"
     ),
-    "preview": Command("shardflow.cli.preview", "draw slices of a study beside its report (PNG)"),
+    "preview": Command("shardflow.cli.view", "draw slices of a study beside its report (PNG)", "preview"),
     "report": Command(
         "shardflow.cli.report", "write one page about a dataset, a training run, or two runs (HTML)"
     ),
@@ -77,16 +77,20 @@ COMMANDS: Final = {
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
     "reports": Command(
-        "shardflow.cli.reports", "write findings for review, or phrases that no lexicon knows"
+        "shardflow.cli.review", "write findings for review, or phrases that no lexicon knows", "reports"
     ),
     "review": Command(
         "shardflow.cli.review", "write rows of a table for a person, and read corrections back into it"
     ),
     "stats": Command(
-        "shardflow.cli.stats", "intensities, spacings and shapes of a split, to choose a normalization from"
+        "shardflow.cli.info",
+        "intensities, spacings and shapes of a split, to choose a normalization from",
+        "stats",
     ),
     "folds": Command(
-        "shardflow.cli.folds", "deal studies into folds of cross-validation, no person in two of them"
+        "shardflow.cli.attach",
+        "deal studies into folds of cross-validation, no person in two of them",
+        "folds",
     ),
     "train-tokenizer": Command(
         "shardflow.cli.tokenize",
@@ -95,7 +99,9 @@ COMMANDS: Final = {
     ),
     "tokenize": Command("shardflow.cli.tokenize", "add the token ids of all texts for one tokenizer"),
     "entities": Command(
-        "shardflow.cli.entities", "make a view whose samples are findings with the slices that show them"
+        "shardflow.cli.attach",
+        "make a view whose samples are findings with the slices that show them",
+        "entities",
     ),
     "plan": Command(
         "shardflow.cli.plan", "show an epoch before its first step: steps, micro-batches, samples"

@@ -25,7 +25,7 @@ from shardflow.loading.layout import view_of
 
 if TYPE_CHECKING:
     from shardflow.loading.tensors import Device
-    from shardflow.viewing.slot_sheet import SlotSheet
+    from shardflow.viewing.sheet import SlotSheet
 
 
 class SlotKeys:
@@ -310,7 +310,7 @@ class Batch(Mapping[str, Any]):
             IndexError: There is no such slot.
             ConfigError: Pillow is missing.
         """
-        from shardflow.viewing.slot_sheet import render_slot, show_entries
+        from shardflow.viewing.sheet import render_slot, show_entries
 
         if not -self.num_slots <= slot < self.num_slots:
             raise IndexError(f"slot {slot} is none of the {self.num_slots} slots of the batch")

@@ -174,15 +174,12 @@ class SinkFollower:
     Args:
         run: The run folder, in which this start has begun to write.
         sinks: By name.
-        poll_s: How often a thread looks for what is new.
     """
 
-    def __init__(self, run: Path, sinks: Mapping[str, Sink], *, poll_s: float = _POLL_S) -> None:
+    def __init__(self, run: Path, sinks: Mapping[str, Sink]) -> None:
         self._ending = threading.Event()
         names = _Names(run)
-        self._feeders = [
-            _Feeder(run, name, sink, names, self._ending, poll_s) for name, sink in sinks.items()
-        ]
+        self._feeders = [_Feeder(run, name, sink, names, self._ending) for name, sink in sinks.items()]
         for feeder in self._feeders:
             feeder.start()
 
@@ -213,13 +210,11 @@ class SinkFollower:
 class _Feeder(threading.Thread):
     """Reads a run for one sink."""
 
-    def __init__(
-        self, run: Path, name: str, sink: Sink, names: _Names, ending: threading.Event, poll_s: float
-    ) -> None:
+    def __init__(self, run: Path, name: str, sink: Sink, names: _Names, ending: threading.Event) -> None:
         super().__init__(name=f"shardflow-sinks-{name}", daemon=True)
         self.sink_name, self.is_well = name, True
         self._folder, self._sink = run, sink
-        self._names, self._ending, self._poll_s = names, ending, poll_s
+        self._names, self._ending = names, ending
         # Opened here rather than in the thread: everything written after this is forwarded.
         self._tail = MetricsTail(run, from_end=True)
 
@@ -229,7 +224,7 @@ class _Feeder(threading.Thread):
                 self._folder, self._names.get(self.sink_name), shareable_settings(self._folder)
             )
             self._names.put(self.sink_name, known_as)
-            while not self._ending.wait(self._poll_s):
+            while not self._ending.wait(_POLL_S):
                 self._forward()
             self._forward()
             self._sink.close()
@@ -396,7 +391,7 @@ _EVERYBODY = "none"
 
 
 def check_metrics_address(prometheus: str, token_file: str) -> None:
-    """Refuse an address that is none, or that serves everybody unasked; arguments as in `open_outlets`.
+    """Refuse an address that is invalid, or public without consent; arguments as in `open_outlets`.
 
     Raises:
         ConfigError: It is one of these.

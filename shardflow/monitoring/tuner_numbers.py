@@ -48,7 +48,7 @@ class LoaderTotals:
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Mapping[str, float]]) -> LoaderTotals:
-        """Return the totals of a snapshot of counters, see `shardflow.telemetry.counters.StageCounters`."""
+        """Return the totals of a snapshot of counters, see `shardflow.telemetry.measures.StageCounters`."""
 
         def seconds(*names: str) -> float:
             return sum(snapshot[name]["seconds"] for name in names if name in snapshot)

@@ -39,7 +39,7 @@ from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.tables import TableManifest, table_versions
 from shardflow.packing.workspace import write_plainly
 from shardflow.storage import LocalStore, open_store, write_atomic
-from shardflow.storage.opening import erase
+from shardflow.storage.remote import erase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -350,7 +350,7 @@ class TokenBudget:
     fit: Fit = "neighbors"
     """Which samples share a packed sequence: ``neighbors`` in length, ``max_tokens`` of them at most and the
     sequences of a window equally full; or ``best``, as full as best-fit decreasing makes them, see
-    `shardflow.sampling.fitting`. Conversations are packed by ``best``. Left out of the JSON for
+    `shardflow.sampling.budget_batches`. Conversations are packed by ``best``. Left out of the JSON for
     ``neighbors``."""
 
     def __post_init__(self) -> None:

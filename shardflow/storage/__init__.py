@@ -9,8 +9,7 @@ from __future__ import annotations
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.storage.local import LocalStore, fsync_directory, is_temporary_name, write_atomic
-from shardflow.storage.opening import open_store
-from shardflow.storage.remote import RemoteStore
+from shardflow.storage.remote import RemoteStore, open_store
 from shardflow.storage.requests import RemoteCounts, RemoteOptions, RequestCost, RetryPolicy
 from shardflow.storage.store import ByteRange, ByteStore, check_object_path, origin_of
 

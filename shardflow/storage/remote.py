@@ -2,10 +2,14 @@
 
 Reads become coalesced range requests that run concurrently and are bound to the ETag of the first read (see
 `shardflow.storage.ranged_reads`). Writes are conditional (``If-None-Match: *`` or the store's equivalent),
-so an object is written once whoever else writes: small objects in one request, large ones as a multipart
-upload to a hidden name that the store then copies. A store that accepts the header and overwrites anyway
-would lose data silently, so the first write of a process is made twice; the second attempt must be refused
-(and writes the same bytes if it is not).
+so an object is written once, no matter who else writes: small objects in one request, large ones as a
+multipart upload to a hidden name that the store then copies. A store that accepts the header and overwrites
+anyway would lose data silently, so the first write of a process is made twice; the second attempt must be
+refused (and writes the same bytes if it is not).
+
+`open_store` opens a store of any kind from a path or URL. `erase` is not part of the `ByteStore` interface,
+whose objects never change. It exists for data that must not be kept, such as that of a person who withdrew
+consent; its caller is responsible for concurrent readers.
 """
 
 from __future__ import annotations
@@ -17,18 +21,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from shardflow.errors import AlreadyExistsError, NoListingError, NotFoundError, ShortReadError, StorageError
+from shardflow.errors import (
+    AlreadyExistsError,
+    NoListingError,
+    NotFoundError,
+    ShortReadError,
+    StorageError,
+    os_reason,
+)
+from shardflow.storage.cache.config import CacheConfig
+from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.storage.client import (
     READ_ONLY_SCHEMES,
+    REMOTE_SCHEMES,
     check_process,
     check_remote_url,
     make_client,
     require_client,
 )
 from shardflow.storage.event_loop import EventLoopThread
-from shardflow.storage.local import is_temporary_name
+from shardflow.storage.local import LocalStore, is_temporary_name
 from shardflow.storage.ranged_reads import RangedReads, Versions
 from shardflow.storage.requests import (
     LengthRequiredError,
@@ -39,10 +53,11 @@ from shardflow.storage.requests import (
     plan_requests,
     translated,
 )
-from shardflow.storage.store import ByteRange, check_object_path, check_ranges, sized
+from shardflow.storage.store import ByteRange, ByteStore, check_object_path, check_ranges, sized
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
 
 _MAX_PARTS: Final = 10_000
 _MAX_OBJECT_BYTES: Final = 5 << 30
@@ -331,7 +346,7 @@ class RemoteStore:
         self._uploader.put(path, chunks, num_bytes)
 
     def erase(self, path: str) -> None:
-        """Delete an object if it exists, for `shardflow.storage.opening.erase`.
+        """Delete an object if it exists, for `shardflow.storage.remote.erase`.
 
         Raises:
             StorageError: The store refuses, or is read-only.
@@ -427,3 +442,61 @@ def _list_below(client: ObjectStore, folder: str, prefix: str) -> list[str]:
             if f"{below}/".startswith(prefix):
                 names += [meta["path"] for page in obstore.list(client, below) for meta in page]
         return names
+
+
+def erase(store: ByteStore, path: str) -> None:
+    """Delete an object if it exists.
+
+    Raises:
+        StorageError: It cannot be deleted, or the store cannot delete.
+    """
+    check_object_path(path)
+    if isinstance(store, LocalStore):
+        try:
+            (store.root / path).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be deleted: {os_reason(error)}.") from None
+    elif isinstance(store, RemoteStore):
+        store.erase(path)
+    else:
+        raise StorageError(f"{path} cannot be deleted: a {type(store).__name__} does not delete.")
+
+
+def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:
+    """Open the store at a path or URL: ``file://``, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
+
+    Sends no request to a remote store.
+
+    Args:
+        url: The path or URL.
+        cache: The cache to read through. Objects are cached once their owner has declared them with
+            `CachedStore.bind`, as a dataset does.
+
+    Raises:
+        StorageError: The scheme is unknown, or the URL contains credentials.
+        ConfigError: The directory of the cache is not empty and no cache.
+
+    Example:
+        >>> open_store("file:///data/set%201").url
+        '/data/set 1'
+    """
+    store = _open_origin(os.fspath(url))
+    if cache is None or (isinstance(cache, CacheConfig) and not cache.is_on):
+        return store
+    return CachedStore(store, cache if isinstance(cache, Cache) else Cache(cache))
+
+
+def _open_origin(text: str) -> ByteStore:
+    if "://" not in text:
+        return LocalStore(text)
+    parts = urlsplit(text)
+    if parts.scheme in REMOTE_SCHEMES:
+        return RemoteStore(text)
+    if parts.scheme != "file":
+        known = ", ".join(f"{scheme}://" for scheme in sorted({"file", *REMOTE_SCHEMES}))
+        raise StorageError(
+            f"the scheme of a dataset URL is unknown; give a path, or a URL that begins with one of {known}."
+        )
+    if parts.netloc not in ("", "localhost"):
+        raise StorageError("a file:// URL must not name a host; write file:///absolute/path.")
+    return LocalStore(unquote(parts.path))

@@ -6,17 +6,6 @@ records.
 
 from __future__ import annotations
 
-from shardflow.telemetry.counters import (
-    STAGES,
-    CountersWindow,
-    GaugeTotals,
-    Stage,
-    StageCounters,
-    StageGroup,
-    StageTimer,
-    StageTotals,
-    metric_name,
-)
 from shardflow.telemetry.intervals import (
     Advice,
     GaugeNumbers,
@@ -29,7 +18,22 @@ from shardflow.telemetry.intervals import (
     Tunables,
     Verdict,
 )
-from shardflow.telemetry.measures import GAUGES, IntervalListener, IntervalRecorder, RankMeasures, interval_of
+from shardflow.telemetry.measures import (
+    GAUGES,
+    STAGES,
+    CountersWindow,
+    GaugeTotals,
+    IntervalListener,
+    IntervalRecorder,
+    RankMeasures,
+    Stage,
+    StageCounters,
+    StageGroup,
+    StageTimer,
+    StageTotals,
+    interval_of,
+    metric_name,
+)
 
 __all__ = [
     "GAUGES",

@@ -122,7 +122,7 @@ class Interval(_JsonRecord):
     world_size: int = 1
     ranks_per_node: int = 1
     stages: Mapping[str, StageNumbers] = field(default_factory=dict)
-    """By name, see `shardflow.telemetry.counters.STAGES`."""
+    """By name, see `shardflow.telemetry.measures.STAGES`."""
     gauges: Mapping[str, GaugeNumbers] = field(default_factory=dict)
     """``ready_batches`` and ``buffered_bytes`` (sampled when the loop takes a batch), ``ahead_batches``
     (prefetched into the cache, sampled when the loader reaches one), ``fetching_bytes``, ``pinned_regions``,

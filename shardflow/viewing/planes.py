@@ -164,11 +164,11 @@ def _reverse(letters: str) -> str:
     return "".join(_OPPOSITE[letter] for letter in letters)
 
 
-def scale_bar_mm(width_mm: float, steps: Sequence[float] = (1, 2, 5)) -> float:
+def scale_bar_mm(width_mm: float) -> float:
     """Choose a round length of at most a third of a width, in mm."""
     largest = width_mm / 3
     power = 10.0 ** math.floor(math.log10(largest))
-    return max(step * power for step in steps if step * power <= largest)
+    return max(step * power for step in (1, 2, 5) if step * power <= largest)
 
 
 _PARAMETERS: Final = (

@@ -467,7 +467,7 @@ class StepReader(Protocol):
 
 
 class StepSamples:
-    """Samples of any step of a dataset; the same for any number of GPUs. Knows of no crops."""
+    """Samples of any step of a dataset; the same for any number of GPUs. Without crops."""
 
     fields: Sequence[str] = ()
 

@@ -295,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, answer, with_cookie=bool(given))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """Answer what is no request: the status and its own phrase, nothing of what was sent."""
+        """Answer a malformed request with the status and its standard phrase, without echoing it."""
         self.close_connection = True
         status = HTTPStatus(code)
         self._refuse(status, status.phrase)

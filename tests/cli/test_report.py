@@ -24,7 +24,7 @@ from shardflow.viewing.dataset_facts import (
     count_hounsfield,
     key_hashes,
 )
-from shardflow.viewing.page_sections import bars, hounsfield_chart
+from shardflow.viewing.page import bars, hounsfield_chart
 from tests.cli.conftest import Call
 from tests.factories import make_dataset
 from tests.run_factory import write_run

@@ -14,7 +14,7 @@ import yaml
 
 from shardflow.monitoring import MetricsServer
 from shardflow.monitoring.lines import METRICS_FILE
-from shardflow.monitoring.meter import METRICS
+from shardflow.monitoring.prometheus import METRICS
 from tests.deploy.prometheus_server import Prometheus, prometheus_programs, run_prometheus
 from tests.run_factory import write_run
 

@@ -14,7 +14,7 @@ import shardflow as sf
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader
 from shardflow.sampling import BatchSpec
-from shardflow.viewing.slot_sheet import render_slot, show_entries
+from shardflow.viewing.sheet import render_slot, show_entries
 from tests.factories import make_dataset
 from tests.field_cases import make_case_dataset
 from tests.integration.test_loader_regions import FIELDS as REGIONS

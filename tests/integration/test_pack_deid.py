@@ -13,7 +13,7 @@ from pydicom.dataset import FileDataset
 from shardflow.cli.main import main
 from shardflow.format.codecs import decode_array
 from shardflow.packing import PackSummary
-from shardflow.viewing.page_sections import Treatment, summarize
+from shardflow.viewing.page import Treatment, summarize
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, read_ledger
 

@@ -7,8 +7,15 @@
 from __future__ import annotations
 
 from shardflow.monitoring.verdict.intervals import IntervalSummary, Settings, pool
-from shardflow.monitoring.verdict.judging import VerdictReporter, judge, judge_all, judge_each
-from shardflow.monitoring.verdict.rules import COMPUTE, RULES, Rule
+from shardflow.monitoring.verdict.judging import (
+    COMPUTE,
+    RULES,
+    Rule,
+    VerdictReporter,
+    judge,
+    judge_all,
+    judge_each,
+)
 
 __all__ = [
     "COMPUTE",

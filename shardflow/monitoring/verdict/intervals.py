@@ -26,7 +26,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "service": ("service",),
     "other": ("plan", "collate", "tokens"),
 }
-"""Work of the loader's threads, by stages of `shardflow.telemetry.counters.STAGES`, which are disjoint."""
+"""Work of the loader's threads, by stages of `shardflow.telemetry.measures.STAGES`, which are disjoint."""
 
 # A rank this much slower than the median of the others is looked at by itself.
 _LEAST_SKEW: Final = 0.05

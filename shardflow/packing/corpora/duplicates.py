@@ -173,9 +173,9 @@ def write_existing(scans: Path, keys: Iterable[NDArray[Any]], run_rows: int = RU
     return runs.close()
 
 
-def num_buckets(num_rows: int, bucket_rows: int = BUCKET_ROWS) -> int:
+def num_buckets(num_rows: int) -> int:
     """Return the number of buckets for a number of digests."""
-    return max(-(-num_rows // bucket_rows), 1)
+    return max(-(-num_rows // BUCKET_ROWS), 1)
 
 
 def resolve_bucket(scans: Path, task: ResolveTask, into: Path) -> None:

@@ -111,7 +111,6 @@ def remove(
     withdrawn: Withdrawn,
     *,
     key_file: Path | None = None,
-    progress: Progress | None = None,
 ) -> RemovalSummary:
     """Write a version without the given studies and patients.
 
@@ -122,7 +121,6 @@ def remove(
         private: Its private folder.
         withdrawn: Patients and studies to remove.
         key_file: The secret key, if it is not in the private folder.
-        progress: Receives the progress of the job.
 
     Raises:
         ConfigError: Nothing is given, key or folder are another dataset's, or no sample would be left.
@@ -149,7 +147,7 @@ def remove(
         before = base.removed_studies
         is_new = not (removed.studies <= before and removed.patients <= base.removed_patients)
         if is_new:
-            manifest = _write(newest, removed, progress or SilentProgress())
+            manifest = _write(newest, removed, SilentProgress())
         if uploader is not None:
             uploader.finish()
             uploader.erase_unnamed()
@@ -300,9 +298,7 @@ class CompactionSummary:
         return {**asdict(self), "deleted_versions": list(self.deleted_versions)}
 
 
-def compact(
-    output: Path, private: Path, *, deletes_old: bool = False, progress: Progress | None = None
-) -> CompactionSummary:
+def compact(output: Path, private: Path, *, deletes_old: bool = False) -> CompactionSummary:
     """Write a version whose shards hold no removed sample.
 
     A published dataset is updated at its address too, and versions are deleted in both places.
@@ -312,14 +308,13 @@ def compact(
         private: Its private folder.
         deletes_old: Delete all earlier versions, so that nothing of a removed study is left in the dataset,
             and earlier ledgers of the private folder.
-        progress: Receives the progress of the job.
 
     Raises:
         ChecksumError: A shard is damaged; nothing is published.
         ConfigError: The folders are no dataset and its private folder, or another job works there.
         StorageError: Something cannot be written; the same call resumes.
     """
-    shown = progress or SilentProgress()
+    shown = SilentProgress()
     with open_newest(output, private) as newest:
         store, manifest, uploader = LocalStore(newest.workspace.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.monitoring.verdict.judging import judge
-from shardflow.monitoring.verdict.rules import COMPUTE, RULES
+from shardflow.monitoring.verdict.judging import COMPUTE, RULES, judge
 from shardflow.telemetry import Interval, Verdict
 from tests.interval_factory import make_interval, make_run
 

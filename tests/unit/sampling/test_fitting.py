@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardflow.errors import ConfigError
 from shardflow.sampling import BatchSpec, CostRule, EpochPlan, SampleLayout, TokenBudget
 from shardflow.sampling.budget import COUNTED_TOKENS
-from shardflow.sampling.fitting import count_sequences, pack_sequences
+from shardflow.sampling.budget_batches import count_sequences, pack_sequences
 from tests.layouts import DATASET_ID
 from tests.sweeps import sampled
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from obstore.exceptions import GenericError
 
-import shardflow.storage.opening
+import shardflow.storage.remote
 from shardflow.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -386,4 +386,4 @@ def test_a_fork_is_told_instead_of_waiting_for_ever(web: WebServer) -> None:
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(StorageError, match=r"file://.*s3://"):
-        shardflow.storage.opening.open_store("ftp://host/a")
+        shardflow.storage.remote.open_store("ftp://host/a")

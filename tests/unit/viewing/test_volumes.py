@@ -154,7 +154,7 @@ def test_scrolling_reads_once(storage: str, datasets: dict[str, Dataset]) -> Non
 def test_a_volume_that_is_too_large_is_not_read(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardflow.viewing.volumes.MAX_BYTES", 500)
+    monkeypatch.setattr("shardflow.viewing.server.MAX_BYTES", 500)
     with Viewer(datasets["slices"]) as viewer:
         status, _, body = get(viewer, "/api/samples/0/planes/0/1/0")
         assert (status, b"at most" in body) == (400, True)

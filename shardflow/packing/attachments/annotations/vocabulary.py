@@ -81,14 +81,10 @@ class Term:
 
 
 class Vocabulary:
-    """Labels that may be published.
+    """Labels that may be published, read by the shipped lexicon."""
 
-    Args:
-        lexicon: The lexicon; the shipped one by default.
-    """
-
-    def __init__(self, lexicon: Lexicon | None = None) -> None:
-        self._lexicon = _shipped() if lexicon is None else lexicon
+    def __init__(self) -> None:
+        self._lexicon = _shipped()
 
     def term(self, label: str) -> Term | None:
         """Look a label up.

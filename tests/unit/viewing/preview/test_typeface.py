@@ -44,7 +44,7 @@ def test_wrong_font_file_is_refused(tmp_path: Path) -> None:
 def test_missing_pillow_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['PIL'] = None\n"
-        "import shardflow.viewing, shardflow.cli.preview\n"
+        "import shardflow.viewing, shardflow.cli.view\n"
         "from shardflow.errors import ConfigError\n"
         "from shardflow.viewing.typeface import Typeface\n"
         "try:\n    Typeface(16)\n"
