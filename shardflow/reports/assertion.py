@@ -88,6 +88,7 @@ def find_cues(tokens: Tokens, language: str = ENGLISH) -> list[Match[Cue]]:
 
 _OPENING = frozenset("([")
 _ENDS_LIST = frozenset(":().")
+_ANSWERED = frozenset(":=|-\u2013\u2014")
 
 
 def _outside(words: Sequence[str], first: int, last: int) -> Sequence[int]:
@@ -415,10 +416,10 @@ class Scopes:
         return len(gap) <= 6 and "," not in gap and not any(first <= stop < cue.first for stop in stops)
 
     def _is_answer(self, tokens: Tokens, cue: Match[Cue], sentence: tuple[int, int]) -> bool:
-        """Whether a cue is all that follows a colon: "Ascites: no."."""
+        """Whether a cue is all that follows a colon or dash: "Ascites: no.", "Ascites - no"."""
         return (
             cue.first > sentence[0]
-            and tokens.words[cue.first - 1] == ":"
+            and tokens.words[cue.first - 1] in _ANSWERED
             and all(word in (".", ";", ",") for word in tokens.words[cue.last : sentence[1]])
         )
 
@@ -574,6 +575,9 @@ class Scopes:
     def _reaches(self, words: Sequence[str], cue: Match[Cue], entity: Match[ConceptKind]) -> bool:
         of = self._words
         gap = [words[number] for number in _outside(words, cue.last, entity.first)]
+        if gap[:1] == [":"] and cue.value.effect == "absent":
+            # "No: X, Y", "negative for: X".
+            gap = gap[1:]
         if len(gap) > _REACH or ":" in gap:
             return False
         if "," in gap:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 from shardflow.reports.assertion import Cue, qualified
 from shardflow.reports.language import Change, Language, Side, load_language
@@ -89,9 +90,19 @@ class Clause:
             self.sides += [
                 (number, number + 1, sides[word])
                 for number, word in enumerate(words, self.sentence[0])
-                if word in sides and following.isdisjoint(self.tokens.words[number + 1 : number + 2])
+                if word in sides
+                and following.isdisjoint(self.tokens.words[number + 1 : number + 2])
+                and (len(word) > 1 or self._is_letter_of_side(number))
             ]
         self.has_severity = not self.of.severity.isdisjoint(words)
+
+    def _is_letter_of_side(self, number: int) -> bool:
+        """Whether a letter is a side: not in "3 L", "L 4" or "r/o"."""
+        words = self.tokens.words
+        before, after = words[max(0, number - 1) : number], words[number + 1 : number + 2]
+        return not any(word[0].isdigit() or word == "/" for word in before) and not any(
+            word.isdigit() or word == "/" for word in after
+        )
 
     def window(self, number: int) -> tuple[int, int, int]:
         """Return where a finding's own words may stand: tokens (begin, end of its list's last, end)."""
@@ -145,7 +156,7 @@ class Clause:
             word = words[near - 1]
             if word in of.adding or word in of.closing:
                 # "Left and right effusions" is one phrase, "right cyst and left nodule" are two.
-                if not (has_side and near - 2 >= begin and words[near - 2] in of.sides):
+                if not (has_side and near - 2 >= begin and self._has_side(near - 2)):
                     break
             elif (
                 word in (",", ":", "(", ";", ".")
@@ -158,9 +169,15 @@ class Clause:
             elif word in of.determiner:
                 near -= 1
                 break
-            has_side = has_side or word in of.sides
+            has_side = has_side or self._has_side(near - 1)
             near -= 1
         return near
+
+    def _has_side(self, number: int) -> bool:
+        """Whether a token is of a word or place that names a side."""
+        return self.tokens.words[number] in self.of.sides or any(
+            first <= number < last for first, last, _ in self.sides
+        )
 
 
 def find_levels(tokens: Tokens, of: Language) -> Iterator[Match[Concept]]:
@@ -218,6 +235,9 @@ def place_of(clause: Clause, number: int) -> Match[Concept] | None:
 
 def _is_attribute(clause: Clause, first: int, last: int) -> bool:
     gap, of = clause.tokens.words[first:last], clause.of
+    if not of.adding.isdisjoint(gap[:-1]):
+        # "At the right base and a small left X" are two places.
+        return False
     return (
         len(gap) <= 5 and "," not in gap and of.preposition.isdisjoint(gap) and of.place_verb.isdisjoint(gap)
     )
@@ -269,28 +289,82 @@ def change_of(clause: Clause, number: int) -> Change:
     """Return how a finding has changed: what is said right before it or its list, else behind it."""
     if not clause.changes:
         return ""
-    words, of = clause.tokens.words, clause.of
+    words = clause.tokens.words
     _, behind, end = clause.window(number)
     first = number
     while first and clause.joined[first - 1]:
         first -= 1
     for start in dict.fromkeys((clause.entities[number].first, clause.entities[first].first)):
         for change in reversed(clause.changes):
-            gap = words[change.last : start]
-            if change.last <= start and len(gap) <= _CHANGE_REACH:
-                if not any(word in (",", ":") or word in of.verb or word in of.adding for word in gap):
-                    is_inside = all(
-                        one.last <= change.first or start <= one.first for one in clause.entities
-                    ) and not any(change.last <= one.first and one.last <= start for one in clause.entities)
-                    if is_inside:
-                        return _as_qualified(clause, change)
+            if change.last <= start and _precedes(clause, change, start):
+                is_inside = all(
+                    one.last <= change.first or start <= one.first for one in clause.entities
+                ) and not any(change.last <= one.first and one.last <= start for one in clause.entities)
+                if is_inside:
+                    return _as_qualified(clause, change)
+            if change.last <= start and len(words[change.last : start]) <= _CHANGE_REACH:
                 break
     for change in clause.changes:
-        if behind <= change.first and change.last <= end:
-            gap = words[behind : change.first]
-            if len(gap) <= 2 * _CHANGE_REACH and "," not in gap[1:]:
-                return _as_qualified(clause, change)
+        if (
+            behind <= change.first
+            and change.last <= end
+            and change.first - behind <= 2 * _CHANGE_REACH
+            and _follows(clause, change, behind)
+            and not _is_of_next(clause, change, number)
+        ):
+            return _as_qualified(clause, change)
     return ""
+
+
+def _precedes(clause: Clause, change: Match[Change], start: int) -> bool:
+    """Whether a change may be said of the finding at a token behind it: "new 1.2 x 0.9 cm left apical X"."""
+    of, gap = clause.of, clause.tokens.words[change.last : start]
+    if len(gap) > _CHANGE_REACH:
+        sized = max((place for place, word in enumerate(gap) if word[0].isdigit()), default=-1)
+        if len(gap) - 1 - (sized + 1) > _CHANGE_REACH:
+            return False
+    return not any(word in (",", ":") or word in of.verb or word in of.adding for word in gap)
+
+
+def _follows(clause: Clause, change: Match[Change], behind: int) -> bool:
+    """Whether a change may be said of the finding before it: "X in the left base, 12 mm, stable".
+
+    Behind a comma, only places and sizes may stand between, and no anatomy that it describes may follow.
+    """
+    words, of = clause.tokens.words, clause.of
+    gap = words[behind : change.first]
+    if "," not in gap[1:]:
+        return True
+    while gap and gap[-1] in of.degree:
+        gap = gap[:-1]
+    if gap[-1:] != [","] or not of.verb.isdisjoint(gap):
+        return False
+    if any(change.last <= place.first for place in clause.places) and (
+        words[change.last] not in of.not_attributive
+    ):
+        # "X in the left base, stable mediastinal contour".
+        return False
+    commas = [place for place, word in enumerate(gap) if word == ","]
+    return all(
+        gap[first + 1] in of.placing or any(word[0].isdigit() for word in gap[first:last])
+        for first, last in pairwise(commas)
+    )
+
+
+def _is_of_next(clause: Clause, change: Match[Change], number: int) -> bool:
+    """Whether a change is said of the finding behind it: "X with decrease in size of the Y"."""
+    words, of = clause.tokens.words, clause.of
+    while number < len(clause.joined) and clause.joined[number]:
+        number += 1
+    if number + 1 == len(clause.entities):
+        return False
+    start = clause.entities[number + 1].first
+    return (
+        change.last < start
+        and (words[change.last - 1] in of.preposition or words[change.last] in of.preposition)
+        and (of.breaks_list - of.placing).isdisjoint(words[change.last : start])
+        and _precedes(clause, change, start)
+    )
 
 
 def _as_qualified(clause: Clause, change: Match[Change]) -> Change:

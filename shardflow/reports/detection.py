@@ -41,7 +41,7 @@ _LATIN: Final = frozenset(("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCUL
 _OWN: Final = 1 + 2**-10
 """Vote of a word that is not English: among equal votes it wins."""
 _LEAST_VOTES: Final = 0.2
-"""Votes by word for a piece to have a language of its own."""
+"""Votes by word for a piece to have a language of its own; letters alone ("s/p", "w/o") are no words."""
 _LEAST_SHARE: Final = 0.1
 """Letters in a language that has rules, in parts of all; with fewer it is not named."""
 _OF_NAMES: Final = frozenset(("de", "des", "el", "la"))
@@ -157,7 +157,7 @@ def _of_piece(votes: Mapping[str, float], words: Sequence[str], main: str) -> st
         best = main
     if not best or all(len(word) <= _SHORT and word.isascii() for word in words):
         return ""
-    if votes[best] < _LEAST_VOTES * len(words):
+    if votes[best] < _LEAST_VOTES * sum(len(word) > 1 or not word.isascii() for word in words):
         return ""
     if best in LANGUAGES and not _is_spoken(words, best) and not _are_known(words, best):
         # Names of findings are much alike in many languages.

@@ -192,7 +192,7 @@ def _read_header(
         concept = _anatomy(name, lexicon)
         if concept is not None:
             return _Header(start, match.end(), "other", concept.name)
-    if name.isupper():
+    if name.isupper() and not any(_is_finding(name, lexicon) for lexicon in lexicons):
         is_examination = any(_modality(lexicon.language).search(name) for lexicon in lexicons)
         return _Header(start, match.end(), "examination" if is_examination else "other")
     return None
@@ -210,6 +210,16 @@ def _anatomy(name: str, lexicon: Lexicon) -> Concept | None:
         if part.strip()
     ]
     return found[0] if found and all(one is not None and one.kind == "anatomy" for one in found) else None
+
+
+def _is_finding(name: str, lexicon: Lexicon) -> bool:
+    """Return whether a name ends with that of a finding, whose line answers it: "PNEUMOTHORAX: None."."""
+    words = fold_words(name, lexicon.language)
+    phrases = (" ".join(words[first:]) for first in range(len(words)))
+    return any(
+        phrase in lexicon.phrases and lexicon.phrases[phrase].kind in ("disease", "finding")
+        for phrase in phrases
+    )
 
 
 @cache

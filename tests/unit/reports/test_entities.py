@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardflow.errors import ConfigError
 from shardflow.reports import Entity, EntityFinder, load_lexicon
 from shardflow.reports.language import shared_rows, table_rows
-from shardflow.reports.lexicon import LEXICONS, Concept, Lexicon
+from shardflow.reports.lexicon import LEXICONS, Concept, Lexicon, _forms
 from shardflow.reports.tokens import fold_words, tokenize
 
 pytestmark = pytest.mark.fast
@@ -136,6 +136,25 @@ def test_the_name_of_a_view_is_no_place(text: str, anatomy: str | None) -> None:
         ("There is no high probability of embolism.", ["absent"]),
         ("The nodule is nothing more than a granuloma.", ["present", "present"]),
         ("Nothing explains the pain, edema is present.", ["present", "present"]),
+        ("Pleural effusion nil.", ["absent"]),
+        ("Nil effusion.", ["absent"]),
+        ("Pneumothorax - no", ["absent"]),
+        ("Pneumothorax = none.", ["absent"]),
+        ("PTX: neg", ["absent"]),
+        ("Pneumothorax: no evidence.", ["absent"]),
+        ("Pneumothorax (-), effusion (\u2013).", ["absent", "absent"]),
+        ("No: pneumothorax, effusion.", ["absent", "absent"]),
+        ("Negative for: fracture, dislocation.", ["absent", "absent"]),
+        ("Nodule: mass.", ["present", "present"]),
+        ("Excluded: pulmonary embolism.", ["absent"]),
+        ("Stable w/o pneumothorax.", ["absent"]),
+        ("We do not see any evidence of pulmonary embolus.", ["absent"]),
+        ("Not only is there a pneumothorax but also an effusion.", ["present", "present"]),
+        ("Worrisome for, but not diagnostic of, metastasis.", ["uncertain"]),
+        ("Pneumonia is not likely.", ["uncertain"]),
+        ("Heterogeneously dense breasts, which may obscure small masses.", ["hypothetical"]),
+        ("There are scattered areas of fibroglandular density.", []),
+        ("There is adequate opacification of the pulmonary arteries.", []),
     ],
 )
 def test_assertion(text: str, expected: list[str]) -> None:
@@ -241,6 +260,18 @@ def test_assertion(text: str, expected: list[str]) -> None:
         ("Nodule unchanged from 2019.", ["present stable"]),
         ("Nodule in 2019.", ["historical"]),
         ("A nodule larger than 4 mm.", ["present"]),
+        ("Small effusion on the left, stable.", ["present stable"]),
+        ("Nodule in the right upper lobe, 12 mm, new.", ["present new"]),
+        ("Nodule in the right upper lobe, measuring 12 mm, unchanged since 2019.", ["present stable"]),
+        ("Nodule in the right upper lobe, stable mediastinal contour.", ["present"]),
+        ("Nodule, the mediastinum is wide, unchanged.", ["present"]),
+        ("New 1.2 x 0.9 cm spiculated left upper lobe nodule.", ["present new"]),
+        ("Left chest tube with decrease in size of the pneumothorax.", ["present", "present better"]),
+        ("Effusion, increased in size, with consolidation.", ["present worse", "present"]),
+        ("Consolidation in both lower lobes, right worse than left.", ["present"]),
+        ("Right pleural effusion, larger than left.", ["present"]),
+        ("Bilateral opacities, worse on the left.", ["present"]),
+        ("Stable effusions, larger on the left.", ["present stable"]),
     ],
 )
 def test_change_and_what_it_says_of_the_finding(text: str, expected: list[str]) -> None:
@@ -307,6 +338,13 @@ def test_place_side_size_and_severity() -> None:
     assert only("RLL nodule.").laterality == "R"
     assert only("Nodules in both lungs.").laterality == "B"
     assert only("Right heart strain.").laterality == ""
+    assert only("Small R effusion.").laterality == "R"
+    assert only("Effusions, L > R.").laterality == "B"
+    assert only("RUL and LLL nodules.").laterality == "B"
+    assert only("R/O effusion.").laterality == only("On 3 L of oxygen, effusion.").laterality == ""
+    assert only("L 5 fracture.").laterality == only("Fracture of the L spine.").laterality == ""
+    places = [one.anatomy for one in FINDER.find("Cyst of the left kidney and a small effusion.")]
+    assert [place.name if place else "" for place in places] == ["kidney", ""]
     assert only("Lesion of the L3-L4 vertebra, 5 mm above the disc.").size_mm == ()
 
 
@@ -410,6 +448,10 @@ def test_codes_and_classes_of_findings() -> None:
         ("Blunting of the right costophrenic sulcus.", "costophrenic angle blunting"),
         ("Sequela of remote granulomatous infection.", "granulomatous disease"),
         ("Fracture-dislocation of the shoulder.", "fracture"),
+        ("Masses.", "mass"),
+        ("Pleural plaques.", "pleural plaque"),
+        ("Lymph nodes are enlarged.", "lymphadenopathy"),
+        ("Mass in the upper outer quadrant.", "breast mass"),
     ],
 )
 def test_every_form_has_one_concept(text: str, concept: str) -> None:
@@ -438,6 +480,12 @@ def test_the_shipped_tables_are_sound() -> None:
         key = f"anatomy:{concept.parent}" if name.startswith("anatomy:") else concept.parent
         assert not concept.parent or key in lexicon.concepts, name
         assert concept.name not in lexicon.ancestors(concept), name
+    names = {" ".join(fold_words(name)) for name in lexicon.concepts}
+    plurals = {form for name in names for form in _forms(name.split(), "english") if form != name}
+    assert sorted(names & plurals) == []
+    for name, concept in lexicon.concepts.items():
+        if not name.startswith("anatomy:") and concept.kind not in ("normal", "state"):
+            assert lexicon.phrases[" ".join(fold_words(name))].name == name
     assert len(lexicon.concepts) > 1000
     cues = [" ".join(fold_words(cue)) for row in table_rows("cues.csv") for cue in row["cues"].split("|")]
     assert sorted({cue for cue in cues if cues.count(cue) > 1}) == []

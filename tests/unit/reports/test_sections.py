@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardflow.reports import Section, split_sections
+from shardflow.reports import ReportReader, Section, split_sections
 
 pytestmark = pytest.mark.fast
 
@@ -122,6 +122,17 @@ def test_a_name_alone_on_its_line_is_a_header() -> None:
 def test_a_sentence_is_no_header() -> None:
     text = "FINDINGS: There is one thing: a cyst.\nthe following was seen: a cyst\n"
     assert kinds(text) == ["findings"]
+
+
+def test_a_finding_in_capitals_is_answered_by_its_line() -> None:
+    text = "FINDINGS:\nPNEUMOTHORAX: None.\nPE: Negative.\nLINES AND TUBES: Chest tube.\nPROSE: x\n"
+    assert kinds(text) == ["findings", "findings", "other"]
+    found = ReportReader().read(text).entities
+    assert [(one.concept, one.assertion) for one in found] == [
+        ("pneumothorax", "absent"),
+        ("pulmonary embolism", "absent"),
+        ("chest tube", "present"),
+    ]
 
 
 def test_without_findings_the_last_paragraph_is_them() -> None:
