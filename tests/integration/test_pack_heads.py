@@ -12,6 +12,7 @@ import pytest
 from pydicom.dataset import Dataset as Attributes
 
 from shardflow.format.codecs import decode_array
+from shardflow.packing.deid.heads import Head, HeadFinder
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
 from tests.phantoms import Scan, head, scan, torso
@@ -68,6 +69,24 @@ def test_a_head_is_flagged_by_its_volume(case: PackCase) -> None:
     assert [_series(case, key)["deidentification"]["face_risk"] for key in keys] == [True, False]
     extra: Any = case.open().manifest.extra["deidentification"]
     assert extra["counts"]["face_risk_series"] == 1
+
+
+def test_what_a_header_calls_a_head_is_flagged_without_a_search(
+    case: PackCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[HeadFinder] = []
+    find = HeadFinder.find
+
+    def count(finder: HeadFinder) -> Head | None:
+        searched.append(finder)
+        return find(finder)
+
+    monkeypatch.setattr(HeadFinder, "find", count)
+    _, slab, belly = _volumes()
+    called, other = _write(case, "H1", slab, "t1_mprage_sag"), _write(case, "B1", belly, "vol")
+    case.pack(*LOOSE)
+    assert [_series(case, key)["deidentification"]["face_risk"] for key in (called, other)] == [True, False]
+    assert len(searched) == 1
 
 
 def test_heads_are_held_back_and_the_rule_is_named(case: PackCase) -> None:

@@ -157,7 +157,7 @@ class HeadFinder:
     def add(self, index: int, pixels: NDArray[Any]) -> None:
         """Add a slice of `indices`, ``(rows, columns)`` in modality units."""
         small = cv2.resize(pixels.astype(np.float32), self._size, interpolation=cv2.INTER_AREA)
-        self._slices[index] = np.nan_to_num(small)
+        self._slices[index] = np.nan_to_num(small) if pixels.dtype.kind == "f" else small
 
     def find(self) -> Head | None:
         """Return the head; None if there is none."""

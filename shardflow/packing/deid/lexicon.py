@@ -18,11 +18,39 @@ from typing import Final, NamedTuple
 _SUFFIXES: Final = ("'s", "s", "es", "ed", "d", "ing", "ly", "ally", "ness", "ment")
 _AFFIXED: Final = re.compile(
     r"(?:hyper|hypo|peri|post|pre|sub|supra|infra|inter|intra|retro|para|micro|macro|non|un|re|multi|neuro"
-    r"|cardio|broncho|pneumo|hepato|spleno|nephro|osteo|chondro|angio|cholecysto)[a-z]{4,}"
+    r"|cardio|broncho|pneumo|hepato|spleno|nephro|osteo|chondro|angio|cholecysto|dextro|levo|mid|trans|tracheo"
+    r"|thoraco|cranio|costo|sterno|hemi|hemo|endo|immuno|vaso)[a-z]{4,}"
     r"|[a-z]{3,}(?:itis|ectomy|ectasis|ectasia|osis|oses|oma|omas|omata|pathy|pathic|graphy|graphic|gram|grams"
-    r"|plasty|scopy|stomy|otomy|emia|uria|megaly|lithiasis|algia|plegia|ation|ations|ational|ography)"
+    r"|plasty|scopy|stomy|otomy|emia|uria|megaly|lithiasis|algia|plegia|ation|ations|ational|ography"
+    r"|ology|ologic|ological|ologically|metry|metric|genic|genous|lytic|trophy|trophic|plasia|plastic|stasis|penia"
+    r"|phasia|phagia|pnea|rrhea|rrhage|rrhagic|rrhythmia|paresis|sclerosis|cele|oidal|iform|ivity|icity|acity|uosity"
+    r"|tension|tention|gestion|fusion|ular|lucent|lucency|linear|like|scope|scopic|tomies|stomies|ostomies|tripsy)"
 )
 """Forms of medical words, which no list covers completely; applied only to words in lower case."""
+_TERM: Final = re.compile(
+    r"[a-z]{4,}(?:itis|itides|ectomy|ectomies|ectasis|ectasia|pathy|pathies|graphy|graphic|plasty|scopy|scopic"
+    r"|ostomy|otomy|megaly|lithiasis|plegia|sclerosis|stenosis|trophy|trophic|plasia|penia|phasia|pnea|rrhea"
+    r"|rrhage|rrhythmia|paresis|ological|pulmonary|muscular|vascular|cardial|cranial)"
+    r"|(?=[a-z]{9})[a-z]*(?:osis|ation|ations|ology|ological|ical|icity)"
+    # German nouns and adjectives; no frequent surname of at least eight letters ends so.
+    r"|(?=[a-z]{8})[a-z]*(?:heit|keit|schaft|itat|itaten|ismus|ektomie|tomie|grafie|graphie|skopie|pathie|metrie|logie"
+    r"|plastik|stenose|stenosen|sklerose|ektasie|ektasien|plasie|plasien|aemie|urie|algie|titis|isches?|ischen"
+    r"|formige?|formigen?|formiger|formiges|bedingte?|bedingten|bedingter|igen|iges|lichen|liches)"
+    r"|(?=[a-z]{9})[a-z]*(?<!hart)(?<!horn)(?:ung|ungen|tion|tionen|sion|sionen|ienz|ienzen|fizit|fekt|fekte)"
+    # Spanish and French.
+    r"|(?=[a-z]{8})[a-z]*(?:ectomia|ectomie|otomia|otomie|grafia|scopia|scopie|patia|plastia|megalia|megalie"
+    r"|amente|emente|miento|mientos|ibles?|stenosis|esclerosis|ectasia|ectasias|ectasies)"
+)
+"""Forms that only terms have, however they are capitalized: no frequent name of that length ends so."""
+_PREFIXED: Final = re.compile(
+    r"(?:non|mid|pre|post|hypo|hyper|sub|micro|multi|inter|intra|trans|under|re)([a-z]{6,})"
+    r"|([a-z]{4,})like|([a-z]{3,})iness"
+)
+_NAMES_LIKE_TERMS: Final = frozenset(
+    """
+    annunciation anunciacion ascension assumption carnation clemente consolacion incarnation vehemente
+    """.split()  # noqa: SIM905
+)
 
 
 class Lexicon(NamedTuple):
@@ -66,6 +94,8 @@ class Lexicon(NamedTuple):
             or word in self.acronyms
             or self._is_romance(word)
             or self._is_german(word)
+            or (_TERM.fullmatch(word) is not None and word not in _NAMES_LIKE_TERMS)
+            or self._is_prefixed(word)
         )
 
     def is_name_too(self, word: str) -> bool:
@@ -86,8 +116,28 @@ class Lexicon(NamedTuple):
         return any(stem in self.german or _is_compound(stem, self.german) for stem in stems if len(stem) > 3)
 
     def is_medical(self, word: str) -> bool:
-        """Return whether a word in lower case has the form of a medical one."""
-        return _AFFIXED.fullmatch(word) is not None
+        """Return whether a word in lower case has the form of a medical one, or is made of English words.
+
+        Example:
+            >>> lexicon().is_medical("costophrenitis"), lexicon().is_medical("nightsweats")
+            (True, True)
+        """
+        if _AFFIXED.fullmatch(word) is not None:
+            return True
+        if any(len(stem) > 3 and (self.is_common(stem) or stem in self.english) for stem in _roots(word)):
+            return True
+        return any(
+            all(self.is_common(part) and not self.is_name_too(part) for part in (word[:end], word[end:]))
+            for end in range(_MIN_PART, len(word) - _MIN_PART + 1)
+        )
+
+    def _is_prefixed(self, word: str) -> bool:
+        """Return whether a word is a known one with a prefix or ending that names do not have."""
+        match = _PREFIXED.fullmatch(word)
+        return match is not None and self._is_part(match[1] or match[2] or match[3] + "y")
+
+    def _is_part(self, word: str) -> bool:
+        return (self.is_common(word) or word in self.english) and not self.is_name_too(word)
 
 
 def fold(word: str) -> str:
@@ -145,6 +195,28 @@ def _stems(word: str) -> list[str]:
             if suffix in {"ed", "ing"} and stem[-1] == stem[-2]:
                 stems.append(stem[:-1])
     return stems
+
+
+_DERIVED: Final = tuple(
+    """
+    ability able ably al ally ance ancy ated ating ence ency ful ible ical ion ions ity ive ively ization ize
+    ized izing less ness ously wards wise
+    """.split()  # noqa: SIM905
+)
+
+
+def _roots(word: str) -> list[str]:
+    """Return what an English word may be derived from: *progress* of *progressive*, *hazy* of *haziness*."""
+    roots = []
+    for suffix in _DERIVED:
+        root = word.removesuffix(suffix)
+        if root != word and len(root) > 3:
+            roots += [root, root + "e"]
+            if root.endswith("i"):
+                roots.append(root[:-1] + "y")
+            if root[-1] == root[-2]:
+                roots.append(root[:-1])
+    return roots
 
 
 _GERMAN_ENDINGS: Final = (

@@ -35,7 +35,7 @@ _LABELLED: Final = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _AGENT: Final = re.compile(
-    r"\b(?:comentad[oa]|hablad[oa]|discutid[oa]|informad[oa]|avis(?:a|ado|ada)|comunica(?:do|da)?|remitid[oa]|revisad[oa]|firmad[oa]"
+    r"\b(?:comentad[oa]|comenta|hablad[oa]|habla|discutid[oa]|informad[oa]|avis(?:a|ado|ada)|comunica(?:do|da)?|remitid[oa]|revisad[oa]|firmad[oa]"
     r"|solicitad[oa]|consultad[oa]|llamada(?:\s+telef\xf3nica)?|besprochen|mitteilung|r\xfccksprache|befundet|vidiert|angefordert|informiert"
     r"|discut\xe9s?|discut\xe9es?|appel\xe9e?|pr\xe9venue?|communiqu\xe9e?s?|adress\xe9e?|dict\xe9e?|valid\xe9e?|relue?|vue?|interpr\xe9t\xe9e?|demand\xe9e?)"
     r"\s+(?:telefonisch\s+|por\s+tel\xe9fono\s+)?(?:con|por|a|al|mit|an|von|durch|avec|par|\xe0|au)\s+"
@@ -43,8 +43,8 @@ _AGENT: Final = re.compile(
     re.IGNORECASE,
 )
 _KIN: Final = re.compile(
-    r"\b(?:[Ll]a\s+hija|[Ee]l\s+hijo|[Ss]u\s+(?:esposa|marido|hij[oa])|[Dd](?:er|ie)\s+(?:Sohn|Tochter|Ehefrau|Ehemann|Mutter|Vater)"
-    r"|[Ss]on\s+(?:\xe9pouse|mari|fils|fr\xe8re)|[Ss]a\s+(?:fille|m\xe8re|s\u0153ur)|[Ll]a\s+fille|[Ll]e\s+(?:fils|mari)|[Ll]'\xe9pouse),?\s+"
+    r"(?:\b(?:[Hh]r|[Ff]r|[Pp]at)\.|\b(?:[Ll]a\s+hija|[Ee]l\s+hijo|[Ss]u\s+(?:esposa|marido|hij[oa])|[Dd](?:er|ie)\s+(?:Sohn|Tochter|Ehefrau|Ehemann|Mutter|Vater)"
+    r"|[Ss]on\s+(?:\xe9pouse|mari|fils|fr\xe8re)|[Ss]a\s+(?:fille|m\xe8re|s\u0153ur)|[Ll]a\s+fille|[Ll]e\s+(?:fils|mari)|[Ll]'\xe9pouse)),?\s+"
     rf"(?P<name>{_PEOPLE})"
 )
 

@@ -119,7 +119,8 @@ _AGES: Final = tuple(
         rf"\b(?:aged?|edad|alter|im\s+alter\s+von|[\xe2a]ge|[\xe2a]g[\xe9e]e?)\s*:?\s*(?:of\s+|de\s+|von\s+)?(?P<age>{_OLD})\b"
         r"(?!\s?(?:%|mm|cm|ml|mg|\.\d))",
         rf"\b(?P<age>{_TENS}|{_HUNDRED})(?=[\s-]+(?:years?\b|yrs?\b|y\.?\s?/?o\b))",
-        rf"\baged?\s+(?P<age>{_TENS}|{_HUNDRED})\b",
+        rf"\b(?:aged?|turn(?:s|ed|ing))\s+(?P<age>{_TENS}|{_HUNDRED})\b",
+        rf"\bturn(?:s|ed|ing)\s+(?P<age>{_OLD})\b(?!\s?(?:%|degrees|mm|cm|ml|mg|\xb0|\.\d))",
         r"\b(?:in\s+(?:his|her|their)\s+)(?P<age>(?:mid[\s-]|early[\s-]|late[\s-])?(?:nineties|90'?s))\b",
         r"\b(?P<age>nonagenarian|centenarian|nonagenaria?|centenari[ao]|nonag[\xe9e]naire|centenaire)s?\b",
         rf"\b(?P<age>noventa(?:\s+y\s+{_UNO})?|cien|ciento\s+{_UNO})(?=\s+a[\xf1n]os\b)",

@@ -89,13 +89,16 @@ _PHONE: Final = re.compile(
     r"|(?<![\w.])\+\d{1,3}[\s./()-]*(?:\d[\s./()-]?){6,12}\d(?!\w)"
     r"|(?<![\w.-])0\d{2,4}[\s/-]{1,3}\d{5,8}(?!\w)"
     r"|\b(?:tel(?:ephone)?|phone|fax|pager|beeper|mobile|cell(?=\s?(?:phone|#|:|no))|ext(?:ension)?"
-    r"|contact|call(?:ed)?\s+at|page[dr]?\s+at)"
+    r"|contact|call(?:ed)?\s+at|page[dr]?\s+at|call(?=\s\d-?\d{4}\b))"
     r"\s*(?:no|number|phone|#)?\s*[.:#]*\s*(?P<number>[+(]?\d[\d\s().-]{1,16}\d)"
     r"|(?<![\w.-])\d{3}-\d{4}(?![\w-])(?!\s?(?:mm|cm|ml|HU))"
     r"|(?<=\s)x\d{4,5}\b",
     re.IGNORECASE,
 )
-_SSN: Final = re.compile(r"(?<![\w-])\d{3}[- ]\d{2}[- ]\d{4}(?![\w-])")
+_SSN: Final = re.compile(
+    r"(?<![\w-])\d{3}[- ]\d{2}[- ]\d{4}(?![\w-])"
+    r"|\b(?i:ssn|social\s+security)(?i:\s+(?:number|no|last|four|ending|in|is|of|digits))*\W{1,3}(?P<last>\d{4})\b"
+)
 _LABELLED: Final = re.compile(
     r"\b(?:mrn|medical\s+record|med(?:ical)?\s+rec|accession|acc|patient\s+(?:id|identifier|number|no)"
     r"|pat\.?\s?(?:id|no)|pid|account|acct|"
@@ -124,6 +127,7 @@ _FILE: Final = re.compile(
 )
 _LONG_NUMBER: Final = re.compile(
     r"(?<![\w.,])#?\d{6,}(?![\w]|\.\d|,\d)"
+    r"|(?<![\w.,/-])\d{5,}-\d{1,6}(?![\w-]|\s?(?:mm|ml|cm|hu)\b)"
     r"|(?<![\w.-])\d{1,4}(?:-\d{2,4}){2,}(?![\w-])"
     r"|(?<![\w.])\d{2,4}(?:[ ]\d{3,4}){2,}(?!\w|\s?(?:mm|ml|cm))"
     r"|(?<![\w.])\d+(?:\.\d+){4,}(?![\w])"
@@ -196,7 +200,7 @@ def find_phones(text: str) -> Iterator[Span]:
 
 def find_labelled(text: str) -> Iterator[Span]:
     """Find numbers after a label such as *MRN*, social security numbers, and names of image files."""
-    yield from spans_of(_SSN, text, Category.ID)
+    yield from spans_of(_SSN, text, Category.ID, "last")
     yield from spans_of(_LABELLED, text, Category.ID, "id")
     yield from spans_of(_LETTERS_ONLY, text, Category.ID, "id")
     yield from spans_of(_FILE, text, Category.ID)

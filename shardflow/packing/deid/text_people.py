@@ -17,7 +17,7 @@ _TITLED: Final = re.compile(
     rf"|\b(?:Doctors?|Professor|Miss|Sister|Nurse|Rev\.|Sr\.)(?=\s))[ \t]+"
     rf"(?P<name>{_PEOPLE}(?:\s*(?:,|and|&|/)\s*(?:Drs?\.?\s+)?{_PEOPLE})?)"
 )
-_LOW_TITLED: Final = re.compile(r"\b[dD]r\.?[ \t]+(?P<name>[a-z]{2,}(?:[ \t]+[a-z]{2,})?)")
+_LOW_TITLED: Final = re.compile(r"\b(?:[dD]r\.?|mrs\.?|mr\.)[ \t]+(?P<name>[a-z]{2,}(?:[ \t]+[a-z]{2,})?)")
 _DEGREED: Final = re.compile(
     rf"(?P<name>{_PART}(?:(?:\.?[ \t]+|\.[ \t]*|,[ \t]+)(?:{_PART}|van|von|de|der)){{0,3}}\.?),?[ \t]+"
     r"(?:M\.?D\b\.?|D\.O\.|DO(?=[\s.,;)]|$)|R\.?N\b|PA-C|N\.?P\b|Ph\.?D\b\.?|FRCR|FACR|FRANZCR|MBBS|MBChB"
@@ -29,7 +29,8 @@ _SIGNED: Final = re.compile(
     r"finali[sz]ed|authenticated|prepared|edited|performed|ordered|requested|referred"
     r"|attested)(?:\s+(?:and|&|/)\s*\w+)?(?:\s+electronically)?"
     r"(?:\s+by|\s*:)[ \t]*:?[ \t]*(?P<name>\S[^\n]{0,120})"
-    r"|^[ \t]*(?:patient(?:'s)?(?:\s+name)?|name|"
+    r"|^[ \t]*(?:patient(?:'s)?(?:\s+name)?|name|re|attn|attention|requesting|ordering|dictating|"
+    r"reporting(?:\s+(?:physician|radiologist))?|"
     r"attending(?:\s+(?:physician|radiologist))?|resident|fellow|radiologist|technologist|sonographer|"
     r"(?:referring|ordering|requesting|primary\s+care)\s+(?:physician|provider|doctor|clinician|md)|"
     r"physician|provider|transcriptionist|operator|dictator|cc|signature|address|employer|next\s+of\s+kin"
@@ -42,18 +43,20 @@ _AFTER_NAME: Final = re.compile(
 )
 """Where a name in the line of a signature ends; what follows is left to other rules."""
 _AGENT: Final = re.compile(
-    r"\b(?:discussed|communicated|reported|conveyed|relayed|given|notified|paged|called|telephoned|spoke|spoken"
+    r"\b(?i:discussed|communicated|reported|conveyed|relayed|given|notified|paged|called|telephoned|spoke|spoken"
     r"|telephone|signed|dictated|transcribed|interpreted|reviewed|read|"
     r"approved|verified|informed|contacted|consulted|ordered|requested|referred|attested|performed"
-    r"|DISCUSSED|COMMUNICATED|REPORTED|CALLED|REVIEWED|SIGNED|DICTATED)\s+(?:directly\s+|verbally\s+"
+    r"|texted|emailed|e-mailed|messaged|d/w)\s+(?:directly\s+|verbally\s+"
     r"|in\s+person\s+|by\s+telephone\s+|by\s+phone\s+|via\s+phone\s+|electronically\s+|BY\s+PHONE\s+)*"
-    rf"(?:(?:with|to|by|from|WITH|TO|BY)\s+)?(?:(?:the\s+)?(?:[a-z]+\s+)?(?:nurse|physician|resident"
+    rf"(?:(?:with|w/|to|by|from|WITH|TO|BY)\s+)?(?:(?:the\s+)?(?:[a-z]+\s+)?(?:nurse|physician|resident"
     rf"|attending|radiologist|doctor|team|provider|clinician|surgeon)\s+)?(?P<name>{_PEOPLE})"
 )
 _I_NAME: Final = re.compile(rf"\bI,\s+(?P<name>{_PEOPLE}(?:,\s+(?:M\.?D\.?|D\.?O\.?))?),")
 _NAMED: Final = re.compile(
-    rf"\b(?:named?|patient|Patient|husband|wife|son|daughter|mother|father|brother"
-    rf"|sister),?\s+(?P<name>{_PEOPLE})"
+    rf"(?:\b(?:named?|patient|Patient|husband|wife|son|daughter|mother|father|brother|sister|partner|sibling|colleague"
+    rf"|caregiver|guardian|neighbor|[Tt]hank\s+you|[Tt]hanks|[Dd]ear|[Rr]egards|[Ss]incerely|[Rr]esident|[Ff]ellow"
+    rf"|[Aa]ttn:?|/es/)|-in-law),?\s+(?P<name>{_PEOPLE})"
+    rf"|\b(?P<trainee>{_PEOPLE}),?\s+\(?PGY-?\s?\d"
 )
 _LEAD: Final = re.compile(
     r"i|per|by|with|to|from|and|the|of|via|attending|resident|physician|radiologist|discussed"
@@ -84,7 +87,8 @@ def find_people(text: str) -> Iterator[Span]:
             yield Span(start=match.start(group), end=end, category=Category.NAME)
     for pattern in (_AGENT, _NAMED):
         for match in pattern.finditer(text):
-            yield from _trimmed(match["name"], match.start("name"), keep_one=False)
+            group = match.lastgroup or "name"
+            yield from _trimmed(match[group], match.start(group), keep_one=False)
 
 
 def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
-from shardflow.packing.deid.text_patterns import Category, Span
+from shardflow.packing.deid.text_patterns import UPPER, Category, Span
 
 _WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
 _YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
@@ -20,19 +20,21 @@ _FUNCTION_WORDS: Final = {
     "de": frozenset(
         """
         der die das den dem des ein eine einen einem einer und mit ohne bei von vom zum zur im ist
-        wurde kein keine nicht durch auf aus fur sich seit nach unter am jahre
+        wurde wurden kein keine keinen weder noch nicht durch auf aus fur sich seit nach unter uber bei
+        als am jahre
         """.split()  # noqa: SIM905
     ),
     "romance": frozenset(
         """
         el la los las un una del al con sin por para se su y de en le les une des du au aux et par
-        pour sur dans avec sans est son sa ce a ans anos pas d l n no
+        pour sur dans avec sans est sont son sa ce cet cette ces qui que ne il elle peut plus deux ou a ans
+        anos pas d l n no hay muy mas sus como
         """.split()  # noqa: SIM905
     ),
     "en": frozenset(
         """
         the of and with without is are was were to for from by at no not this that there has have
-        been or on an it as
+        been or an it as
         """.split()  # noqa: SIM905
     ),
 }
@@ -40,6 +42,9 @@ _START: Final = re.compile(
     r"(?:^|[.:;!?\n\r\])]|[-*\N{BULLET}]|\d[.)])[\s\"'(*\N{INVERTED QUESTION MARK}-]*$"
 )
 _ELISION: Final = re.compile(r"(?:[dljnsmtc]|qu)['\N{RIGHT SINGLE QUOTATION MARK}]", re.IGNORECASE)
+_APOSTROPHE: Final = re.compile(r"['\N{RIGHT SINGLE QUOTATION MARK}]")
+_INFLECTED: Final = ("e", "er", "es", "en", "em")
+_NOUN: Final = re.compile(rf"[ ]([{UPPER}][^\W\d_]{{3,}})\b(?!-)")
 _BETWEEN: Final = re.compile(r"[ \t]|-|,[ \t]|[ \t][A-Z]\.?[ \t]")
 _TITLES: Final = frozenset(
     """
@@ -56,7 +61,8 @@ def find_unknown_words(text: str) -> Iterator[Span]:
     """
     known = lexicon()
     words = [(match.start(), match.end()) for match in _WORD.finditer(text)]
-    language = _language([fold(text[start:end]) for start, end in words], known)
+    parts = [part for start, end in words for part in _APOSTROPHE.split(fold(text[start:end]))]
+    language = _language(parts, known)
     unknown: list[bool] = []
     for start, end in words:
         elided = _ELISION.match(text, start, end)
@@ -123,7 +129,15 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
         is_term = word in known.eponyms or word in known.acronyms or word in _TITLES
         return not (is_term or text[end : end + 2].strip()[:1] == ":")
+    if language == "de" and is_title and word.endswith(_INFLECTED) and _is_before_noun(text, end, known):
+        return not _START.search(text, max(0, start - 12), start) and not known.may_pass(word)
     return not known.may_pass(word)
+
+
+def _is_before_noun(text: str, end: int, known: Lexicon) -> bool:
+    """Return whether a German noun that is no name follows: *Kleiner Erguss*, but not *Kleiner, Anna*."""
+    match = _NOUN.match(text, end)
+    return match is not None and known.may_pass(fold(match[1])) and not known.is_name_too(fold(match[1]))
 
 
 def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:

@@ -427,7 +427,9 @@ class StudyMembers:
                 brick_shape=self.rules.volumes.brick_shape,
                 is_fast=self.rules.codec == FAST,
             )
-        finder = None if self._privacy.looks_for_heads else self._head_finder(stack)
+        # A series that its header calls a head needs no search.
+        is_settled = self._privacy.looks_for_heads or facts["deidentification"]["face_risk"]
+        finder = None if is_settled else self._head_finder(stack)
         wanted = frozenset(finder.indices if finder is not None else ())
         body = self._body_finder(stack, facts)
         with (

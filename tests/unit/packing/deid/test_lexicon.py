@@ -29,6 +29,51 @@ def test_no_frequent_name_is_a_word_of_the_list() -> None:
     assert not [name for name in _NAMES if name in lexicon().english]
 
 
+def test_words_by_their_form_are_no_names() -> None:
+    """Names that end as terms do, or are made of words, are masked; lower case is of English alone."""
+    names = """
+    barnstable chittenden clements clemente crittenden demetria euphemia fessenden hartung hornung huxtable
+    ingram krischer malmaison midgley oklahoma paloma preston underwood venables whitstable asuncion
+    concepcion
+    """.split()  # noqa: SIM905
+    assert not [name for name in names if lexicon().may_pass(name)]
+    lower = """
+    barker bender cathy edward fleming golding guinness howard manning petrovic randal whitehead
+    """.split()  # noqa: SIM905
+    assert not [name for name in lower if lexicon().is_medical(name)]
+
+
+def test_words_by_their_form_are_words() -> None:
+    title = """
+    Bandlike Cholezystektomie Dekompensation Differentialdiagnostisch Haziness Hypoventilated Midsternal
+    Nonproductive Osteosclerosis Pneumektomie Supratentorielles Tracheotomie
+    """.split()  # noqa: SIM905
+    assert not [word for word in title if not lexicon().may_pass(word.lower())]
+    lower = """
+    bodyaches costophrenitis drainable haziness nightsweats physiologic progressive streakiness
+    """.split()  # noqa: SIM905
+    assert not [word for word in lower if not (lexicon().is_medical(word) or lexicon().may_pass(word))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Positive PPD. Left IJ catheter near the caval atrial junction. Body habitus limits the study.",
+        "Kleiner Pleuraerguss. Mäßige Gonarthrose. Weder Harnstau noch Hämatom. Beidseits Pleuraschwielen.",
+        "Hormis une hydronéphrose, examen normal. L'anévrisme n'est plus visible.",
+        "On ne peut exclure une fracture.",
+        "Salvo hidronefrosis, estudio normal.",
+    ],
+)
+def test_clinical_sentences_survive(text: str) -> None:
+    assert scrub(text, KnownValues(()), mode="strict").text == text
+
+
+def test_a_name_before_a_comma_is_no_adjective() -> None:
+    text = "Kleiner, Annegret. Der Erguss ist kleiner."
+    assert scrub(text, KnownValues(()), mode="strict").text == "[WORD]. Der Erguss ist kleiner."
+
+
 def test_the_list_adds_nothing_to_what_tells_names_from_words() -> None:
     """A name that is no common word is masked wherever it stands, whatever the strict mode lets pass."""
     (word,) = {"hospitalized"} & lexicon().english

@@ -146,6 +146,19 @@ def test_accepting_what_is_no_rule_is_refused() -> None:
         "\u5934\u9885CT",
         "\u982d\u90e8",
         "\ub1cc MRI",
+        "CCT nativ",
+        "fMRI_rest",
+        "Stroke protocol",
+        "CT caput",
+        "Mittelgesicht",
+        "TK g\u0142owy",
+        "MR hj\xe4rna",
+        "hlava",
+        "koponya CT",
+        "\u03b5\u03b3\u03ba\u03b5\u03c6\u03ac\u03bb\u03bf\u03c5",
+        "\u0627\u0644\u0631\u0623\u0633",
+        "\u0926\u093f\u092e\u093e\u0917",
+        "CT \u0e2b\u0e31\u0e27",
         "\u041c\u0420\u0422 \u0433\u043e\u043b\u043e\u0432\u043d\u043e\u0433\u043e",
     ],
 )
@@ -158,7 +171,21 @@ def test_a_head_is_known_by_words_in_several_languages(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["CT hip femoral neck", "head of pancreas", "overhead", "LSPINE", "Thorax", "kneeface2x", "220FOV"],
+    [
+        "CT hip femoral neck",
+        "head of pancreas",
+        "overhead",
+        "LSPINE",
+        "Thorax",
+        "kneeface2x",
+        "220FOV",
+        "t\xeate f\xe9morale",
+        "cabeza del f\xe9mur",
+        "Hals des Femur",
+        "caput femoris",
+        "cara anterior rodilla",
+        "cou-de-pied",
+    ],
 )
 def test_words_inside_words_are_no_heads(text: str) -> None:
     assert not RULES.judge(
@@ -167,7 +194,21 @@ def test_words_inside_words_are_no_heads(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Dose_Report", "DoseReport", "DOSE REPORT", "PatientProtocol", "ScreenSave_1", "screen-shot2"]
+    "text",
+    [
+        "Dose_Report",
+        "DoseReport",
+        "DOSE REPORT",
+        "PatientProtocol",
+        "ScreenSave_1",
+        "screen-shot2",
+        "DOSE_SR",
+        "Bilan dosim\xe9trique",
+        "Relat\xf3rio de dose",
+        "\u5242\u91cf\u62a5\u544a",
+        "\xdcberweisung",
+        "Einwilligungsbogen",
+    ],
 )
 def test_pages_are_known_however_they_are_written(text: str) -> None:
     values = {"Modality": ("CT",), "SeriesDescription": (text,)}

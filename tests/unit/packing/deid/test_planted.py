@@ -85,7 +85,7 @@ def test_every_family_of_rules_finds_what_no_other_does(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Discussed with Thandi Okafor by telephone.", "Discussed with [WORD] by telephone."),
+        ("Discussed with Thandi Okafor by telephone.", "Discussed with [NAME] by telephone."),
         ("94F with cough.", "[AGE]F with cough."),
         ("A ninety-four year old man.", "A [AGE] year old man."),
         ("PATIENT: OKAFOR, THANDI", "PATIENT: [NAME]"),
@@ -100,6 +100,31 @@ def test_every_family_of_rules_finds_what_no_other_does(
 )
 def test_families_of_a_trial_in_the_strict_mode(text: str, expected: str) -> None:
     assert scrub(text, _NOBODY, mode="strict").text == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("d/w Grace in the ED", "d/w [NAME] in the ED"),
+        ("Discussed w/ Okafor at bedside.", "Discussed w/ [NAME] at bedside."),
+        ("Thank you, Rose, for this referral.", "Thank you, [NAME], for this referral."),
+        ("Reviewed with my colleague Thandi Okafor.", "Reviewed with my colleague [NAME]."),
+        ("Scan by Okafor PGY-4.", "Scan by [NAME] PGY-4."),
+        ("RE: Okafor, Thandi", "RE: [NAME]"),
+        ("seen with mrs. okafor", "seen with mrs. [NAME]"),
+        ("Pat. Wechselberger, Annegret, kommt.", "Pat. [NAME], kommt."),
+        ("Hr. Wechselberger war nüchtern.", "Hr. [NAME] war nüchtern."),
+        ("Se comenta con Etxeberria.", "Se comenta con [NAME]."),
+        ("She turned 95 last month.", "She turned [AGE] last month."),
+        ("The arm was turned 95 degrees.", "The arm was turned 95 degrees."),
+        ("SSN ending 4471", "SSN ending [ID]"),
+        ("Call 5-1234 with questions.", "Call [PHONE] with questions."),
+        ("Member 99120-33 of the plan.", "Member [ID] of the plan."),
+        ("RE: nodule in the right lung", "RE: nodule in the right lung"),
+    ],
+)
+def test_families_of_a_second_trial(text: str, expected: str) -> None:
+    assert scrub(text, _NOBODY, mode="scrub").text == expected
 
 
 def test_known_values_are_not_cut_at_any_number() -> None:
