@@ -7,8 +7,9 @@ decoded into its place. A bad sample leaves a masked slot and does not affect th
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
 from shardflow.telemetry import StageCounters
 
+_LOGGER = logging.getLogger(__name__)
 # Without images a sample is a few kilobytes, and the costly work is done once per shard.
 _TEXT_SAMPLES = 1024
 _PARTS_PER_THREAD = 2
@@ -118,6 +120,8 @@ class BatchSource:
     texts: TextAssembler | None
     """Fast path for samples of text alone."""
     part_size: PartSize
+    warned: set[tuple[str, str]] = field(default_factory=set)
+    """Reasons and fields of masked samples that the log has."""
     counters: StageCounters
     known_masks: Quarantine
     """Slots that are masked according to a checkpoint; they are not read."""
@@ -519,15 +523,18 @@ class MicroBatchTask:
                 'on the dataset, or set on_bad_sample to "mask".'
             )
         self._bad[slot] = row
+        if (row.reason, row.field) not in self._source.warned:
+            self._source.warned.add((row.reason, row.field))
+            _LOGGER.warning("masked a sample: %s; others with this reason are not logged", bad)
 
     def _fill_beside(self, fields: Sequence[BoundField], thread: ThreadState) -> None:
         """Fill the fields whose content is stored beside the shards."""
-        for field in fields:
-            thread.enter("read", field.name)
+        for one in fields:
+            thread.enter("read", one.name)
             with self._source.counters.timed("tokens", 0, len(self._rows)):
-                bad = field.fill_beside(self._inputs, self._slots)
+                bad = one.fill_beside(self._inputs, self._slots)
             for slot, reason in bad.items():
-                self._mask(slot, self._bad_beside(slot, reason, field.name))
+                self._mask(slot, self._bad_beside(slot, reason, one.name))
 
     def _bad_beside(self, slot: int, reason: BadSampleReason, field: str, detail: str = "") -> BadSample:
         number = int(self._source.selection.column("shard", self._rows[slot : slot + 1])[0])

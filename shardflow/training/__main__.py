@@ -217,7 +217,8 @@ def _train(config: TrainConfig, rank: int) -> int:
     from shardflow.training.run import train
 
     stop = StopRequest()
-    with stop.listening(), _progress(rank, has_text=config.task.has_reports) as on_step:
+    has_text = config.task.has_reports or (config.task.has_conversations and config.task.type == "sft")
+    with stop.listening(), _progress(rank, has_text=has_text) as on_step:
         summary = train(config, on_step=on_step, stop=stop)
         # Still listening: once another rank has left with 75, torchrun sends SIGTERM to this one.
         if rank == 0:

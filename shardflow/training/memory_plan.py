@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,14 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardflow.errors import ConfigError
-from shardflow.training.config import TrainConfig
+from shardflow.fields.conversations.field import Conversation
+from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of
-from shardflow.training.model_fields import num_places
+from shardflow.training.model_fields import CONVERSATION_FIELD, num_places
 from shardflow.training.models.building import build_report_model
 from shardflow.training.models.shapes import Answers
-from shardflow.training.models.weights import hold_frozen
+from shardflow.training.models.weights import hold_frozen, parameters_on_meta
 from shardflow.training.step import COMPUTE_TYPES
+from shardflow.training.tasks.task import RunSettings
 from shardflow.training.text import ReportTokenizer
 from shardflow.viewing.markup import counted
 
@@ -78,20 +80,37 @@ def plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> list[RankMem
         world_sizes: Numbers of GPUs.
 
     Raises:
-        ConfigError: The task has no reports, the batch spec has a token budget, or the settings fit no model.
+        ConfigError: The task has neither conversations nor reports, a batch spec of reports has a token
+            budget, or the settings fit no model.
     """
-    batch = config.batch
-    if not config.task.has_reports or batch.micro_batch_size is None:
-        what = "a token budget" if config.task.has_reports else f"task.type {config.task.type!r}"
-        raise ConfigError(
-            f"memory is planned for reports in micro-batches of batch.micro_batch_size, got {what}; try "
-            "sizes, and watch the device."
-        )
     settings = config.model
     if settings.path is not None:
         settings = replace(settings, weights="random")
     # Recomputing hides from autograd what a layer saves, which is counted here.
     settings = replace(settings, activation_checkpointing=False)
+    if settings.attn_implementation.startswith("fl"):  # kernels of devices, which save what sdpa saves
+        settings = replace(settings, attn_implementation="sdpa")
+    case = _of_conversations if config.task.has_conversations else _of_reports
+    model, references, inputs = case(config, settings)
+    compute = COMPUTE_TYPES[config.run.precision] or torch.float32
+    activations_bytes = _activations(config, model, inputs, compute)
+    for one in (model, *references):
+        hold_frozen(one, settings.frozen_dtype)
+    return [_of_rank(config, model, references, compute, activations_bytes, size) for size in world_sizes]
+
+
+_Case: TypeAlias = tuple[nn.Module, Sequence[nn.Module], Any]
+"""What is trained, what is run beside it, and a micro-batch of the largest shapes."""
+
+
+def _of_reports(config: TrainConfig, settings: ModelConfig) -> _Case:
+    num_samples = config.batch.micro_batch_size
+    if not config.task.has_reports or num_samples is None:
+        what = "a token budget" if config.task.has_reports else f"task.type {config.task.type!r}"
+        raise ConfigError(
+            "memory is planned for conversations, and for reports in micro-batches of "
+            f"batch.micro_batch_size, got {what}; try sizes, and watch the device."
+        )
     with torch.device("meta"):
         model, _ = build_report_model(
             settings,
@@ -102,18 +121,45 @@ def plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> list[RankMem
             lora=config.lora,
             seed=config.run.seed,
         )
-    compute = COMPUTE_TYPES[config.run.precision] or torch.float32
-    activations_bytes = _activations(config, model, batch.micro_batch_size, compute)
-    hold_frozen(model, settings.frozen_dtype)
-    return [_of_rank(config, model, compute, activations_bytes, size) for size in world_sizes]
+    inputs = sample_inputs(
+        config.image_field,
+        config.image,
+        config.augment,
+        torch.device("cpu"),
+        packed=config.batch.packed,
+        num_samples=num_samples,
+        num_tokens=config.text.max_tokens,
+        is_full=True,
+    )
+    return model, (), _to_meta(inputs)
+
+
+def _of_conversations(config: TrainConfig, settings: ModelConfig) -> _Case:
+    # Imports transformers.
+    from shardflow.training.tasks.conversations import ConversationTask
+
+    field = config.fields[CONVERSATION_FIELD]
+    assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
+    task = ConversationTask(config.task, settings, config.lora, field)
+    task.open(RunSettings(name="", batch=config.batch, fields=config.fields, seed=config.run.seed))
+    with parameters_on_meta():  # positions and grids of pictures are computed from buffers with values
+        model = task.build_model(None)
+    return model, task.references, task.largest_inputs()
 
 
 def _of_rank(
-    config: TrainConfig, model: nn.Module, compute: torch.dtype, activations_bytes: int, world_size: int
+    config: TrainConfig,
+    model: nn.Module,
+    references: Sequence[nn.Module],
+    compute: torch.dtype,
+    activations_bytes: int,
+    world_size: int,
 ) -> RankMemory:
     parallel = config.parallel
     is_sharded = parallel.strategy == "fsdp2"
     parameters = list(model.parameters())
+    held = [parameter for one in (model, *references) for parameter in one.parameters()]
+    buffers = [buffer for one in (model, *references) for buffer in one.buffers()]
     trained = [one for one in parameters if one.requires_grad]
     sharers = world_size if is_sharded else 1
     num_trained = sum(_share(one, sharers) for one in trained)
@@ -123,8 +169,8 @@ def _of_rank(
     item = torch.float32.itemsize
     return RankMemory(
         world_size=world_size,
-        weights_bytes=sum(_share(one, sharers) * one.element_size() for one in parameters)
-        + sum(one.nbytes for one in model.buffers()),
+        weights_bytes=sum(_share(one, sharers) * one.element_size() for one in held)
+        + sum(one.nbytes for one in buffers),
         gradients_bytes=item * (num_trained if gathers_each else num_whole),
         optimizer_bytes=item * num_states * num_trained,
         copies_bytes=_copies(model, compute, is_sharded, keeps_all=not parallel.reshard_after_forward),
@@ -156,25 +202,14 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inner]
 
 
-def _activations(config: TrainConfig, model: nn.Module, num_samples: int, compute: torch.dtype) -> int:
+def _activations(config: TrainConfig, model: nn.Module, inputs: Any, compute: torch.dtype) -> int:
     """Return the bytes that autograd saves in a micro-batch of the largest shapes."""
-    inputs = sample_inputs(
-        config.image_field,
-        config.image,
-        config.augment,
-        torch.device("cpu"),
-        packed=config.batch.packed,
-        num_samples=num_samples,
-        num_tokens=config.text.max_tokens,
-        is_full=True,
-    )
     is_recomputed = config.model.activation_checkpointing
     counter = _SavedBytes(model, item_bytes=compute.itemsize)
     recomputed = _outermost(blocks_of(model)) if is_recomputed else []
-    with counter.counting(recomputed), _FusedAttentions(), Answers(answer=True), torch.enable_grad():
+    with counter.counting(recomputed), _Kernels(counter), Answers(answer=True), torch.enable_grad():
         # Answers are yes: every slot is full, and every mask true.
-        on_meta = _to_meta(inputs)
-        on_meta.loss(on_meta.forward(model))
+        inputs.loss(inputs.forward(model))
     return counter.peak_bytes
 
 
@@ -199,12 +234,21 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
 
-class _FusedAttentions(TorchFunctionMode):
-    """Fused kernels in place of attention step by step, which is all that the meta device has."""
+class _Kernels(TorchFunctionMode):
+    """What devices compute otherwise than the meta device does.
+
+    Attention is fused, not step by step, and a cross-entropy is computed, and saved, in float32.
+    """
+
+    def __init__(self, counter: _SavedBytes) -> None:
+        super().__init__()
+        self._counter = counter
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        if function is torch.nn.functional.cross_entropy and torch.is_grad_enabled():
+            self._counter.add_wide(args[0].numel())
         return function(*args, **(kwargs or {}))
 
 
@@ -228,6 +272,10 @@ class _SavedBytes:
     @property
     def peak_bytes(self) -> int:
         return self._saved_bytes - self._dropped_bytes + self._largest_bytes
+
+    def add_wide(self, num_items: int) -> None:
+        """Count numbers that are saved in float32 whatever the rest is."""
+        self._saved_bytes += num_items * (torch.float32.itemsize - self._item_bytes)
 
     @contextmanager
     def counting(self, recomputed: Sequence[nn.Module]) -> Iterator[None]:

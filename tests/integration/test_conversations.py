@@ -184,7 +184,7 @@ def test_documents_are_learned_whole_but_for_their_pictures(tmp_path: Path) -> N
     assert len(batch["chat_pixel_values"]) == 1
 
 
-def test_a_long_conversation_is_never_cut(tmp_path: Path) -> None:
+def test_a_long_conversation_is_never_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, _ = folder_of("llama", tmp_path)
     found = generate(8, 9, max_images=0)
     dataset = write_conversations(tmp_path / "dataset", found)
@@ -194,6 +194,9 @@ def test_a_long_conversation_is_never_cut(tmp_path: Path) -> None:
     masked = read(dataset, folder, max_tokens=most)
     rows = [row for batch in masked for row in batch.quarantined]
     assert [row.reason for row in rows] == ["SIZE_MISMATCH"] * num_long
+    (line,) = [one.getMessage() for one in caplog.records if "masked a sample" in one.getMessage()]
+    assert f"longer than max_tokens ({most})" in line
+    assert "talk" not in line
     skipped = read(dataset, folder, max_tokens=most, long="skip")
     assert not [row for batch in skipped for row in batch.quarantined]
     kept = np.concatenate([batch["chat_mask"].sum(axis=1) for batch in skipped])

@@ -406,6 +406,50 @@ class Renderer:
             entries[name] = PictureEntry(small.dtype.str, small.shape[1:], bound)
         return RenderedForm(tuple(sorted(probes[0].tokens)), entries)
 
+    def largest(self, max_tokens: int, max_images: int | None) -> Rendered:
+        """Return a conversation of the most tokens, mostly those of pictures; its words mean nothing.
+
+        Args:
+            max_tokens: Tokens of a conversation, at most.
+            max_images: Pictures of a conversation, at most; None for as many as fit, of the
+                largest size where sizes differ.
+
+        Raises:
+            ConfigError: The template cannot render it, or has more tokens than that without words.
+        """
+        pictures = []
+        if self.has_pictures and max_images != 0:
+            room, small = max_tokens - len(self.example(()).ids), (64, 64)
+            each = len(self.example([blank_picture(*small)]).ids) - (max_tokens - room)
+            num = room // each if max_images is None else min(max_images, room // each)
+            count: Any = getattr(self.processor, "_get_num_multimodal_tokens", None)
+            if self.keeps_sizes and count is not None:
+
+                def tokens(side: int) -> int:
+                    return int(count(image_sizes=[[side, side]]).num_image_tokens[0])
+
+                beside = each - tokens(small[0])
+                largest = tokens(_LARGEST_PICTURE[0]) + beside
+                num = min(num, max_images or max(1, room // largest))
+                sides = range(small[0], _LARGEST_PICTURE[0], small[0] // 2)
+                fits = bisect.bisect_right(sides, room // max(num, 1) - beside, key=tokens)
+                most = tokens(sides[max(fits - 1, 0)])
+                small = (sides[bisect.bisect_left(sides, most, key=tokens)],) * 2
+            pictures = [blank_picture(*small)] * num
+        found = self.example(pictures)
+        more = max_tokens - len(found.ids)
+        if more < 0:
+            raise ConfigError(
+                f"fields.conversation.max_tokens is {max_tokens}, and a small conversation has "
+                f"{len(found.ids)} tokens; raise it."
+            )
+        return Rendered(
+            np.pad(found.ids, (0, more), mode="edge"),
+            np.pad(found.weights, (0, more), constant_values=1),
+            {name: np.pad(one, (0, more)) for name, one in found.tokens.items()},
+            found.pictures,
+        )
+
     def cuts(self, size: tuple[int, int] | None) -> bool:
         """Whether the model may see a part of an image of some rows and columns in place of the whole.
 

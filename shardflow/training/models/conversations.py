@@ -21,6 +21,7 @@ from shardflow.seeds import derive
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.models.building import add_lora, freeze, freeze_idle
 from shardflow.training.models.pretrained import read_model
+from shardflow.training.models.shapes import num_picture_features
 
 # ruff: noqa: N806
 PACKED_TYPES: Final = frozenset(
@@ -163,6 +164,8 @@ def build_conversation_model(
             f"fields.conversation.processor has tokens that the {num_tokens} of model.path do not include; "
             "name the model's own processor."
         )
+    if example["pictures"]:
+        _check_pictures(inner, example)
     if is_packed:
         _check_packed(config, settings)
     model = ConversationModel(inner, has_score=has_score, seed=seed).train()
@@ -178,6 +181,20 @@ def build_conversation_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model.frozen leaves nothing to train; name fewer parts.")
     return model
+
+
+def _check_pictures(model: nn.Module, example: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Refuse a processor that makes another number of tokens of a picture than the model has features for."""
+    token = getattr(model.config, "image_token_id", None)
+    features = num_picture_features(model, example["pictures"])
+    if token is None or features is None:
+        return
+    num_tokens = int((example["tokens"]["input_ids"] == token).sum())
+    if num_tokens != features:
+        raise ConfigError(
+            f"fields.conversation.processor writes {num_tokens} tokens for a picture of which model.path "
+            f"makes {features}; name the model's own processor."
+        )
 
 
 def _check_packed(config: Any, settings: ModelConfig) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +59,40 @@ def used_parameters(model: nn.Module, arguments: Sequence[Any]) -> set[str]:
     return used
 
 
-def _used(model: nn.Module, arguments: Sequence[Any], *, answer: bool) -> set[str]:
-    parameters = {
+def num_picture_features(model: nn.Module, pictures: Mapping[str, torch.Tensor]) -> int | None:
+    """Return how many places of a sequence pictures take, as the model sees them; None if it cannot be known.
+
+    Args:
+        model: With ``get_image_features``, with values or without.
+        pictures: What it takes; of floats only the shapes count.
+    """
+    features = _PictureFeatures(model)
+    with contextlib.suppress(Exception), Answers(answer=True), torch.no_grad():
+        found = torch.func.functional_call(features, _stand_ins(features), (), without_values(dict(pictures)))
+        pooled = getattr(found, "pooler_output", found)
+        parts = pooled if isinstance(pooled, list | tuple) else [pooled]
+        return int(sum(math.prod(one.shape[:-1]) for one in parts))
+    return None
+
+
+class _PictureFeatures(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **pictures: torch.Tensor) -> Any:
+        return self.model.get_image_features(**pictures)
+
+
+def _stand_ins(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
         name: torch.empty_like(parameter, device="meta", requires_grad=True)
         for name, parameter in model.named_parameters()
     }
+
+
+def _used(model: nn.Module, arguments: Sequence[Any], *, answer: bool) -> set[str]:
+    parameters = _stand_ins(model)
     with Answers(answer=answer):
         output = torch.func.functional_call(model, parameters, tuple(map(without_values, arguments)))
     return computed_from(output, parameters.items())

@@ -78,13 +78,13 @@ def build_without_weights(kind: Any, config: Any, path: Path, attention: Mapping
     if getattr(config, "quantization_config", None) is not None:
         return None
     make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = make(copy.deepcopy(config), dtype=torch.float32, **attention).float()
     return model.eval() if _remember(model, _entries(path)) else None
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Take the memory of parameters away when modules get them; buffers are computed, and stay."""
     register = nn.Module.register_parameter
 

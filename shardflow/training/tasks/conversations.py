@@ -35,7 +35,8 @@ from shardflow.training.distributed import settle, unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, TaskConfig
 from shardflow.training.models.building import folder_digest, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
-from shardflow.training.tasks.task import ArrayTask, Scores
+from shardflow.training.models.shapes import without_values
+from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Scores
 
 # ruff: noqa: N806
 # Tensors carry their axes as a suffix: B slots, N sequences, T tokens; a packed row has those of N sequences.
@@ -124,7 +125,7 @@ class ConversationTask(ArrayTask):
         packed, scores = self._run.batch.packed, self._has_scores
         return {**found, CONVERSATION_FIELD: replace(talk, packed=packed, scores=scores)}
 
-    def build_model(self, example: Batch) -> nn.Module:  # noqa: ARG002
+    def build_model(self, example: Batch | None) -> nn.Module:  # noqa: ARG002
         """Build the model of the folder, and for ``dpo`` keep it as it is."""
         small = self._small
         model = build_conversation_model(
@@ -145,6 +146,32 @@ class ConversationTask(ArrayTask):
         if self._has_reference:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
         return model
+
+    def largest_inputs(self) -> ArrayInputs:
+        """Return a micro-batch of the largest shapes, whose floats have no values; a budget as one sample."""
+        batch, of_slot = self._run.batch, self._field.num_sequences
+        num_slots, length = batch.micro_batch_size or 1, self._field.max_tokens
+        if batch.max_tokens is not None:
+            length = batch.max_tokens // of_slot
+        one = Renderer.load(self._field.processor).largest(length, self._field.max_images)
+
+        def rows(array: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).repeat(num_slots * of_slot, *[1] * (array.ndim - 1))
+
+        tensors = {
+            _LEARNED: rows(one.weights[None]),
+            f"{_TOKENS}input_ids": rows(one.ids[None]),
+            f"{_TOKENS}attention_mask": rows(np.ones((1, length), np.int64)),
+            **{f"{_TOKENS}{name}": rows(values[None]) for name, values in one.tokens.items()},
+            _WEIGHTS: torch.ones(num_slots),
+        }
+        for name, values in one.pictures.items():
+            is_float = values.dtype.kind == "f"
+            shape = (num_slots * of_slot * len(values), *values.shape[1:])
+            tensors[f"{_PICTURES}{name}"] = torch.empty(shape, device="meta") if is_float else rows(values)
+        if self._has_scores:
+            tensors[_SCORE] = torch.zeros(num_slots)
+        return ArrayInputs(task=self, tensors=without_values(tensors), num_tokens=0, num_samples=num_slots)
 
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""

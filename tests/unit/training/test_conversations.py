@@ -172,6 +172,20 @@ def test_preference_loss_follows_the_paper(tmp_path: Path) -> None:
     assert inputs.num_tokens == 2.0
 
 
+@pytest.mark.parametrize("family", sampled(IMAGE_FAMILIES, {"llava"}))
+def test_a_processor_that_counts_other_tokens_of_a_picture_is_refused(family: str, tmp_path: Path) -> None:
+    config = settings(make_run(tmp_path, family))
+    task: Any = open_task(config)
+    task.build_model(None)
+    token = transformers.AutoConfig.from_pretrained(str(tmp_path / "model")).image_token_id
+    ids = task._small.ids
+    task._small = replace(
+        task._small, ids=np.where((ids == token) & (np.arange(len(ids)) == np.argmax(ids == token)), 0, ids)
+    )
+    with pytest.raises(ConfigError, match=r"writes 3 tokens for a picture of which model\.path makes 4"):
+        task.build_model(None)
+
+
 def test_adapters_are_off_in_the_reference(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     config = settings(make_run(tmp_path, "llama", "dpo"), "lora.rank=2")

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardflow.cli.main import main
-from shardflow.config import dump_config
+from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError
+from shardflow.training.config import TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of, local_part
 from shardflow.training.memory_plan import _SavedBytes, plan_memory
+from shardflow.training.run import open_task
 from shardflow.training.step import WeightAverage, build_optimizer, compute_loss
+from tests.conversation_case import make_folder
+from tests.sweeps import sampled
 from tests.tiny_models import make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config
 
@@ -102,6 +107,120 @@ def test_shares_are_those_of_fsdp(
     assert plan.optimizer_bytes == 2 * 4 * sum(trained)
     assert plan.gradients_bytes == 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert plan.copies_bytes == 2 * (whole - sum(sizes.values()) + sum(sorted(sizes.values())[-2:]))
+
+
+CONVERSATIONS = """
+[data]
+dataset = "none"
+[batch]
+{batch}
+micro_batches_per_step = 64
+[task]
+type = "{task}"
+[fields.conversation]
+type = "conversation"
+processor = "model"
+max_tokens = {length}
+pairs = {pairs}
+[model]
+path = "model"
+{model}
+[run]
+output = "run"
+precision = "{precision}"
+[parallel]
+strategy = "{strategy}"
+accumulation = "{accumulation}"
+"""
+
+
+def conversations(folder: Path, task: str, **changes: Any) -> TrainConfig:
+    """Settings of a run on conversations, for a folder with a model."""
+    values: dict[str, Any] = {
+        "batch": "micro_batch_size = 2",
+        "length": 300,
+        "precision": "fp32",
+        "strategy": "ddp",
+        "accumulation": "whole",
+        "model": "",
+    }
+    text = CONVERSATIONS.format(task=task, pairs=str(task == "dpo").lower(), **(values | changes))
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    return load_config(TrainConfig, folder / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("family", "task"),
+    sampled(
+        [("llama", "dpo"), ("qwen2_5_vl", "sft"), ("gemma3", "sft"), ("llava", "dpo")],
+        {("qwen2_5_vl", "sft"), ("llama", "dpo")},
+    ),
+)
+def test_models_of_conversations_hold_what_is_planned(family: str, task: str, tmp_path: Path) -> None:
+    make_folder(family, tmp_path / "model")
+    config = conversations(tmp_path, task)
+    (plan,) = plan_memory(config, [4])
+    made: Any = open_task(config)
+    model = made.build_model(None)
+    inputs = made.largest_inputs()
+    tensors = {
+        name: torch.zeros(one.shape) + 0.1 if one.is_meta else one for name, one in inputs.tensors.items()
+    }
+    ids = tensors["tokens.input_ids"]
+    assert ids.shape == (2 * (1 + (task == "dpo")), 300)
+    if family != "llama":  # pictures have most of the tokens
+        assert (ids == model.model.config.image_token_id).sum() > 0.3 * ids.numel()
+    inputs = replace(inputs, tensors=tensors)
+    counter = _SavedBytes(model, item_bytes=4)
+    with counter.counting([]):
+        loss = inputs.loss(inputs.forward(model))
+    # Masks, rows of ids and places are not the same on a device.
+    assert plan.activations_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
+    torch.autograd.backward(loss)
+    held = [one for each in (model, *made.references) for one in [*each.parameters(), *each.buffers()]]
+    assert plan.weights_bytes == sum(one.nbytes for one in held)
+    assert plan.gradients_bytes == sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
+
+
+SIZES = {
+    "8": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "32": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("size", sampled(["8", "32"], {"8"}))
+def test_models_of_8_and_32_billion_parameters_are_planned(size: str, tmp_path: Path) -> None:
+    """No weight of them exists; docs/training.md has the figures."""
+    make_folder("qwen2", tmp_path / "model")
+    own = {"vocab_size": 152064 if size == "32" else 128256, "num_key_value_heads": 8}
+    qwen = transformers.Qwen2Config(**SIZES[size], **own)
+    (tmp_path / "model" / "config.json").write_text(qwen.to_json_string(), encoding="utf-8")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    config = conversations(
+        tmp_path,
+        "sft",
+        batch="max_tokens = 8192\npacked = true",
+        length=8192,
+        precision="bf16",
+        strategy="fsdp2",
+        accumulation="sharded",
+        model="activation_checkpointing = true",
+    )
+    few, many = plan_memory(config, [8, 64])
+    assert few.weights_bytes == pytest.approx(float(size) * 1e9 * 4 / 8, rel=0.03)
+    assert few.weights_bytes == pytest.approx(8 * many.weights_bytes, rel=0.001)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert f"| {size}B | {few.total_bytes / 1e9:.1f} | {many.total_bytes / 1e9:.1f} |" in page
 
 
 def test_recomputed_layers_keep_less(tiny: TinyInput, tmp_path: Path) -> None:
