@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
@@ -154,12 +155,20 @@ def launch(argv: Sequence[str]) -> int:
         with folder_of_codes() as folder:
             os.environ[CODES_VARIABLE] = str(folder)
             try:
-                torchrun.main(list(argv))
+                torchrun.main([*_log_options(argv, folder), *argv])
             except ChildFailedError as error:
                 return code_of_failures([failure.exitcode for failure in error.failures.values()])
             except SignalException:
                 return code_after_stop(folder)
     return 0
+
+
+def _log_options(argv: Sequence[str], folder: Path) -> list[str]:
+    """Name a folder for torchrun's log folders, which it never removes, unless output is redirected there."""
+    options = takewhile(lambda word: word.startswith("--"), argv)
+    are_wanted = any(word.startswith(("--log-dir", "--redirects", "--tee")) for word in options)
+    are_wanted |= any(f"PET_{name}" in os.environ for name in ("LOG_DIR", "REDIRECTS", "TEE"))
+    return [] if are_wanted else [f"--log-dir={folder / 'logs'}"]
 
 
 def code_of_failures(codes: Collection[int]) -> int:

@@ -14,13 +14,18 @@ from tests.tiny_runs import CLASSIFY, make_tiny_input, write_config
 pytestmark = pytest.mark.distributed
 
 
-def test_the_code_of_the_ranks_comes_through(tmp_path: Path) -> None:
+def test_the_code_of_the_ranks_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no folder stays behind: an hour of restarts would leave hundreds."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     config = write_config(make_tiny_input(tmp_path), tmp_path / "tiny.toml", tmp_path / "run", {})
     arguments = [f"--config={config}", "--set=run.sede=4"]
     with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
         finished = running.wait(120)
     assert finished.exit_code == 2, finished.text
     assert finished.stderr.count("nearest known key is 'seed'") == 1
+    assert not [*temporary.glob("torchelastic_*"), *temporary.glob("shardflow-launch-*")]
 
 
 def test_all_ranks_leave_with_the_code_for_too_much_damaged_data(tmp_path: Path) -> None:
