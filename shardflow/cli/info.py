@@ -162,7 +162,7 @@ def _images_by_role(dataset: Dataset, rows: NDArray[np.int64] | slice) -> dict[s
     """Count the images of some samples by role, the largest first; None without a series table."""
     import numpy as np
 
-    from shardflow.fields.catalog import Limits, TableSelection
+    from shardflow.fields.series_rows import Limits, TableSelection
     from shardflow.format.facts.series import open_series
 
     try:

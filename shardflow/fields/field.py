@@ -23,10 +23,11 @@ from shardflow.errors import ConfigError
 from shardflow.seeds import derive
 
 if TYPE_CHECKING:
-    from shardflow.fields.catalog import ImageSet, SeriesCatalog
+    from shardflow.fields.catalog import SeriesCatalog
     from shardflow.fields.decode import ThreadState
     from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.reader import Samples, Shard
+    from shardflow.fields.series_rows import ImageSet
     from shardflow.format import Dataset
     from shardflow.format.entities import EntityPlace
     from shardflow.format.volumes.bricks import RegionPlan

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.catalog import TableSelection
+from shardflow.fields.series_rows import TableSelection
 from shardflow.format import Dataset
 from shardflow.format.entities import ASSERTIONS, RADGRAPH, EntityTable
 from shardflow.format.facts.columns import SERIES_PREFIX, Columns, ColumnValues, image_starts, open_columns

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.catalog import Limits, SeriesImages
 from shardflow.fields.decode import ThreadState, convert_picture, decode_file
 from shardflow.fields.field import (
     Arrays,
@@ -31,6 +30,7 @@ from shardflow.fields.field import (
 from shardflow.fields.layout import Picture, PictureLayout, content_boxes
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.series_rows import Limits, SeriesImages
 from shardflow.fields.types.members import BoundMember, gather, is_image_field
 from shardflow.fields.types.pixel_field import MAX_SIDE, PixelField
 from shardflow.fields.types.pixels import (

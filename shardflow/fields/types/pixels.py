@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.fields.catalog import ImageSet, Limits, SelectedSeries
+from shardflow.fields.catalog import SelectedSeries
 from shardflow.fields.decode import ThreadState, convert_picture, cut_tiles, decode_slice
 from shardflow.fields.field import (
     Arrays,
@@ -39,6 +39,7 @@ from shardflow.fields.layout import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.types.pixel_field import DEFAULT_SERIES, PixelField
 from shardflow.format import Dataset, array_header, decode_array
 from shardflow.sampling import Permutation, TileRule

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.catalog import ImageSet, Limits
 from shardflow.fields.field import (
     Arrays,
     ArraySpec,
@@ -28,6 +26,7 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.layout import PixelDtype
 from shardflow.fields.reader import Shard
+from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.types.regions import Boxes
@@ -58,6 +57,7 @@ from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
 from shardflow.fields.volumes.settings import (
     check_foreground,
+    check_like,
     check_within,
     checked_center,
     checked_labels,
@@ -92,12 +92,6 @@ DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
 _MAX_CROPS: Final = 2**10
 _LIMITS: Final = Limits(max_series=1)
-_UNSET: Final = (0, 0, 0)
-_OF_LEADER: Final = frozenset(
-    {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
-    | {"placement", "orientation", "margin", "study"}
-)
-"""Settings that decide where a region is: a volume that is like another has none of them."""
 _MILLIMETERS: Final = ("orientation", "spacing_mm", "like")
 """Settings that need the place of a series in the patient."""
 _BESIDE: Final = ("mask", "affine", "range", "valid", "index", "start", "shape")
@@ -135,7 +129,7 @@ class Volume(Field):
     series: str | None = None
     """Expression over the series table, such as ``"modality == 'CT' and slice_spacing_mm <= 2"``. None
     selects all volumes (`DEFAULT_VOLUMES`)."""
-    roi_size: tuple[int, int, int] = _UNSET
+    roi_size: tuple[int, int, int] = (0, 0, 0)
     """Voxels (D, H, W) of the region, as delivered."""
     like: str | None = None
     """Name of another volume field, whose region is delivered of this series too, at the same places in
@@ -217,7 +211,7 @@ class Volume(Field):
     """Whether ``NAME_valid`` is delivered."""
 
     def __post_init__(self) -> None:
-        self._check_like()
+        check_like(self.like, [one.name for one in fields(self) if getattr(self, one.name) != one.default])
         if self.like is None:
             object.__setattr__(self, "roi_size", checked_shape("roi_size", self.roi_size))
         checked_center(self.center, get_args(Center))
@@ -257,27 +251,6 @@ class Volume(Field):
         for name in ("valid_mask", "antialias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
-
-    def _check_like(self) -> None:
-        if self.like is None:
-            if self.roi_size == _UNSET:
-                raise ConfigError(
-                    "A volume needs roi_size, the voxels (D, H, W) of its region, such as (96, 96, 96), or "
-                    "like, the name of another volume field, for the same region of another series."
-                )
-            return
-        if not isinstance(self.like, str):
-            raise ConfigError(f"like is the name of a Volume field, got {self.like!r}.")
-        given = [
-            one.name
-            for one in fields_of(self)
-            if one.name in _OF_LEADER and getattr(self, one.name) != one.default
-        ]
-        if given:
-            raise ConfigError(
-                f"like={self.like!r} delivers the region of that field, which {given[0]} would change; leave "
-                "it out."
-            )
 
     @property
     def depends_on(self) -> Sequence[str]:

@@ -14,6 +14,11 @@ from shardflow.fields.field import check_choice, check_count
 from shardflow.fields.layout import WINDOWS
 from shardflow.fields.volumes.geometry import Shape, Vector
 
+_OF_LEADER: Final = frozenset(
+    {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
+    | {"placement", "orientation", "margin", "study"}
+)
+"""Settings that decide where a region is: a volume that is like another has none of them."""
 _WITHIN: Final = ("random", "middle", "whole")
 _MAX_SIDE: Final = 2**11
 _SPACINGS_MM: Final = (0.01, 1000)
@@ -189,4 +194,29 @@ def check_foreground(labels: Sequence[str] | None, pos: Any, neg: Any, *, is_use
         raise ConfigError(
             "labels need center='foreground' or within='foreground', and pos and neg the former; write it, "
             "or leave them out."
+        )
+
+
+def check_like(like: Any, changed: Sequence[str]) -> None:
+    """Refuse a volume without a region, and one like another that has settings of a region of its own.
+
+    Args:
+        like: The setting.
+        changed: Names of all settings that differ from their defaults.
+
+    Raises:
+        ConfigError: It is such a volume.
+    """
+    if like is None:
+        if "roi_size" not in changed:
+            raise ConfigError(
+                "A volume needs roi_size, the voxels (D, H, W) of its region, such as (96, 96, 96), or "
+                "like, the name of another volume field, for the same region of another series."
+            )
+        return
+    if not isinstance(like, str):
+        raise ConfigError(f"like is the name of a Volume field, got {like!r}.")
+    if given := [name for name in changed if name in _OF_LEADER]:
+        raise ConfigError(
+            f"like={like!r} delivers the region of that field, which {given[0]} would change; leave it out."
         )

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
-from shardflow.fields.catalog import ImageSet, Limits
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
@@ -31,6 +30,7 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.volumes.crops import Turns, random_start, start_around
 from shardflow.fields.volumes.settings import checked_share
 from shardflow.fields.volumes.windows import checked_overlap, step_of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
 from shardflow.packing.attachments.waveforms.dicom import DicomWaveformKind, read_dicom_recording
 from shardflow.packing.attachments.waveforms.edf import EdfKind, read_edf_recording
 from shardflow.packing.attachments.waveforms.recording import (
@@ -14,11 +12,7 @@ from shardflow.packing.attachments.waveforms.recording import (
 )
 from shardflow.packing.attachments.waveforms.wfdb_records import WfdbKind, read_wfdb_recording
 
-if TYPE_CHECKING:
-    from shardflow.packing.sources.attachments import AttachmentKind
-
 __all__ = [
-    "KINDS",
     "Channel",
     "DicomWaveformKind",
     "EdfKind",
@@ -30,6 +24,3 @@ __all__ = [
     "read_edf_recording",
     "read_wfdb_recording",
 ]
-
-KINDS: Final[tuple[AttachmentKind, ...]] = (DicomWaveformKind(), EdfKind(), WfdbKind())
-"""In the order in which files are offered to them."""

@@ -1,0 +1,14 @@
+"""Attachment kinds of waveforms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardflow.packing.attachments.waveforms.dicom import DicomWaveformKind
+from shardflow.packing.attachments.waveforms.edf import EdfKind
+from shardflow.packing.attachments.waveforms.wfdb_records import WfdbKind
+
+if TYPE_CHECKING:
+    from shardflow.packing.sources.attachments import AttachmentKind
+
+KINDS: Final[tuple[AttachmentKind, ...]] = (DicomWaveformKind(), EdfKind(), WfdbKind())
