@@ -70,6 +70,8 @@ MOST_GROWTH = {"memory_bytes": 16 * MIB, "files": 2.0, "threads": 1.0, "shared_b
 MOST_GROWTH_OF_TREE = {"temporary_files": 4.0, "shared_files": 4.0, "dataset_bytes": 4 * MIB}
 LEAST_JUDGED = 60
 """Samples; in fewer a slope says nothing."""
+LEAST_ROUNDS = 5
+"""Of the loop; rounds are few, and each leaves behind what it leaves behind."""
 PATIENT = {
     "timeouts.steady_s": 700,
     "timeouts.hang_s": 600,
@@ -467,12 +469,11 @@ def soak(work: Path, minutes: float, *, is_alone: bool, say: Callable[[str], Non
     check(len(lasting) >= 4, f"launcher, two ranks and their helpers must last, got {sorted(lasting)}")
     grown: list[str] = []
     for name, series in {**lasting, "loop (this process)": own}.items():
-        # Rounds are few, and far apart.
-        if len(series.times_s) >= (LEAST_JUDGED if series is not own else 10):
+        if len(series.times_s) >= (LEAST_JUDGED if series is not own else LEAST_ROUNDS):
             for what, most in MOST_GROWTH.items():
                 if series.growth(what) > most:
                     grown.append(f"{name}: {what} by {series.growth(what):.1f}")
-    if len(folders.times_s) >= 10:
+    if len(folders.times_s) >= LEAST_ROUNDS:
         for what, most in MOST_GROWTH_OF_TREE.items():
             if folders.growth(what) > most and (is_alone or what != "shared_files"):
                 grown.append(f"{what} by {folders.growth(what):.1f}")
