@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ from shardflow.format.table import Table
 from shardflow.format.volumes.bricks import BRICKS_CODEC
 from shardflow.format.volumes.tiles import TILES_CODEC
 from shardflow.sampling.expressions import Expression, parse_expression
-
-_ROLE: Final = "role"
-_NO_LIMIT: Final = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -525,7 +525,7 @@ class MicroBatchTask:
         self._bad[slot] = row
         if (row.reason, row.field) not in self._source.warned:
             self._source.warned.add((row.reason, row.field))
-            _LOGGER.warning("masked a sample: %s; others with this reason are not logged", bad)
+            _LOGGER.warning("masked a sample: %s; further ones with this reason are counted, not logged", bad)
 
     def _fill_beside(self, fields: Sequence[BoundField], thread: ThreadState) -> None:
         """Fill the fields whose content is stored beside the shards."""

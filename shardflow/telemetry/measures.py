@@ -117,15 +117,9 @@ class GaugeTotals:
     weight: float
     """Sum of the weights: the number of observations, or seconds if values lasted for different times."""
 
-    def followed_by(self, later: GaugeTotals) -> GaugeTotals:
-        """Return the totals of both."""
-        return GaugeTotals(
-            last=later.last,
-            least=min(self.least, later.least),
-            most=max(self.most, later.most),
-            weighted=self.weighted + later.weighted,
-            weight=self.weight + later.weight,
-        )
+
+Gauges = dict[str, list[float]]
+"""By name: last, least, most, weighted and weight, as in `GaugeTotals`, changed in place."""
 
 
 class StageCounters:
@@ -141,7 +135,7 @@ class StageCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stages: dict[str, list[float]] = {}
-        self._gauges: dict[str, GaugeTotals] = {}
+        self._gauges: Gauges = {}
         self._windows: weakref.WeakSet[CountersWindow] = weakref.WeakSet()
 
     def add(self, stage: str, seconds: float = 0.0, num_bytes: int = 0, num_items: int = 0) -> None:
@@ -166,15 +160,28 @@ class StageCounters:
             value: Its value.
             weight: Weight of the value in the mean: the seconds that it lasted, if they differ.
         """
-        self.merge(
-            gauge, GaugeTotals(last=value, least=value, most=value, weighted=value * weight, weight=weight)
-        )
+        self._note(gauge, [value, value, value, value * weight, weight])
 
     def merge(self, gauge: str, seen: GaugeTotals) -> None:
         """Record the totals of a gauge of another process."""
+        self._note(gauge, [seen.last, seen.least, seen.most, seen.weighted, seen.weight])
+
+    def _note(self, gauge: str, seen: list[float]) -> None:
+        last, least, most, weighted, weight = seen
         with self._lock:
-            for gauges in (self._gauges, *(window.gauges for window in self._windows)):
-                gauges[gauge] = gauges[gauge].followed_by(seen) if gauge in gauges else seen
+            windows = [window.gauges for window in self._windows] if len(self._windows) else ()
+            for gauges in (self._gauges, *windows):
+                known = gauges.get(gauge)
+                if known is None:
+                    gauges[gauge] = [*seen]
+                    continue
+                known[0] = last
+                if least < known[1]:
+                    known[1] = least
+                if most > known[2]:
+                    known[2] = most
+                known[3] += weighted
+                known[4] += weight
 
     def window(self) -> CountersWindow:
         """Open a view of everything counted from now on; it ends with its last reference."""
@@ -199,7 +206,7 @@ class StageCounters:
                 stages[name] = StageTotals(
                     seconds=seconds, num_bytes=int(num_bytes), num_items=int(num_items)
                 )
-        return stages, gauges
+        return stages, {name: _gauge_totals(numbers) for name, numbers in gauges.items()}
 
     def totals(self, stage: str) -> StageTotals:
         """Return a stage's totals; zeros for a stage that never ran."""
@@ -226,7 +233,7 @@ class StageCounters:
                     "most": seen.most,
                     "mean": seen.weighted / seen.weight if seen.weight else seen.last,
                 }
-                for name, seen in self._gauges.items()
+                for name, seen in ((name, _gauge_totals(numbers)) for name, numbers in self._gauges.items())
             }
         return {**stages, **gauges}
 
@@ -236,7 +243,7 @@ class CountersWindow:
 
     Attributes:
         before: Stage totals at the last `take`; written by the counters.
-        gauges: Gauges since the last `take`; written by the counters.
+        gauges: Numbers of the gauges since the last `take`; written by the counters.
     """
 
     __slots__ = ("__weakref__", "_counters", "before", "gauges")
@@ -244,7 +251,7 @@ class CountersWindow:
     def __init__(self, counters: StageCounters) -> None:
         self._counters = counters
         self.before: Mapping[str, tuple[float, ...]] = {}
-        self.gauges: dict[str, GaugeTotals] = {}
+        self.gauges: Gauges = {}
 
     def take(self) -> tuple[dict[str, StageTotals], dict[str, GaugeTotals]]:
         """Return stages and gauges since the last call, by name, without those that counted nothing."""

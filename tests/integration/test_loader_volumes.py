@@ -371,7 +371,8 @@ def scanned(number: int, *, is_flipped: bool = False) -> list[VolumeSeries]:
     shape = (7 + 5 * number, 33 + 8 * number, 50 - 7 * number)
     # CT-CLIP clips before it interpolates, Merlin and shardflow afterwards: equal only where nothing is cut.
     voxels = np.clip(random.normal(0, 600, shape), -1000, 1000 + 1000 * is_flipped).astype(np.int16)
-    between, within = random.uniform(0.6, 2.9, 2)
+    # Of the first one every second length halves to a half, which rounds to even.
+    between, within = random.uniform(0.6, 2.9, 2) if number else (1.5, 0.75)
     affine = affine_of((between, within, within), flip=is_flipped and number % 2 == 1)
     return [VolumeSeries(voxels=voxels, affine=affine)]
 

@@ -440,8 +440,8 @@ class Renderer:
         more = max_tokens - len(found.ids)
         if more < 0:
             raise ConfigError(
-                f"fields.conversation.max_tokens is {max_tokens}, and a small conversation has "
-                f"{len(found.ids)} tokens; raise it."
+                f"A sequence has {max_tokens} tokens at most, and a small conversation has {len(found.ids)}; "
+                "raise fields.conversation.max_tokens or batch.max_tokens."
             )
         return Rendered(
             np.pad(found.ids, (0, more), mode="edge"),

@@ -137,7 +137,7 @@ class BoundPixels(BoundField):
         self.spec = spec
         self._counters = context.counters
         self.selected = context.catalog.select(spec.series or DEFAULT_SERIES, context.populations)
-        self.selected.check(name, spec.series, pads=spec.missing == "pad")
+        self.selected.check(name, spec.series, pads=spec.missing == "pad", default=DEFAULT_SERIES)
         self._check_small(context)
         self._populations = context.populations
         self._num_samples = context.num_samples

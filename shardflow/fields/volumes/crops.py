@@ -195,20 +195,20 @@ class Findings:
     """
 
     def __init__(self, name: str, context: FieldContext) -> None:
-        self._views: list[EntityTable] = []
-        for dataset in context.samples.datasets:
-            if not isinstance(dataset.samples, EntityTable):
-                raise ConfigError(
-                    f"center='finding' of the field {name!r} is around a finding of a report, and samples "
-                    "are no findings; write unit='entity' for the loader, or center='foreground' for regions "
-                    "around annotations."
-                )
-            self._views.append(dataset.samples)
+        tables = [dataset.samples for dataset in context.samples.datasets]
+        self._views = [table if isinstance(table, EntityTable) else None for table in tables]
+        if not any(self._views):
+            raise ConfigError(
+                f"center='finding' of the field {name!r} is around a finding of a report, and samples "
+                "are no findings; write unit='entity' for the loader, or center='foreground' for regions "
+                "around annotations."
+            )
         try:
             self._voxels: VoxelTables | None = VoxelTables(context)
         except ConfigError:
             _LOGGER.info(
-                "field %r: no voxel table says where in its slices a finding is: regions are in the middle",
+                "field %r: regions are in the middle of the slices that show findings, as a dataset has no "
+                "voxel table (`shardflow attach DATASET --voxels`)",
                 name,
             )
             self._voxels = None
@@ -236,9 +236,10 @@ class Findings:
     def _marked(self, component: int, row: int, study: int, series: int) -> NDArray[np.int64]:
         """Return the sampled voxels of regions with the label of a finding, in the slices that show it."""
         nothing = np.zeros((0, 3), np.int64)
-        if self._voxels is None:
+        view = self._views[component]
+        if self._voxels is None or view is None:
             return nothing
-        view, table = self._views[component], self._voxels.tables[component]
+        table = self._voxels.tables[component]
         label = int(view.gather("label", row))
         names = {view.labels[label]} if view.label_names is None else view.label_names[label]
         names = names | {view.labels[label]}

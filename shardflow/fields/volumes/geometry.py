@@ -34,8 +34,6 @@ _MAX_TILT: Final = math.sin(math.radians(0.5))
 """Axes that are closer to perpendicular count as such; packing flags `gantry_tilt` by the same angle."""
 _CLOSE: Final = 0.01
 """Voxels by which two grids may differ and still be the same."""
-_CLOSE_COUNT: Final = 1e-6
-"""Part of a voxel that may be missing from a whole number of them, by rounding."""
 Placement: TypeAlias = Literal["centered", "monai", "torch"]
 _IDENTITY: Final[Matrix] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
@@ -320,11 +318,11 @@ def spaced(grid: Grid, affine: Affine, spacing_mm: Vector, placement: Placement 
     if is_perpendicular(own.columns):
         ratios = [spacing_mm[k] / lengths[k] for k in _AXES]
         if placement == "torch":
-            counts = [max(1, int(grid.shape[k] / ratios[k] + _CLOSE_COUNT)) for k in _AXES]
+            counts = [max(1, int(grid.shape[k] * (lengths[k] / spacing_mm[k]))) for k in _AXES]
             return stretched(grid, (counts[0], counts[1], counts[2]))
         counts = [max(1, round(grid.shape[k] / ratios[k])) for k in _AXES]
         if placement == "monai":
-            counts = [round((grid.shape[k] - 1) / ratios[k]) + 1 for k in _AXES]
+            counts = [round((grid.shape[k] - 1) / ratios[k] + 1) for k in _AXES]  # half to even, as NumPy
         first = (0.0, 0.0, 0.0)
         if placement == "centered":
             first = _vector((grid.shape[k] - 1) / 2 - (counts[k] - 1) / 2 * ratios[k] for k in _AXES)

@@ -2,14 +2,16 @@
 
 Nothing is lost: slices that become bricks and slices again have equal bytes where the codec is the same, and
 equal values always. Masks of regions follow their series. All other members stay as they are, but for the
-``codec`` of such a series in ``study.json`` and the places of masks in ``annotations.json``. Memory is that
-of one layer of bricks, of a spool of 64 MiB, of 16 MiB of other members and of the encoded masks of a sample.
+``codec`` of such a series in ``study.json``, which also gets what only the headers of slices said, and the
+places of masks in ``annotations.json``. Memory is that of one layer of bricks, of a spool of 64 MiB, of 16
+MiB of other members and of the encoded masks of a sample.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -190,7 +192,12 @@ class SampleMembers:
                 return None
             if all(one.keys() >= _STATED for one in study["series"]):
                 return study
-            return completed_study(study, fields, read) if is_sliced else None
+            if not is_sliced:
+                return None
+            whole = None
+            with suppress(LookupError):  # fewer series are described than stored
+                whole = completed_study(study, fields, read)
+            return whole if whole and len(whole["series"]) == len(study["series"]) else None
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             raise self._error(
                 row, path, STUDY_FIELD, "a study must describe its series, got another"

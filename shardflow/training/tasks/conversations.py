@@ -151,9 +151,12 @@ class ConversationTask(ArrayTask):
         """Return a micro-batch of the largest shapes, whose floats have no values; a budget as one sample."""
         batch, of_slot = self._run.batch, self._field.num_sequences
         num_slots, length = batch.micro_batch_size or 1, self._field.max_tokens
+        num_images = self._field.max_images
         if batch.max_tokens is not None:
-            length = batch.max_tokens // of_slot
-        one = Renderer.load(self._field.processor).largest(length, self._field.max_images)
+            # A conversation longer than the budget is a micro-batch of its own.
+            length = max(batch.max_tokens // of_slot, length)
+            num_images = None if num_images is None else num_images * batch.max_samples
+        one = Renderer.load(self._field.processor).largest(length, num_images)
 
         def rows(array: NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).repeat(num_slots * of_slot, *[1] * (array.ndim - 1))
