@@ -39,6 +39,15 @@ _REASONS: Final[dict[Failure, Reason]] = {
     "timeout": Reason.WORKER_TIMEOUT,
 }
 _CONVERSION: Final = "/convert"
+_SETTINGS_ERRORS: Final = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+}
+"""Errors of creating a folder that its path causes, not the disk or the network."""
 _CRASH_LOGS: Final = "resource_outcomes*.jsonl"
 _MAX_TASKS: Final = 100_000
 _WORK: Final = ".work"
@@ -267,7 +276,7 @@ def locked_workspace(
             if writes_output:
                 output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # the disk's fault, not the setting's
+            if error.errno not in _SETTINGS_ERRORS:
                 raise
             raise ConfigError(
                 f"output and private_dir must be folders that this job can create, got: {os_reason(error)}; "
