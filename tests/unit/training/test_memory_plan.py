@@ -174,8 +174,9 @@ def test_models_of_conversations_hold_what_is_planned(family: str, task: str, tm
     counter = _SavedBytes(model, item_bytes=4)
     with counter.counting([]):
         loss = inputs.loss(inputs.forward(model))
-    # Masks, rows of ids and places are not the same on a device.
-    assert plan.activations_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
+    # Masks, rows of ids and places differ on a device; Gemma 3 has two masks of all pairs of tokens.
+    masks_bytes = 2 * 4 * 2 * 300**2 if family == "gemma3" else 0
+    assert plan.activations_bytes == pytest.approx(counter.peak_bytes - masks_bytes, rel=0.01)
     torch.autograd.backward(loss)
     held = [one for each in (model, *made.references) for one in [*each.parameters(), *each.buffers()]]
     assert plan.weights_bytes == sum(one.nbytes for one in held)
