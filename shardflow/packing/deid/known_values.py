@@ -260,7 +260,7 @@ def _is_code_of_letters(value: str) -> bool:
     """Return whether an identifier without a digit is no word: *QXRTLM*, but not *CHEST* or *CT-CHEST*."""
     words = re.findall(r"[^\W_]+", value)
     known = lexicon()
-    return " " not in value and not all(known.may_pass(fold(word)) for word in words)
+    return " " not in value and not all(known.may_pass(word) for word in words)
 
 
 def _phone_expression(value: str) -> _Expression:

@@ -17,38 +17,33 @@ from typing import Final, NamedTuple
 # Without -er and -y, which would turn Mayer and Hilly into words.
 _SUFFIXES: Final = ("'s", "s", "es", "ed", "d", "ing", "ly", "ally", "ness", "ment")
 _AFFIXED: Final = re.compile(
-    r"(?:hyper|hypo|peri|post|pre|sub|supra|infra|inter|intra|retro|para|micro|macro|non|un|re|multi|neuro"
-    r"|cardio|broncho|pneumo|hepato|spleno|nephro|osteo|chondro|angio|cholecysto|dextro|levo|mid|trans|tracheo"
-    r"|thoraco|cranio|costo|sterno|hemi|hemo|endo|immuno|vaso)[a-z]{4,}"
-    r"|[a-z]{3,}(?:itis|ectomy|ectasis|ectasia|osis|oses|oma|omas|omata|pathy|pathic|graphy|graphic|gram|grams"
-    r"|plasty|scopy|stomy|otomy|emia|uria|megaly|lithiasis|algia|plegia|ation|ations|ational|ography"
-    r"|ology|ologic|ological|ologically|metry|metric|genic|genous|lytic|trophy|trophic|plasia|plastic|stasis|penia"
-    r"|phasia|phagia|pnea|rrhea|rrhage|rrhagic|rrhythmia|paresis|sclerosis|cele|oidal|iform|ivity|icity|acity|uosity"
-    r"|tension|tention|gestion|fusion|ular|lucent|lucency|linear|like|scope|scopic|tomies|stomies|ostomies|tripsy)"
+    r"(?:hyper|supra|intra|neuro|cardio|broncho|pneumo|hepato|spleno|nephro|osteo|chondro|cholecysto|tracheo"
+    r"|thoraco|cranio|costo|sterno|immuno)[a-z]{4,}"
+    r"|[a-z]{3,}(?:(?<!a)itis|itides|ectomy|ectomies|ectasis|ectasia|osis|oses|oma|omas|omata|pathy|pathies|pathic"
+    r"|graphy|graphic|gram|grams|plasty|scopy|stomy|otomy|emia|uria|megaly|lithiasis|algia|plegia|ation|ations"
+    r"|ational|ology|ologic|ological|ologically|metry|metric|genic|genous|lytic|trophy|trophic|plasia|plastic"
+    r"|stasis|penia|phasia|phagia|pnea|rrhea|rrhage|rrhagic|rrhythmia|paresis|sclerosis|stenosis|oidal|iform"
+    r"|ivity|icity|acity|uosity|tension|tention|gestion|fusion|ular|lucent|lucency|linear|like|scopic|tomies"
+    r"|stomies|ostomies|tripsy|pulmonary|vascular|cardial|cranial)"
 )
 """Forms of medical words, which no list covers completely; applied only to words in lower case."""
-_TERM: Final = re.compile(
-    r"[a-z]{4,}(?:itis|itides|ectomy|ectomies|ectasis|ectasia|pathy|pathies|graphy|graphic|plasty|scopy|scopic"
-    r"|ostomy|otomy|megaly|lithiasis|plegia|sclerosis|stenosis|trophy|trophic|plasia|penia|phasia|pnea|rrhea"
-    r"|rrhage|rrhythmia|paresis|ological|pulmonary|muscular|vascular|cardial|cranial)"
-    r"|(?=[a-z]{9})[a-z]*(?:osis|ation|ations|ology|ological|ical|icity)"
-    # German nouns and adjectives; no frequent surname of at least eight letters ends so.
-    r"|(?=[a-z]{8})[a-z]*(?:heit|keit|schaft|itat|itaten|ismus|ektomie|tomie|grafie|graphie|skopie|pathie|metrie|logie"
-    r"|plastik|stenose|stenosen|sklerose|ektasie|ektasien|plasie|plasien|aemie|urie|algie|titis|isches?|ischen"
-    r"|formige?|formigen?|formiger|formiges|bedingte?|bedingten|bedingter|igen|iges|lichen|liches)"
-    r"|(?=[a-z]{9})[a-z]*(?<!hart)(?<!horn)(?:ung|ungen|tion|tionen|sion|sionen|ienz|ienzen|fizit|fekt|fekte)"
-    # Spanish and French.
-    r"|(?=[a-z]{8})[a-z]*(?:ectomia|ectomie|otomia|otomie|grafia|scopia|scopie|patia|plastia|megalia|megalie"
-    r"|amente|emente|miento|mientos|ibles?|stenosis|esclerosis|ectasia|ectasias|ectasies)"
-)
-"""Forms that only terms have, however they are capitalized: no frequent name of that length ends so."""
 _PREFIXED: Final = re.compile(
-    r"(?:non|mid|pre|post|hypo|hyper|sub|micro|multi|inter|intra|trans|under|re)([a-z]{6,})"
-    r"|([a-z]{4,})like|([a-z]{3,})iness"
+    r"(?:hypo|peri|post|pre|sub|infra|inter|retro|para|micro|macro|non|un|re|multi|dextro|levo|mid|trans|hemi|hemo"
+    r"|endo|vaso|angio|under)([a-z]{5,})|([a-z]{4,})like|([a-z]{3,})iness"
 )
+"""Prefixes and endings of a known word. Names have the prefixes too (*Middleton*, *Reynolds*)."""
 _NAMES_LIKE_TERMS: Final = frozenset(
     """
-    annunciation anunciacion ascension assumption carnation clemente consolacion incarnation vehemente
+    annunciation anunciacion ascension assumption carnation clemente coloma consolacion eufemia euphemia
+    incarnation ingram noemia paloma sonoma theodosis vehemente
+    """.split()  # noqa: SIM905
+)
+
+
+_NAMES_LIKE_ABBREVIATIONS: Final = frozenset(
+    """
+    aca aki alif alp ami asa cea cop dah dai dea ed eva fe hap ica ige ira la lad las li ma mas men mos pi ris
+    sal ti tru us vih yr za
     """.split()  # noqa: SIM905
 )
 
@@ -66,7 +61,7 @@ class Lexicon(NamedTuple):
     """Spanish and French."""
     acronyms: frozenset[str]
     everyday: frozenset[str]
-    """English words that are names too; only in lower case they are none."""
+    """Words that are names too; only in lower case they are none."""
 
     def is_common(self, word: str) -> bool:
         """Return whether a folded word, with or without an ending, is a common one.
@@ -81,21 +76,33 @@ class Lexicon(NamedTuple):
         """Return whether a folded word is a common one or an eponym."""
         return self.is_common(word) or word.removesuffix("'s") in self.eponyms
 
-    def may_pass(self, word: str) -> bool:
-        """Return whether the strict mode keeps a folded word, however it is capitalized.
+    def may_pass(self, written: str) -> bool:
+        """Return whether the strict mode keeps a word as it is written.
+
+        Everyday words that are names too pass in lower case only, abbreviations in capitals, and in lower
+        case unless somebody has that name.
 
         Example:
-            >>> lexicon().may_pass("hospitalized"), lexicon().may_pass("okafor")
-            (True, False)
+            >>> lexicon().may_pass("Hospitalized"), lexicon().may_pass("Okafor"), lexicon().may_pass("Aki")
+            (True, False, False)
         """
+        word = fold(written)
         return (
             self.is_known(word)
             or word in self.english
-            or word in self.acronyms
+            or (word in self.everyday and written.islower())
+            or self.is_acronym(written)
             or self._is_romance(word)
             or self._is_german(word)
-            or (_TERM.fullmatch(word) is not None and word not in _NAMES_LIKE_TERMS)
             or self._is_prefixed(word)
+        )
+
+    def is_acronym(self, written: str) -> bool:
+        """Return whether a word is an abbreviation, and written as one."""
+        if fold(written) not in self.acronyms:
+            return False
+        return sum(map(str.isupper, written)) > 1 or (
+            written.islower() and written not in _NAMES_LIKE_ABBREVIATIONS
         )
 
     def is_name_too(self, word: str) -> bool:
@@ -116,19 +123,16 @@ class Lexicon(NamedTuple):
         return any(stem in self.german or _is_compound(stem, self.german) for stem in stems if len(stem) > 3)
 
     def is_medical(self, word: str) -> bool:
-        """Return whether a word in lower case has the form of a medical one, or is made of English words.
+        """Return whether a word in lower case has the form of a medical one, or comes from an English word.
 
         Example:
-            >>> lexicon().is_medical("costophrenitis"), lexicon().is_medical("nightsweats")
-            (True, True)
+            >>> lexicon().is_medical("costophrenitis"), lexicon().is_medical("middleton")
+            (True, False)
         """
-        if _AFFIXED.fullmatch(word) is not None:
-            return True
-        if any(len(stem) > 3 and (self.is_common(stem) or stem in self.english) for stem in _roots(word)):
-            return True
-        return any(
-            all(self.is_common(part) and not self.is_name_too(part) for part in (word[:end], word[end:]))
-            for end in range(_MIN_PART, len(word) - _MIN_PART + 1)
+        if word in _NAMES_LIKE_TERMS:
+            return False
+        return _AFFIXED.fullmatch(word) is not None or any(
+            len(stem) > 3 and (self.is_common(stem) or stem in self.english) for stem in _roots(word)
         )
 
     def _is_prefixed(self, word: str) -> bool:
@@ -199,8 +203,7 @@ def _stems(word: str) -> list[str]:
 
 _DERIVED: Final = tuple(
     """
-    ability able ably al ally ance ancy ated ating ence ency ful ible ical ion ions ity ive ively ization ize
-    ized izing less ness ously wards wise
+    ability ably ally ancy ated ating ency ible ical ity ive ively ization ize ized izing ness ously
     """.split()  # noqa: SIM905
 )
 
@@ -276,14 +279,23 @@ def _romance_forms(word: str) -> list[str]:
     forms = [
         word.removesuffix(end)
         for end in ("s", "es", "e", "x", "le", "ne", "les", "nes")
-        if word.endswith(end)
+        if word.endswith(end) and (end[0] not in "ln" or len(word) >= len(end) + 4)
     ]
     for end, bases in _GENDERS:
         if word.endswith(end):
             forms += [word.removesuffix(end) + base for base in bases]
-    return [form for form in forms if len(form) >= 3]
+    return [form for form in forms if len(form) >= 3 and form not in _UNINFLECTED]
 
 
+_UNINFLECTED: Final = frozenset(
+    """
+    alors ante aucun aunque aussi aux avec bien cada car ces cet chez como con contra contre cual dans del
+    des desde deux donc elle ella entre est hasta hay ici ils las les leur lors los lui mais mas met muy
+    non nos otro otra par pas pero peu peut plus por pour pres puis que qui quoi sans sauf segun selon ser
+    sin sobre son sont sous sur tan tant tout tras tres una une unos vers
+    """.split()  # noqa: SIM905
+)
+"""Words of Spanish and French that take no endings."""
 _GENDERS: Final = (
     ("a", ("o",)),
     ("as", ("o", "a")),

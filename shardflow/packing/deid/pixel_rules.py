@@ -28,7 +28,7 @@ TEXT: Final = "text"
 """Name of the rule that finds text in pixels (`pixel_text`)."""
 DECLARED: Final = "declared"
 """Name of the rule for files that declare text: it may be blanked, but it must be found."""
-_CONDITIONS: Final = frozenset({"when", "words", "unless", "unless_words"})
+_CONDITIONS: Final = frozenset({"when", "words", "unless", "unless_words", "without_words"})
 _TABLES: Final = {
     "accept": (frozenset({"name", "rules"}), _CONDITIONS),
     "burned_in": (frozenset({"name", "verdict"}), _CONDITIONS),
@@ -67,11 +67,21 @@ class _Condition:
     is_words: bool
     """Whether the pattern is searched for among the words of a value, instead of matching it as a whole."""
 
-    def matches(self, values: Values) -> bool:
-        texts = (str(value).strip() for keyword in self.keywords for value in values.get(keyword, ()))
-        if self.is_words:
-            return any(self.pattern.search(f" {split_words(text)} ") for text in texts)
-        return any(self.pattern.fullmatch(text) for text in texts)
+    def matches(self, values: Values, without: Sequence[_Condition] = ()) -> bool:
+        for keyword in self.keywords:
+            for value in values.get(keyword, ()):
+                text = str(value).strip()
+                if not self.is_words:
+                    if self.pattern.fullmatch(text):
+                        return True
+                    continue
+                text = f" {split_words(text)} "
+                for other in without:
+                    if keyword in other.keywords:
+                        text = other.pattern.sub(" |", text)
+                if self.pattern.search(text):
+                    return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +90,12 @@ class _Rule:
     verdict: str
     when: tuple[_Condition, ...]
     unless: tuple[_Condition, ...]
+    without: tuple[_Condition, ...]
+    """Phrases that are taken out before words are searched for."""
 
     def matches(self, values: Values) -> bool:
-        return _all_match(self.when, values) and not (self.unless and _all_match(self.unless, values))
+        matches = all(condition.matches(values, self.without) for condition in self.when)
+        return matches and not (self.unless and all(condition.matches(values) for condition in self.unless))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +252,7 @@ def _rule(entry: Mapping[str, Any], verdict: str) -> _Rule:
     if not when:
         raise _problem(entry["name"], "a condition")
     unless = (*_conditions(entry, "unless"), *_conditions(entry, "unless_words"))
-    return _Rule(entry["name"], verdict, when, unless)
+    return _Rule(entry["name"], verdict, when, unless, _conditions(entry, "without_words"))
 
 
 def _conditions(entry: Mapping[str, Any], key: str) -> tuple[_Condition, ...]:
@@ -286,10 +299,6 @@ def _is_box(box: object) -> bool:
         return False
     top, left, bottom, right = (int(edge) for edge in box)
     return 0 <= top < bottom and 0 <= left < right
-
-
-def _all_match(conditions: Sequence[_Condition], values: Values) -> bool:
-    return all(condition.matches(values) for condition in conditions)
 
 
 def _problem(name: str, expected: str) -> ConfigError:

@@ -43,7 +43,7 @@ _AGENT: Final = re.compile(
     re.IGNORECASE,
 )
 _KIN: Final = re.compile(
-    r"(?:\b(?:[Hh]r|[Ff]r|[Pp]at)\.|\b(?:[Ll]a\s+hija|[Ee]l\s+hijo|[Ss]u\s+(?:esposa|marido|hij[oa])|[Dd](?:er|ie)\s+(?:Sohn|Tochter|Ehefrau|Ehemann|Mutter|Vater)"
+    r"(?:\b(?:[Hh]r|(?<!\d[ \t-])[Ff]r|[Pp]at)\.|\b(?:[Ll]a\s+hija|[Ee]l\s+hijo|[Ss]u\s+(?:esposa|marido|hij[oa])|[Dd](?:er|ie)\s+(?:Sohn|Tochter|Ehefrau|Ehemann|Mutter|Vater)"
     r"|[Ss]on\s+(?:\xe9pouse|mari|fils|fr\xe8re)|[Ss]a\s+(?:fille|m\xe8re|s\u0153ur)|[Ll]a\s+fille|[Ll]e\s+(?:fils|mari)|[Ll]'\xe9pouse)),?\s+"
     rf"(?P<name>{_PEOPLE})"
 )
@@ -149,9 +149,9 @@ def _trimmed(name: str, start: int, *, is_certain: bool) -> Iterator[Span]:
     words = list(re.finditer(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}-][^\W\d_]+)*", name))
     known = lexicon()
     if not is_certain:
-        while words and known.may_pass(fold(words[0][0])) and not known.is_name_too(fold(words[0][0])):
+        while words and known.may_pass(words[0][0]) and not known.is_name_too(fold(words[0][0])):
             del words[0]
-        while words and known.may_pass(fold(words[-1][0])) and not known.is_name_too(fold(words[-1][0])):
+        while words and known.may_pass(words[-1][0]) and not known.is_name_too(fold(words[-1][0])):
             del words[-1]
     if words:
         yield Span(start=start + words[0].start(), end=start + words[-1].end(), category=Category.NAME)

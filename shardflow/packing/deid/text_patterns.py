@@ -97,7 +97,7 @@ _PHONE: Final = re.compile(
 )
 _SSN: Final = re.compile(
     r"(?<![\w-])\d{3}[- ]\d{2}[- ]\d{4}(?![\w-])"
-    r"|\b(?i:ssn|social\s+security)(?i:\s+(?:number|no|last|four|ending|in|is|of|digits))*\W{1,3}(?P<last>\d{4})\b"
+    r"|\b(?i:ssn|social\s+security)(?i:\s+(?:number|no|last|four|end|ends|ending|in|is|of|with|digits))*\W{1,3}(?P<last>\d{4})\b"
 )
 _LABELLED: Final = re.compile(
     r"\b(?:mrn|medical\s+record|med(?:ical)?\s+rec|accession|acc|patient\s+(?:id|identifier|number|no)"

@@ -29,7 +29,7 @@ _SIGNED: Final = re.compile(
     r"finali[sz]ed|authenticated|prepared|edited|performed|ordered|requested|referred"
     r"|attested)(?:\s+(?:and|&|/)\s*\w+)?(?:\s+electronically)?"
     r"(?:\s+by|\s*:)[ \t]*:?[ \t]*(?P<name>\S[^\n]{0,120})"
-    r"|^[ \t]*(?:patient(?:'s)?(?:\s+name)?|name|re|attn|attention|requesting|ordering|dictating|"
+    r"|^[ \t]*(?:(?P<loose>re|attn|attention|requesting|ordering)|patient(?:'s)?(?:\s+name)?|name|dictating|"
     r"reporting(?:\s+(?:physician|radiologist))?|"
     r"attending(?:\s+(?:physician|radiologist))?|resident|fellow|radiologist|technologist|sonographer|"
     r"(?:referring|ordering|requesting|primary\s+care)\s+(?:physician|provider|doctor|clinician|md)|"
@@ -55,7 +55,7 @@ _I_NAME: Final = re.compile(rf"\bI,\s+(?P<name>{_PEOPLE}(?:,\s+(?:M\.?D\.?|D\.?O
 _NAMED: Final = re.compile(
     rf"(?:\b(?:named?|patient|Patient|husband|wife|son|daughter|mother|father|brother|sister|partner|sibling|colleague"
     rf"|caregiver|guardian|neighbor|[Tt]hank\s+you|[Tt]hanks|[Dd]ear|[Rr]egards|[Ss]incerely|[Rr]esident|[Ff]ellow"
-    rf"|[Aa]ttn:?|/es/)|-in-law),?\s+(?P<name>{_PEOPLE})"
+    rf"|[Aa]ttn:?)|/es/|-in-law),?\s+(?P<name>{_PEOPLE})"
     rf"|\b(?P<trainee>{_PEOPLE}),?\s+\(?PGY-?\s?\d"
 )
 _LEAD: Final = re.compile(
@@ -80,7 +80,7 @@ def find_people(text: str) -> Iterator[Span]:
         yield from _trimmed(match["name"], match.start("name"), keep_one=True)
     for match in _SIGNED.finditer(text):
         group = "name" if match["name"] is not None else "other"
-        if not _is_prose(match[group]):
+        if not _is_prose(match[group]) and (match["loose"] is None or _has_name(match[group])):
             cut = _AFTER_NAME.search(match[group])
             written = match[group] if cut is None else match[group][: cut.start()]
             end = match.start(group) + len(written.rstrip(" \t.,\r"))
@@ -116,6 +116,16 @@ def _trimmed(name: str, start: int, *, keep_one: bool) -> Iterator[Span]:
 def _is_given_name(word: str) -> bool:
     """Return whether a word, written with a capital, is a name too: *Grace*, *White*."""
     return word.istitle() and fold(word) in lexicon().names
+
+
+def _has_name(line: str) -> bool:
+    """Return whether a capitalized word is no known one, or a name too."""
+    known = lexicon()
+    return any(
+        not known.may_pass(word) or known.is_name_too(fold(word))
+        for word in re.findall(r"[^\W\d_]{2,}", line)
+        if word[0].isupper()
+    )
 
 
 def _is_prose(line: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
-from shardflow.packing.deid.text_patterns import UPPER, Category, Span
+from shardflow.packing.deid.text_patterns import Category, Span
 
 _WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
 _YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
@@ -43,8 +43,6 @@ _START: Final = re.compile(
 )
 _ELISION: Final = re.compile(r"(?:[dljnsmtc]|qu)['\N{RIGHT SINGLE QUOTATION MARK}]", re.IGNORECASE)
 _APOSTROPHE: Final = re.compile(r"['\N{RIGHT SINGLE QUOTATION MARK}]")
-_INFLECTED: Final = ("e", "er", "es", "en", "em")
-_NOUN: Final = re.compile(rf"[ ]([{UPPER}][^\W\d_]{{3,}})\b(?!-)")
 _BETWEEN: Final = re.compile(r"[ \t]|-|,[ \t]|[ \t][A-Z]\.?[ \t]")
 _TITLES: Final = frozenset(
     """
@@ -120,24 +118,14 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if len(word) == 1 or set(word) == {"x"}:
         return False  # XXXX: somebody removed a name before
     if written.islower():
-        return not (
-            language != "en" or word in known.everyday or known.may_pass(word) or known.is_medical(word)
-        )
+        return not (language != "en" or known.may_pass(written) or known.is_medical(word))
     if word in known.eponyms and word in known.names and not _is_eponym_here(text, start, end, known):
         return True
     is_title = written[0].isupper() and not written.isupper()
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
-        is_term = word in known.eponyms or word in known.acronyms or word in _TITLES
+        is_term = word in known.eponyms or known.is_acronym(written) or word in _TITLES
         return not (is_term or text[end : end + 2].strip()[:1] == ":")
-    if language == "de" and is_title and word.endswith(_INFLECTED) and _is_before_noun(text, end, known):
-        return not _START.search(text, max(0, start - 12), start) and not known.may_pass(word)
-    return not known.may_pass(word)
-
-
-def _is_before_noun(text: str, end: int, known: Lexicon) -> bool:
-    """Return whether a German noun that is no name follows: *Kleiner Erguss*, but not *Kleiner, Anna*."""
-    match = _NOUN.match(text, end)
-    return match is not None and known.may_pass(fold(match[1])) and not known.is_name_too(fold(match[1]))
+    return not known.may_pass(written)
 
 
 def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:

@@ -95,6 +95,12 @@ def test_a_parametric_map_is_no_photograph() -> None:
         ({"SeriesDescription": ("T1 MPRAGE",)}, True),
         ({"RecognizableVisualFeatures": ("YES",)}, True),
         ({"StudyDescription": ("MR HEAD",), "Modality": ("OT",)}, True),
+        ({"StudyDescription": ("PET-CT Kopf-Oberschenkel",), "BodyPartExamined": ("HEAD",)}, True),
+        ({"StudyDescription": ("TC craneo, cara anterior",), "BodyPartExamined": ("HEAD",)}, True),
+        ({"StudyDescription": ("cabeza femoral",), "BodyPartExamined": ("HEAD",)}, True),
+        ({"StudyDescription": ("TC CABEZA",), "SeriesDescription": ("CARA LATERAL IZQ",)}, True),
+        ({"StudyDescription": ("CT face",), "SeriesDescription": ("articular face view",)}, True),
+        ({"StudyDescription": ("CT hip",), "SeriesDescription": ("articular face view",)}, False),
     ],
 )
 def test_what_is_a_head(changes: dict[str, tuple[str, ...]], is_head: bool) -> None:
@@ -160,6 +166,22 @@ def test_accepting_what_is_no_rule_is_refused() -> None:
         "\u0926\u093f\u092e\u093e\u0917",
         "CT \u0e2b\u0e31\u0e27",
         "\u041c\u0420\u0422 \u0433\u043e\u043b\u043e\u0432\u043d\u043e\u0433\u043e",
+        "PET-CT Kopf-Oberschenkel",
+        "PET/CT Hals - Oberschenkel",
+        "CT Hals/Oberschenkel Angio",
+        "TC CABEZA, CARA LATERAL IZQ",
+        "CT face, articular face view",
+        "femoral head and brain",
+        "cara anterior",
+        "\u0631\u0627\u0633",
+        "\u0631\u0623\u0633",
+        "\u062f\u0645\u0627\u063a",
+        "\u0627\u0644\u062f\u0645\u0627\u063a",
+        "CT huvudet",
+        "hodet",
+        "hovedet",
+        "\u0938\u093f\u0930",
+        "CT mozku",
     ],
 )
 def test_a_head_is_known_by_words_in_several_languages(text: str) -> None:
@@ -182,8 +204,11 @@ def test_a_head_is_known_by_words_in_several_languages(text: str) -> None:
         "t\xeate f\xe9morale",
         "cabeza del f\xe9mur",
         "Hals des Femur",
+        "Kopf des Oberschenkels",
+        "Oberschenkelkopf",
+        "H\xfcftkopf",
         "caput femoris",
-        "cara anterior rodilla",
+        "\u0e2b\u0e31\u0e27\u0e43\u0e08",
         "cou-de-pied",
     ],
 )
@@ -214,6 +239,18 @@ def test_pages_are_known_however_they_are_written(text: str) -> None:
     values = {"Modality": ("CT",), "SeriesDescription": (text,)}
     assert RULES.judge(values, accept=(), trusts_no=True).held_back == ("report_page",)
     assert RULES.judge(values, accept=["report_page"], trusts_no=True).held_back == ()
+
+
+def test_a_dose_in_the_name_of_a_protocol_is_no_page() -> None:
+    values = {"Modality": ("CT",), "SeriesDescription": ("Low Radiation Dose Chest",)}
+    assert not RULES.judge(values, accept=(), trusts_no=False).held_back
+
+
+def test_a_secondary_capture_is_suspect_by_its_description_as_by_its_class() -> None:
+    values = {"Modality": ("CT",), "SeriesDescription": ("Secondary Capture",), "BurnedInAnnotation": ("NO",)}
+    assert RULES.judge(values, accept=(), trusts_no=False).held_back == ("called_secondary_capture",)
+    assert not RULES.judge(values, accept=(), trusts_no=True).held_back
+    assert not RULES.judge(values, accept=(), trusts_no=False, blanks_text=True).held_back
 
 
 def test_a_rule_is_accepted_for_a_device() -> None:

@@ -121,6 +121,14 @@ def test_families_of_a_trial_in_the_strict_mode(text: str, expected: str) -> Non
         ("Call 5-1234 with questions.", "Call [PHONE] with questions."),
         ("Member 99120-33 of the plan.", "Member [ID] of the plan."),
         ("RE: nodule in the right lung", "RE: nodule in the right lung"),
+        ("Attention: right chest tube in the fissure", "Attention: right chest tube in the fissure"),
+        ("Requesting: MRCP", "Requesting: MRCP"),
+        ("Attention: Okafor", "Attention: [NAME]"),
+        ("Requesting: Rose White", "Requesting: [NAME]"),
+        ("14 Fr. Malecot drain; 14-Fr. Malecot", "14 Fr. Malecot drain; 14-Fr. Malecot"),
+        ("Fr. Wechselberger kommt.", "Fr. [NAME] kommt."),
+        ("SSN ends in 1234", "SSN ends in [ID]"),
+        ("Final report. /es/ Thandi Okafor", "Final report. /es/ [NAME]"),
     ],
 )
 def test_families_of_a_second_trial(text: str, expected: str) -> None:
