@@ -213,9 +213,13 @@ def _read_header(
             return _Header(start, match.end(), "other", concept.name)
     if name.isupper():
         is_examination = any(_modality(lexicon.language).search(name) for lexicon in lexicons)
-        is_answered = not is_examination and any(
-            _is_finding(name, lexicon) and _is_answer(match.string, match.end("name"), lexicon)
-            for lexicon in lexicons
+        is_answered = (
+            match["mark"] == ":"
+            and not is_examination
+            and any(
+                _is_finding(name, lexicon) and _is_answer(match.string, match.end("name"), lexicon)
+                for lexicon in lexicons
+            )
         )
         return _Header(
             start, match.end(), "examination" if is_examination else "other", is_answered=is_answered
@@ -238,8 +242,11 @@ def _anatomy(name: str, lexicon: Lexicon) -> Concept | None:
 
 
 def _is_finding(name: str, lexicon: Lexicon) -> bool:
-    """Return whether a name ends with that of a finding."""
-    words = fold_words(name, lexicon.language)
+    """Return whether a name ends with that of a finding, and asks for none: "HISTORY OF STROKE"."""
+    tokens = tokenize(name, lexicon.language)
+    if any(one.value.effect in ("historical", "hypothetical") for one in find_cues(tokens, lexicon.language)):
+        return False
+    words = tokens.words
     phrases = (" ".join(words[first:]) for first in range(len(words)))
     return any(
         phrase in lexicon.phrases and lexicon.phrases[phrase].kind in ("disease", "finding")
@@ -278,6 +285,11 @@ def _is_answer(text: str, colon: int, lexicon: Lexicon) -> bool:
         if concept is not None and concept.kind == "anatomy":
             said.update(range(first, behind))
     beside = of.placing | of.determiner | of.adding | of.degree
+    if any(
+        one.first <= 1 and one.value.effect == "absent" and one.value.direction != "forward" for one in cues
+    ):
+        # "None seen on this study".
+        beside |= of.verb | of.plain
     # The first token is the colon.
     return not said.isdisjoint(range(1, last)) and all(
         number in said or words[number] in _SIGNS or words[number] in beside for number in range(1, last)
