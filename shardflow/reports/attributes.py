@@ -97,11 +97,15 @@ class Clause:
         self.has_severity = not self.of.severity.isdisjoint(words)
 
     def _is_letter_of_side(self, number: int) -> bool:
-        """Whether a letter is a side: not in "3 L", "L 4" or "r/o"."""
-        words = self.tokens.words
+        """Whether a letter is a side: not in "3 L", "L 4", "r/o" or "Dr. L Smith"."""
+        words, first = self.tokens.words, self.sentence[0]
         before, after = words[max(0, number - 1) : number], words[number + 1 : number + 2]
-        return not any(word[0].isdigit() or word == "/" for word in before) and not any(
-            word.isdigit() or word == "/" for word in after
+        titles = words[max(first, number - 2) : number] if before == ["."] else before
+        return (
+            self.of.title.isdisjoint(titles)
+            and not any(cue.first <= number < cue.last for cue in self.cues)
+            and not any(word[0].isdigit() or word == "/" for word in before)
+            and not any(word.isdigit() or word == "/" for word in after)
         )
 
     def window(self, number: int) -> tuple[int, int, int]:
@@ -285,17 +289,48 @@ _CHANGE_REACH = 6
 """Words between a finding and its change."""
 
 
+def _compared(clause: Clause, change: Match[Change]) -> int | None:
+    """Return the end of a comparison of sides: "larger than on the left", "X, worse on the left"."""
+    words, of = clause.tokens.words[: clause.sentence[1]], clause.of
+    if change.value not in ("better", "worse"):
+        return None
+    side = _side_behind(words, change.last, of)
+    is_placed = side is not None and words[change.last] in of.placing
+    behind = change.last if side is None else side + 1
+    if not of.than.isdisjoint(words[behind : behind + 1]):
+        other = _side_behind(words, behind + 1, of) if side is None or is_placed else None
+        return None if other is None else other + 1
+    # "The X is worse on the left" is a change, and so is "X, worse in the left lower lobe".
+    is_apart = words[change.first - 1] in (",", "(") and of.not_attributive.union([")"]).issuperset(
+        words[behind : behind + 1]
+    )
+    return behind if is_placed and is_apart else None
+
+
+def _side_behind(words: Sequence[str], first: int, of: Language) -> int | None:
+    """Return the token of a side behind "the", "on the" or "that on the"."""
+    for number in range(first, min(first + 4, len(words))):
+        word = words[number]
+        if word in of.sides:
+            return number
+        if word in of.verb or word in of.list or not (word in of.determiner or word in of.not_attributive):
+            break
+    return None
+
+
 def change_of(clause: Clause, number: int) -> Change:
     """Return how a finding has changed: what is said right before it or its list, else behind it."""
     if not clause.changes:
         return ""
     words = clause.tokens.words
     _, behind, end = clause.window(number)
+    compared = {change: _compared(clause, change) for change in clause.changes}
+    changes = [change for change in clause.changes if compared[change] is None]
     first = number
     while first and clause.joined[first - 1]:
         first -= 1
     for start in dict.fromkeys((clause.entities[number].first, clause.entities[first].first)):
-        for change in reversed(clause.changes):
+        for change in reversed(changes):
             if change.last <= start and _precedes(clause, change, start):
                 is_inside = all(
                     one.last <= change.first or start <= one.first for one in clause.entities
@@ -304,8 +339,12 @@ def change_of(clause: Clause, number: int) -> Change:
                     return _as_qualified(clause, change)
             if change.last <= start and len(words[change.last : start]) <= _CHANGE_REACH:
                 break
-    for change in clause.changes:
-        if (
+    for change, last in compared.items():
+        if last is not None:
+            if behind <= change.first and words[last : last + 1] == [","]:
+                # "X, right larger than left, is worse".
+                behind = last
+        elif (
             behind <= change.first
             and change.last <= end
             and change.first - behind <= 2 * _CHANGE_REACH
@@ -403,6 +442,18 @@ def sizes_of(clause: Clause) -> dict[int, tuple[float, ...]]:
         if owner is not None and (owner not in found or of.now.search(before)):
             found[owner] = size
     return found
+
+
+def sized(tokens: Tokens, language: str) -> set[int]:
+    """Return the tokens of a text's sizes."""
+    of = _size_patterns(language)
+    found = [match.span() for match in of.size.finditer(tokens.text) if _millimeters(match, of)]
+    return {
+        number
+        for first, last in found
+        for number in range(len(tokens))
+        if first <= tokens.starts[number] and tokens.ends[number] <= last
+    }
 
 
 def _later(match: re.Match[str], of: _SizePatterns) -> re.Match[str]:

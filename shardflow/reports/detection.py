@@ -47,7 +47,7 @@ _LEAST_SHARE: Final = 0.1
 _OF_NAMES: Final = frozenset(("de", "des", "el", "la"))
 """Words of names such as "de Quervain", which make them no English words."""
 _NO_SPEECH: Final = frozenset(
-    ("abbreviation", "abbreviation_of_number", "level_link", "unbroken", "weighting")
+    ("abbreviation", "abbreviation_of_number", "level_link", "title", "unbroken", "weighting")
 )
 """Roles whose words are written alike in many languages."""
 _SHORT: Final = 2

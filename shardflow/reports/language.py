@@ -55,6 +55,8 @@ class Language:
     """Words whose full stop ends no sentence."""
     abbreviation_of_number: Words
     """The same, only before a number."""
+    title: Words
+    """Words before names of persons."""
     goes_on: Words
     """Words that do not end a line that is a sentence."""
     after_ordinal: Words

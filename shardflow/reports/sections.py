@@ -3,7 +3,8 @@
 A header is a name at the beginning of a line, with a colon, or alone on its line. Known names
 (``headers.csv`` of each language) may hold a typing error, have any case and follow a sentence on its line.
 Unknown names in capitals open a section, too; names of anatomy under the findings are its sub-sections. A
-second examination in one report begins where its header follows findings or an impression.
+finding in capitals that its line answers ("PNEUMOTHORAX: None") is no header but the first word of findings.
+A second examination in one report begins where its header follows findings or an impression.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Literal, cast
 
 from rapidfuzz.distance import DamerauLevenshtein
 
-from shardflow.reports.language import load_language, table_rows
+from shardflow.reports.assertion import find_cues
+from shardflow.reports.attributes import sized
+from shardflow.reports.language import Change, load_language, table_rows
 from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
-from shardflow.reports.tokens import fold_words
+from shardflow.reports.tokens import PhraseIndex, fold_words, keep_longest, tokenize
 
 SectionKind = Literal[
     "addendum",
@@ -64,6 +68,8 @@ class _Header:
     end: int
     kind: SectionKind
     part: str = ""
+    is_answered: bool = False
+    """Whether it is the name of a finding, with an answer, and belongs to the body."""
 
 
 _NAME = r"[^\W\d_][^\n:.;?!\u3002\uff0c\uff1a\uff1b\u3011]{0,59}?"
@@ -81,6 +87,9 @@ _INLINE = re.compile(
 )
 _LONGEST_NAME = 6
 """Words of a header."""
+_LONGEST_ANSWER = 16
+"""Tokens of what answers a finding, with the colon."""
+_SIGNS = frozenset(".,;()[]+-/")
 _BODY_KINDS = frozenset(("findings", "findings_impression", "impression"))
 
 
@@ -100,10 +109,11 @@ def split_sections(text: str, *lexicons: Lexicon) -> list[Section]:
             sections.append(Section(kind="preamble", span=(0, end), header=(0, 0)))
     exam, has_body = 0, False
     current: SectionKind = "preamble"
+    headers = list(_without_inner(headers))
     for number, header in enumerate(headers):
         end = headers[number + 1].start if number + 1 < len(headers) else len(text)
         kind = header.kind
-        if header.part and kind == "other":
+        if (header.part or header.is_answered) and kind == "other":
             # An organ belongs to what it stands in; without a section around it, it is a finding.
             kind = current if current in _BODY_KINDS or current == "addendum" else "findings"
         if kind == "examination" and has_body:
@@ -114,12 +124,21 @@ def split_sections(text: str, *lexicons: Lexicon) -> list[Section]:
             Section(
                 kind=kind,
                 span=(header.start, end),
-                header=(header.start, header.end),
+                header=(header.start, header.start if header.is_answered else header.end),
                 exam=exam,
                 part=header.part,
             )
         )
     return list(_with_last_paragraph(text, sections))
+
+
+def _without_inner(headers: Sequence[_Header]) -> Iterator[_Header]:
+    """Leave out answered findings that stand in a section of findings, of no part, already."""
+    is_body = False
+    for header in headers:
+        if not (header.is_answered and is_body):
+            yield header
+        is_body = header.is_answered or (not header.part and header.kind in (*_BODY_KINDS, "addendum"))
 
 
 def _with_last_paragraph(text: str, sections: list[Section]) -> Iterator[Section]:
@@ -192,9 +211,19 @@ def _read_header(
         concept = _anatomy(name, lexicon)
         if concept is not None:
             return _Header(start, match.end(), "other", concept.name)
-    if name.isupper() and not any(_is_finding(name, lexicon) for lexicon in lexicons):
+    if name.isupper():
         is_examination = any(_modality(lexicon.language).search(name) for lexicon in lexicons)
-        return _Header(start, match.end(), "examination" if is_examination else "other")
+        is_answered = (
+            match["mark"] == ":"
+            and not is_examination
+            and any(
+                _is_finding(name, lexicon) and _is_answer(match.string, match.end("name"), lexicon)
+                for lexicon in lexicons
+            )
+        )
+        return _Header(
+            start, match.end(), "examination" if is_examination else "other", is_answered=is_answered
+        )
     return None
 
 
@@ -213,13 +242,64 @@ def _anatomy(name: str, lexicon: Lexicon) -> Concept | None:
 
 
 def _is_finding(name: str, lexicon: Lexicon) -> bool:
-    """Return whether a name ends with that of a finding, whose line answers it: "PNEUMOTHORAX: None."."""
-    words = fold_words(name, lexicon.language)
+    """Return whether a name ends with that of a finding, and asks for none: "HISTORY OF STROKE"."""
+    tokens = tokenize(name, lexicon.language)
+    if any(one.value.effect in ("historical", "hypothetical") for one in find_cues(tokens, lexicon.language)):
+        return False
+    words = tokens.words
     phrases = (" ".join(words[first:]) for first in range(len(words)))
     return any(
         phrase in lexicon.phrases and lexicon.phrases[phrase].kind in ("disease", "finding")
         for phrase in phrases
     )
+
+
+def _is_answer(text: str, colon: int, lexicon: Lexicon) -> bool:
+    """Return whether the first sentence behind a name is its answer: "None", "Small", "4 mm, stable".
+
+    Anything else is a sentence of its own ("The aorta is normal"), or says nothing ("N/A").
+    """
+    end = text.find("\n", colon)
+    answer = text[colon : end if end >= 0 else None].lstrip("*_ \t\u00a0")
+    tokens = tokenize(answer, lexicon.language)
+    of, last = load_language(lexicon.language), tokens.sentences[0][1]
+    words = tokens.words
+    if last > _LONGEST_ANSWER:
+        return False
+    cues = [
+        one
+        for one in keep_longest(find_cues(tokens, lexicon.language))
+        if one.last <= last and one.value.effect not in ("none", "stop", "hypothetical")
+    ]
+    measured = sized(tokens, lexicon.language)
+    measured.update(number for number in range(last) if words[number] in of.severity)
+    if measured and any(one.value.effect == "absent" for one in cues):
+        # "None on the right, mild on the left".
+        return False
+    said = measured.union(number for number in range(last) if words[number] in of.sides)
+    for first, behind, _ in (*cues, *_changes(lexicon.language).find(tokens)):
+        said.update(range(first, behind))
+    placed = next((number for number in range(last) if words[number] in of.placing), last)
+    for first, behind in combinations(range(placed + 1, last + 1), 2):
+        concept = lexicon.phrases.get(" ".join(words[first:behind]))
+        if concept is not None and concept.kind == "anatomy":
+            said.update(range(first, behind))
+    beside = of.placing | of.determiner | of.adding | of.degree
+    if any(
+        one.first <= 1 and one.value.effect == "absent" and one.value.direction != "forward" for one in cues
+    ):
+        # "None seen on this study".
+        beside |= of.verb | of.plain
+    # The first token is the colon.
+    return not said.isdisjoint(range(1, last)) and all(
+        number in said or words[number] in _SIGNS or words[number] in beside for number in range(1, last)
+    )
+
+
+@cache
+def _changes(language: str) -> PhraseIndex[Change]:
+    phrases = load_language(language).changes.items()
+    return PhraseIndex({" ".join(fold_words(phrase, language)): one for phrase, one in phrases})
 
 
 @cache

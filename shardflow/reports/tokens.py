@@ -22,6 +22,7 @@ from shardflow.reports.language import ENGLISH, Language, load_language
 T = TypeVar("T")
 
 _HYPHENS = frozenset("-\u2010\u2011\u2012\u2013")
+_ANSWERED = [[sign] for sign in ":=-\u2013\u2014"]
 _ENDING = frozenset(".?!;")
 _LONGEST_SENTENCE = 150
 """Tokens; a longer one is cut, so that the time stays in proportion to the text."""
@@ -216,6 +217,13 @@ def _is_end(
         if words[number + 1] in of.after_ordinal and before.isdigit():
             return False
         if before not in of.abbreviation:
+            return True
+        if (
+            before in of.denying
+            and words[number - 2 : number - 1] in _ANSWERED
+            and words[number + 2 : number + 3] == ["."]
+        ):
+            # "Effusion - no. 2. Edema.": the number is one of a list.
             return True
         if before in of.abbreviation_of_number and not words[number + 1].isdigit():
             if before not in of.sides or not of.has_capital_nouns:

@@ -152,6 +152,24 @@ def test_the_name_of_a_view_is_no_place(text: str, anatomy: str | None) -> None:
         ("Not only is there a pneumothorax but also an effusion.", ["present", "present"]),
         ("Worrisome for, but not diagnostic of, metastasis.", ["uncertain"]),
         ("Pneumonia is not likely.", ["uncertain"]),
+        ("Pneumonia is not likely, effusion is present.", ["uncertain", "present"]),
+        ("Not likely pneumonia", ["uncertain"]),
+        ("This is not likely pneumonia.", ["uncertain"]),
+        ("Opacity is not likely pneumonia but atelectasis.", ["present", "uncertain", "present"]),
+        ("Triple neg breast cancer", ["present"]),
+        ("Triple negative breast cancer.", ["present"]),
+        ("HER2 neg breast cancer.", ["present"]),
+        ("Breast cancer, HER2 negative.", ["present"]),
+        ("Gram neg pneumonia.", ["present"]),
+        ("CT -ve for PE", ["absent"]),
+        ("PTX neg.", ["absent"]),
+        ("Effusion - no. 2. Edema.", ["absent", "present"]),
+        ("Fracture of rib no. 2. Edema.", ["present", "present"]),
+        ("Pneumothorax: normal.", ["absent"]),
+        ("Pneumothorax: n/a", ["hypothetical"]),
+        ("Pneumothorax: not applicable.", ["hypothetical"]),
+        ("Nodules: 0", ["absent"]),
+        ("Chest tube: normal position.", ["present"]),
         ("Heterogeneously dense breasts, which may obscure small masses.", ["hypothetical"]),
         ("There are scattered areas of fibroglandular density.", []),
         ("There is adequate opacification of the pulmonary arteries.", []),
@@ -272,6 +290,17 @@ def test_assertion(text: str, expected: list[str]) -> None:
         ("Right pleural effusion, larger than left.", ["present"]),
         ("Bilateral opacities, worse on the left.", ["present"]),
         ("Stable effusions, larger on the left.", ["present stable"]),
+        ("The consolidation is worse on the left.", ["present worse"]),
+        ("Pneumonia is worse in the left lower lobe.", ["present worse"]),
+        ("Pneumonia, worse in the left lower lobe.", ["present worse"]),
+        ("The effusion has become larger on the left.", ["present worse"]),
+        ("Effusion is worse on the left than before.", ["present worse"]),
+        ("Effusion, worse on the left than before.", ["present worse"]),
+        ("Effusions are larger on the left than on the right.", ["present"]),
+        ("Right effusion is larger than that on the left.", ["present"]),
+        ("Bilateral opacities (worse on the left).", ["present"]),
+        ("Effusion, right larger than left, is worse.", ["present worse"]),
+        ("Effusions, right larger than left, new mass.", ["present", "present new"]),
     ],
 )
 def test_change_and_what_it_says_of_the_finding(text: str, expected: list[str]) -> None:
@@ -342,6 +371,11 @@ def test_place_side_size_and_severity() -> None:
     assert only("Effusions, L > R.").laterality == "B"
     assert only("RUL and LLL nodules.").laterality == "B"
     assert only("R/O effusion.").laterality == only("On 3 L of oxygen, effusion.").laterality == ""
+    assert only("Dr. L Smith saw a nodule.").laterality == only("Dr R. Jones saw a nodule.").laterality == ""
+    assert [(one.assertion, one.laterality) for one in FINDER.find("Nodule, r o cancer.")] == [
+        ("present", ""),
+        ("hypothetical", ""),
+    ]
     assert only("L 5 fracture.").laterality == only("Fracture of the L spine.").laterality == ""
     places = [one.anatomy for one in FINDER.find("Cyst of the left kidney and a small effusion.")]
     assert [place.name if place else "" for place in places] == ["kidney", ""]

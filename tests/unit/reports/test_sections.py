@@ -135,6 +135,79 @@ def test_a_finding_in_capitals_is_answered_by_its_line() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "found"),
+    [
+        (
+            "TECHNIQUE: Axial CT.\nPULMONARY EMBOLISM: Acute embolus in the right main pulmonary artery.",
+            ["technique", "other"],
+            ["pulmonary embolism present"],
+        ),
+        (
+            "TECHNIQUE: Axial CT.\nPULMONARY EMBOLISM: None.",
+            ["technique", "findings"],
+            ["pulmonary embolism absent"],
+        ),
+        (
+            "COMPARISON: CT 2019.\nPNEUMOTHORAX: Small right pneumothorax.",
+            ["comparison", "other"],
+            ["pneumothorax present"],
+        ),
+        (
+            "COMPARISON: CT 2019.\nPNEUMOTHORAX: Small right.",
+            ["comparison", "findings"],
+            ["pneumothorax present"],
+        ),
+        (
+            "RECOMMENDATION: Follow up.\nLUNG NODULE: 4 mm",
+            ["recommendation", "findings"],
+            ["pulmonary nodule present"],
+        ),
+        (
+            "IMPRESSION:\nPNEUMONIA: Likely.\nCOPD: Stable, on the right.",
+            ["impression"],
+            ["pneumonia uncertain", "chronic obstructive pulmonary disease present"],
+        ),
+        (
+            "FINDINGS:\nEDEMA: None.\nPULMONARY EMBOLISM: There is no filling defect.\nNODULE: New.",
+            ["findings", "other", "findings"],
+            ["edema absent", "filling defect absent", "nodule present"],
+        ),
+        ("HEMORRHAGE: There is no evidence of intracranial blood.", ["other"], ["blood absent"]),
+        ("AORTIC ANEURYSM: The aorta is normal in caliber.", ["other"], []),
+        ("AORTIC ANEURYSM: Aorta 3.2 cm.", ["other"], []),
+        ("HYDRONEPHROSIS: Kidneys are normal.", ["other"], []),
+        ("HYDRONEPHROSIS: None on the right, mild on the left.", ["other"], []),
+        ("FRACTURES: Intact ribs.", ["other"], []),
+        ("CT PULMONARY EMBOLISM: Negative.", ["examination"], []),
+        ("CORONARY CALCIFICATION: 0", ["findings"], ["coronary calcification absent"]),
+        ("PNEUMOTHORAX: N/A", ["other"], []),
+        ("PNEUMOTHORAX: Not applicable.", ["other"], []),
+        ("PNEUMOTHORAX: Normal", ["findings"], ["pneumothorax absent"]),
+        ("PNEUMOTHORAX:\nNone.", ["other"], []),
+        ("PNEUMOTHORAX: None seen on this study.", ["findings"], ["pneumothorax absent"]),
+        ("HYDRONEPHROSIS: Absent right kidney.", ["other"], []),
+        ("HISTORY OF STROKE: None.", ["other"], []),
+        ("PNEUMOTHORAX: Yes.", ["findings"], ["pneumothorax present"]),
+        ("LUNG NODULE: 4 mm in the right upper lobe, new.", ["findings"], ["pulmonary nodule present"]),
+    ],
+)
+def test_a_short_answer_makes_a_finding_of_a_name_in_capitals(
+    text: str, expected: list[str], found: list[str]
+) -> None:
+    assert kinds(text) == expected
+    assert [f"{one.concept} {one.assertion}" for one in ReportReader().read(text).entities] == found
+
+
+def test_an_answered_finding_is_of_no_organ_before_it() -> None:
+    text = "LUNGS: Clear.\nSCOLIOSIS: Mild."
+    sections = split_sections(text)
+    assert [(one.kind, one.part) for one in sections] == [("findings", "lung"), ("findings", "")]
+    assert text[slice(*sections[1].body)] == "SCOLIOSIS: Mild."
+    (found,) = ReportReader().read(text).entities
+    assert (found.anatomy, found.severity) == (None, "mild")
+
+
 def test_without_findings_the_last_paragraph_is_them() -> None:
     text = "EXAM: Chest\nHISTORY: Cough\n\nThe lungs are clear.\n"
     sections = split_sections(text)
