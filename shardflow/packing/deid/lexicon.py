@@ -34,8 +34,8 @@ _PREFIXED: Final = re.compile(
 """Prefixes and endings of a known word. Names have the prefixes too (*Middleton*, *Reynolds*)."""
 _NAMES_LIKE_TERMS: Final = frozenset(
     """
-    annunciation anunciacion ascension assumption carnation clemente coloma consolacion eufemia euphemia
-    incarnation ingram noemia paloma sonoma theodosis vehemente
+    annunciation anunciacion ascension assumption carnation chastity clemente coloma consolacion eufemia
+    euphemia felicity incarnation ingram noemia paloma reagain reinert sonoma theodosis vehemente
     """.split()  # noqa: SIM905
 )
 
@@ -102,7 +102,7 @@ class Lexicon(NamedTuple):
         if fold(written) not in self.acronyms:
             return False
         return sum(map(str.isupper, written)) > 1 or (
-            written.islower() and written not in _NAMES_LIKE_ABBREVIATIONS
+            written.islower() and fold(written) not in _NAMES_LIKE_ABBREVIATIONS
         )
 
     def is_name_too(self, word: str) -> bool:
@@ -137,7 +137,7 @@ class Lexicon(NamedTuple):
 
     def _is_prefixed(self, word: str) -> bool:
         """Return whether a word is a known one with a prefix or ending that names do not have."""
-        match = _PREFIXED.fullmatch(word)
+        match = None if word in _NAMES_LIKE_TERMS else _PREFIXED.fullmatch(word)
         return match is not None and self._is_part(match[1] or match[2] or match[3] + "y")
 
     def _is_part(self, word: str) -> bool:

@@ -75,7 +75,7 @@ def test_clinical_sentences_survive(text: str) -> None:
     """
     Sarmiento Adomaitis Petraitis Moraitis Lafaurie Rodriges Theodosis Eunkyoung Middleton Hemingway Lightfoot
     Sidebottom Midgley Partridge Loveless Broadhead Reynolds Preston Reinhardt Carne Carnes Carle Carles Ilse
-    Prescott Postlethwaite Underwood
+    Prescott Postlethwaite Underwood Reinert Felicity
     """.split(),  # noqa: SIM905
 )
 def test_surnames_that_look_like_terms_are_masked_however_they_are_written(name: str) -> None:
@@ -103,7 +103,9 @@ def test_words_that_are_names_too_are_masked_where_they_have_a_capital(name: str
 
 def test_abbreviations_that_are_names_pass_in_capitals_alone() -> None:
     passing = [
-        word for word in ("AKI", "Aki", "aki", "DAI", "dai", "GGOs", "HFpEF") if lexicon().may_pass(word)
+        word
+        for word in ("AKI", "Aki", "aki", "áki", "DAI", "dai", "GGOs", "HFpEF")
+        if lexicon().may_pass(word)
     ]
     assert passing == ["AKI", "DAI", "GGOs", "HFpEF"]
 
