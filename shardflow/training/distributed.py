@@ -30,7 +30,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +47,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from shardflow.errors import ConfigError, ShardflowError, WaitTimeoutError
+from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
 from shardflow.training.config import ParallelConfig, TimeoutConfig
 from shardflow.training.doctor import refuse_unknown_names
 from shardflow.training.health.monitor import HealthMonitor
@@ -226,6 +226,24 @@ class Ranks:
             for part, size in zip(self._gather(padded, self.timeouts.control_s), sizes, strict=True)
         ]
 
+    def agree(self, phase: str, facts: Mapping[str, Any]) -> None:
+        """Compare facts between all ranks; one that differed would hang the others in a collective.
+
+        Args:
+            phase: What is about to begin, for the message.
+            facts: JSON values that must be equal on all ranks.
+
+        Raises:
+            RanksDisagreeError: on every rank, naming each differing fact, its values and the ranks that hold
+                them.
+        """
+        problem = find_disagreement(self.all_gather_json(dict(facts)))
+        if problem is not None:
+            raise RanksDisagreeError(
+                f"the ranks disagree before {phase}: {problem}; start every rank with the same "
+                "configuration, dataset and code."
+            )
+
     def broadcast(self, value: Any) -> Any:
         """Give every rank the JSON value of rank 0; the others' ``value`` is ignored."""
         return self.all_gather_json(value if self.rank == 0 else None)[0]
@@ -287,6 +305,32 @@ class Ranks:
     def enter_steady_state(self) -> None:
         """Shorten the gradient group's timeout; the first exchange, which builds the connections, is done."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeouts.steady_s), self.group)
+
+
+def find_disagreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> str | None:
+    """Describe which facts differ; None if none does.
+
+    Example:
+        >>> find_disagreement([{"num_steps": 12}, {"num_steps": 11}, {"num_steps": 12}])
+        'num_steps 12 on ranks 0, 2 but 11 on rank 1'
+    """
+    names = sorted({name for facts in facts_by_rank for name in facts})
+    problems = []
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(facts_by_rank):
+            value = json.dumps(facts[name], sort_keys=True) if name in facts else "nothing"
+            holders.setdefault(value, []).append(rank)
+        if len(holders) > 1:
+            problems.append(
+                f"{name} " + " but ".join(f"{value} on {_rank_list(r)}" for value, r in holders.items())
+            )
+    return "; ".join(problems) or None
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 @contextlib.contextmanager

@@ -15,11 +15,10 @@ of a long evaluation: every other second ranks exchange whether one was requeste
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,7 +27,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from shardflow.errors import ConfigError, RanksDisagreeError
+from shardflow.errors import ConfigError
 from shardflow.loading import Batch, Loader
 from shardflow.loading.lock import lock_digest
 from shardflow.training.adoption import Adoption
@@ -50,136 +49,15 @@ from shardflow.training.step import (
 from shardflow.training.tasks.task import Meter, Task
 from shardflow.training.tuning import Tuning
 
+# ruff: noqa: ARG002 - a hook receives more than it uses
 
-def agree(ranks: Ranks, phase: str, facts: Mapping[str, Any]) -> None:
-    """Compare facts between all ranks; one that differed would hang the others in a collective.
-
-    Args:
-        ranks: The ranks of the run.
-        phase: What is about to begin, for the message.
-        facts: JSON values that must be equal on all ranks.
-
-    Raises:
-        RanksDisagreeError: on every rank, naming each differing fact, its values and the ranks that hold
-            them.
-    """
-    problem = find_disagreement(ranks.all_gather_json(dict(facts)))
-    if problem is not None:
-        raise RanksDisagreeError(
-            f"the ranks disagree before {phase}: {problem}; start every rank with the same configuration, "
-            "dataset and code."
-        )
-
-
-def find_disagreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> str | None:
-    """Describe which facts differ; None if none does.
-
-    Example:
-        >>> find_disagreement([{"num_steps": 12}, {"num_steps": 11}, {"num_steps": 12}])
-        'num_steps 12 on ranks 0, 2 but 11 on rank 1'
-    """
-    names = sorted({name for facts in facts_by_rank for name in facts})
-    problems = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, facts in enumerate(facts_by_rank):
-            value = json.dumps(facts[name], sort_keys=True) if name in facts else "nothing"
-            holders.setdefault(value, []).append(rank)
-        if len(holders) > 1:
-            problems.append(
-                f"{name} " + " but ".join(f"{value} on {_rank_list(r)}" for value, r in holders.items())
-            )
-    return "; ".join(problems) or None
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
+_LOGGER = logging.getLogger(__name__)
 
 _POLL_EVERY_S: Final = 2.0
 """Interval at which ranks exchange whether to stop; schedulers leave 30 s and more."""
 
 _MAX_PLANNED_EPOCHS: Final = 10_000
 """Epochs of unequal lengths that are planned before the first step; each takes a millisecond and more."""
-
-
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    ranks: Ranks,
-    *,
-    make_inputs: Callable[[Batch], StepInputs],
-    autocast: torch.dtype | None,
-    global_step: int,
-    epoch: int,
-    is_stopping: Callable[[], bool] = lambda: False,
-    meter: Meter | None = None,
-) -> EvaluationMetrics | None:
-    """Measure the loss over this rank's micro-batches and add up all ranks.
-
-    Args:
-        model: The bare model; left in the mode it had.
-        batches: This rank's micro-batches of one epoch with tail ``mask``.
-        ranks: The ranks of the run.
-        make_inputs: Moves a batch to the device.
-        autocast: Type to compute in, or None for that of the weights.
-        global_step: Training steps done so far.
-        epoch: Training epoch, for the record.
-        is_stopping: Whether this rank was asked to stop.
-        meter: Collects the scores that metrics follow from.
-
-    Returns:
-        The same on every rank; None where any rank was asked to stop: all of them then stop together.
-
-    Raises:
-        WaitTimeoutError: a rank is later than the first one by more than ``timeouts.control_s``.
-    """
-    started = time.perf_counter()
-    losses: list[float] = []
-    num_tokens = num_samples = 0.0
-    next_poll, is_cut_off = 1, False
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            ranks.health.enter(f"evaluation after {global_step} steps")
-            for batch in batches:
-                inputs = make_inputs(batch)
-                keep = () if meter is None else (meter.add,)
-                losses.append(float(compute_loss(model, inputs, autocast, *keep)))
-                num_tokens += inputs.num_tokens
-                num_samples += inputs.num_samples
-                if len(losses) == next_poll:
-                    each_s = (time.perf_counter() - started) / next_poll
-                    by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control_s)
-                    if is_cut_off := bool(by_rank[:, 0].any()):
-                        break
-                    # The slowest rank's pace, so that all poll again after the same micro-batch.
-                    next_poll += max(1, int(_POLL_EVERY_S / max(float(by_rank[:, 1].max()), 1e-3)))
-    finally:
-        model.train(was_training)
-        settle(model)
-    if is_cut_off:
-        return None
-    ranks.barrier("evaluation done", ranks.timeouts.control_s)
-    own = [math.fsum(losses), num_tokens, num_samples]
-    sums = ranks.all_gather_numbers(own, ranks.timeouts.control_s).sum(dim=0).tolist()
-    return EvaluationMetrics(
-        global_step=global_step,
-        epoch=epoch,
-        loss=sums[0] / sums[1] if sums[1] else None,
-        num_tokens=sums[1],
-        num_samples=sums[2],
-        scores={} if meter is None else meter.finish(),
-        evaluation_s=time.perf_counter() - started,
-    )
-
-
-# ruff: noqa: ARG002 - a hook gets more than it needs
-
-
-_LOGGER = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "stopped", "renewed"]
 """``renewed``: a newer version of the dataset is there, and the next epoch is prepared with it."""
@@ -319,10 +197,15 @@ class TrainingLoop:
             if progress.is_stopping:
                 return
         if parts.adoption is not None and progress.global_step < self.num_steps:
-            parts.ranks.health.enter("looking for a newer version", parts.ranks.timeouts.startup_s)
-            found = parts.adoption.finds_newer() if parts.ranks.rank == 0 else None
-            parts.ranks.barrier("looking for a newer version", parts.ranks.timeouts.startup_s)
-            self._is_renewed = bool(parts.ranks.broadcast({"found": found})["found"])
+            self._is_renewed = self._finds_newer_version(parts.adoption)
+
+    def _finds_newer_version(self, adoption: Adoption) -> bool:
+        """Return whether rank 0 finds a newer version of the dataset; a collective."""
+        ranks, phase = self.parts.ranks, "looking for a newer version"
+        ranks.health.enter(phase, ranks.timeouts.startup_s)
+        found = adoption.finds_newer() if ranks.rank == 0 else None
+        ranks.barrier(phase, ranks.timeouts.startup_s)
+        return bool(ranks.broadcast({"found": found})["found"])
 
     def run_step(self, data: MicroFeed, epoch: int, step: int) -> None:
         """Run one step; whoever calls it counts it in ``progress``.
@@ -352,6 +235,7 @@ class TrainingLoop:
         )
         hooks.on_loss()
 
+        # What all ranks did in this step.
         own.data_wait_s = data.drain()
         hooks.fill(own)
         timeouts = parts.ranks.timeouts
@@ -370,10 +254,18 @@ class TrainingLoop:
 
         if self.last_step is None:
             parts.ranks.enter_steady_state()
-        self.last_step = StepMetrics(
+        self.last_step = self._metrics_of(place, reports, rate, norm, time.perf_counter() - started)
+        hooks.on_step_end(self.last_step, reports)
+
+    def _metrics_of(
+        self, place: StepPlace, reports: StepReports, rate: float, norm: float | None, step_s: float
+    ) -> StepMetrics:
+        """Return the line of a step, equal on all ranks but for its time."""
+        parts, total = self.parts, reports.total
+        return StepMetrics(
             global_step=place.global_step,
-            epoch=epoch,
-            step=step,
+            epoch=place.epoch,
+            step=place.step,
             loss=total.loss / total.num_tokens if total.num_tokens and math.isfinite(total.loss) else None,
             num_tokens=total.num_tokens,
             num_samples=total.num_samples,
@@ -381,12 +273,11 @@ class TrainingLoop:
             gradient_norm=norm,
             num_skipped=parts.updates.num_skipped,
             loss_scale=parts.updates.loss_scale,
-            step_s=time.perf_counter() - started,
+            step_s=step_s,
             data_wait_s=reports.largest.data_wait_s,
             mean_data_wait_s=total.data_wait_s / parts.ranks.world_size,
             cache=None if parts.cache_use is None else CacheUse.of(total),
         )
-        hooks.on_step_end(self.last_step, reports)
 
     def _all_hooks(self, tuning: Tuning | None) -> LoopHooks:
         """Return the hooks in the order in which they are called."""
@@ -409,8 +300,7 @@ class TrainingLoop:
     def _agree(self) -> None:
         """Compare with all ranks what the coming epoch follows from; an exchange."""
         loader, position = self.parts.loader, self.parts.loader.position
-        agree(
-            self.parts.ranks,
+        self.parts.ranks.agree(
             f"epoch {position.epoch}",
             {
                 "plan_id": loader.plan_id,
@@ -630,6 +520,80 @@ class _Evaluation(LoopHook):
             parts.metrics.write_evaluation(found)
         of = " of averaged weights" if is_average else ""
         _LOGGER.info("evaluation%s after %d steps: loss %s", of, step, found.loss)
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    ranks: Ranks,
+    *,
+    make_inputs: Callable[[Batch], StepInputs],
+    autocast: torch.dtype | None,
+    global_step: int,
+    epoch: int,
+    is_stopping: Callable[[], bool] = lambda: False,
+    meter: Meter | None = None,
+) -> EvaluationMetrics | None:
+    """Measure the loss over this rank's micro-batches and add up all ranks.
+
+    Args:
+        model: The bare model; left in the mode it had.
+        batches: This rank's micro-batches of one epoch with tail ``mask``.
+        ranks: The ranks of the run.
+        make_inputs: Moves a batch to the device.
+        autocast: Type to compute in, or None for that of the weights.
+        global_step: Training steps done so far.
+        epoch: Training epoch, for the record.
+        is_stopping: Whether this rank was asked to stop.
+        meter: Collects the scores that metrics follow from.
+
+    Returns:
+        The same on every rank; None where any rank was asked to stop: all of them then stop together.
+
+    Raises:
+        WaitTimeoutError: a rank is later than the first one by more than ``timeouts.control_s``.
+    """
+    started = time.perf_counter()
+    losses: list[float] = []
+    num_tokens = num_samples = 0.0
+    next_poll, is_cut_off = 1, False
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ranks.health.enter(f"evaluation after {global_step} steps")
+            for batch in batches:
+                inputs = make_inputs(batch)
+                keep = () if meter is None else (meter.add,)
+                losses.append(float(compute_loss(model, inputs, autocast, *keep)))
+                num_tokens += inputs.num_tokens
+                num_samples += inputs.num_samples
+                if len(losses) == next_poll:
+                    each_s = (time.perf_counter() - started) / next_poll
+                    by_rank = ranks.all_gather_numbers([is_stopping(), each_s], ranks.timeouts.control_s)
+                    stop_requests, paces_s = by_rank.unbind(dim=1)
+                    if is_cut_off := bool(stop_requests.any()):
+                        break
+                    # The slowest rank's pace, so that all poll again after the same micro-batch.
+                    next_poll += max(1, int(_POLL_EVERY_S / max(float(paces_s.max()), 1e-3)))
+    finally:
+        model.train(was_training)
+        settle(model)
+    if is_cut_off:
+        return None
+    ranks.barrier("evaluation done", ranks.timeouts.control_s)
+    own = [math.fsum(losses), num_tokens, num_samples]
+    by_rank = ranks.all_gather_numbers(own, ranks.timeouts.control_s)
+    loss, num_tokens, num_samples = by_rank.sum(dim=0).tolist()
+    return EvaluationMetrics(
+        global_step=global_step,
+        epoch=epoch,
+        loss=loss / num_tokens if num_tokens else None,
+        num_tokens=num_tokens,
+        num_samples=num_samples,
+        scores={} if meter is None else meter.finish(),
+        evaluation_s=time.perf_counter() - started,
+    )
 
 
 def _run_length(run: RunConfig, loader: Loader, done: int | None) -> int:

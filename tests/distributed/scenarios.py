@@ -30,7 +30,7 @@ from shardflow.training import step as step_module
 from shardflow.training.config import BatchConfig, TimeoutConfig
 from shardflow.training.distributed import Ranks, join_ranks
 from shardflow.training.inputs import make_inputs
-from shardflow.training.loop import agree, evaluate
+from shardflow.training.loop import evaluate
 from shardflow.training.run import train_on
 from shardflow.training.step import accumulate_gradients
 from shardflow.training.text import ReportTokenizer
@@ -210,7 +210,7 @@ def disagreement(stage: Stage) -> Result:
     """Rank 2 would run a step less."""
     try:
         num_steps = 11 if stage.ranks.rank == 2 else 12
-        agree(stage.ranks, "epoch 0", {"num_steps": num_steps, "seed": 3})
+        stage.ranks.agree("epoch 0", {"num_steps": num_steps, "seed": 3})
     except RanksDisagreeError as error:
         return {"message": error.message}
     return {"message": None}
