@@ -262,7 +262,7 @@ class RunFiles(Target):
             self._read_tensors(rest)
         elif kind == 3:
             (self._run / "ledger" / "attempt-0001" / "rank-00000.jsonl").write_bytes(rest)
-            read_ledger(self._run, committed_only=False)
+            read_ledger(self._run)
         else:
             (self._run / METRICS_FILE).write_bytes(rest)
             for _ in MetricsTail(self._run).read():

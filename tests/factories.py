@@ -5,10 +5,9 @@ quick.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,17 +26,17 @@ from shardflow.format.keys import (
     shard_name,
     slice_field,
 )
-from shardflow.format.ledger import LedgerRow, encode_ledger
+from shardflow.format.ledger import LedgerChain, LedgerRow
 from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import COLUMNS, FACT_COLUMNS, SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
-from shardflow.format.tar import TarWriter
+from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.format.volumes.bricks import StoredVolume
 from shardflow.seeds import derive
 from shardflow.storage import LocalStore
 
-__all__ = ["MadeSample", "make_dataset", "make_sample", "sample_key"]
+__all__ = ["MadeSample", "encode_ledger", "make_dataset", "make_sample", "sample_key"]
 
 _WORDS = ("clear", "stable", "no", "mild", "acute", "left", "right", "lower", "lobe", "effusion", "nodule")
 
@@ -207,12 +206,18 @@ def make_dataset(
     return store.url
 
 
+def encode_ledger(rows: Iterable[LedgerRow]) -> tuple[bytes, str]:
+    """The bytes of a ledger, and the head of its chain."""
+    chain = LedgerChain()
+    lines = [chain.append(row) for row in rows]
+    return b"".join([*lines, chain.close()]), chain.head
+
+
 def _write_shard(
     store: LocalStore, name: str, split: str, shard: int, samples: list[MadeSample], shards: list[ShardEntry]
 ) -> list[SampleEntry]:
     """Write tar and index, append the shard's entry to ``shards``, return its rows of the samples table."""
-    stream = io.BytesIO()
-    writer = TarWriter(stream)
+    tar = bytearray()
     entries: list[SampleEntry] = []
     located: list[tuple[str, list[FieldLocation]]] = []
     volumes: list[tuple[int, StoredVolume]] = []
@@ -220,11 +225,12 @@ def _write_shard(
         first = sum(len(fields) for _, fields in located)
         names = list(sample.fields)
         volumes += [(first + names.index(one), stored) for one, stored in sorted(sample.volumes.items())]
-        start = writer.num_bytes
-        fields = [
-            FieldLocation(field, writer.add(f"{sample.key}.{field}", payload), len(payload), crc32c(payload))
-            for field, payload in sample.fields.items()
-        ]
+        start = len(tar)
+        fields = []
+        for part, payload in sample.fields.items():
+            offset = len(tar) + BLOCK_NUM_BYTES
+            fields.append(FieldLocation(part, offset, len(payload), crc32c(payload)))
+            tar += encode_member(f"{sample.key}.{part}", payload)
         located.append((sample.key, fields))
         entries.append(
             SampleEntry(
@@ -232,22 +238,20 @@ def _write_shard(
                 shard=shard,
                 row_in_shard=row,
                 offset_bytes=start,
-                num_bytes=writer.num_bytes - start,
+                num_bytes=len(tar) - start,
                 facts=sample.facts,
             )
         )
-    writer.close()
-    tar = _put(store, f"shards/{name}.tar", stream.getvalue())
-    index = _put(
-        store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located, volumes=volumes)
-    )
+    tar += END_OF_ARCHIVE
+    entry = _put(store, f"shards/{name}.tar", bytes(tar))
+    index = _put(store, f"shards/{name}.idx", ShardIndex.encode(name, len(tar), located, volumes=volumes))
     shards.append(
         ShardEntry(
             name=name,
             split=split,
-            path=tar.path,
-            num_bytes=tar.num_bytes,
-            sha256=tar.sha256,
+            path=entry.path,
+            num_bytes=entry.num_bytes,
+            sha256=entry.sha256,
             index=index,
             num_samples=len(samples),
             num_fields=sum(len(sample.fields) for sample in samples),

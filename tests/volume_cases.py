@@ -16,11 +16,11 @@ from shardflow.format import Dataset
 from shardflow.format.codecs import encode_array
 from shardflow.format.keys import STUDY_FIELD, slice_field, volume_field
 from shardflow.format.samples import SampleFacts
-from shardflow.format.volumes.bricks import StoredVolume
-from shardflow.format.volumes.encoder import encode_volume
+from shardflow.format.volumes.bricks import EncodedVolume, StoredVolume
+from shardflow.format.volumes.encoder import BRICK_SHAPE, VolumeEncoder
 from tests.factories import MadeSample, make_dataset, sample_key
 
-__all__ = ["VolumeSeries", "affine_of", "make_volumes", "stored_volume", "volume_sample"]
+__all__ = ["VolumeSeries", "affine_of", "encode_volume", "make_volumes", "stored_volume", "volume_sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,14 @@ def affine_of(
     found[:3, :3] = axes * np.asarray(spacing, float)
     found[:3, 3] = -31.25, 17.5, 4.0
     return found
+
+
+def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:
+    """Encode a volume ``(D, H, W)`` slab by slab."""
+    encoder = VolumeEncoder(array.shape, array.dtype, brick_shape=brick_shape)
+    for first in range(0, array.shape[0], encoder.slab_num_slices):
+        encoder.add(array[first : first + encoder.slab_num_slices])
+    return encoder.finish()
 
 
 def volume_sample(

@@ -26,7 +26,7 @@ from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
-from shardflow.format.tar import TarWriter
+from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
 from shardflow.storage import LocalStore
 
 __all__ = [
@@ -65,27 +65,27 @@ def write_dataset(folder: Path, samples: Iterable[Sample], *, samples_per_shard:
     entries: list[SampleEntry] = []
     remaining = iter(samples)
     while chunk := list(islice(remaining, samples_per_shard)):
-        name, out = shard_name("train", len(shards)), io.BytesIO()
-        writer = TarWriter(out)
+        name, out = shard_name("train", len(shards)), bytearray()
         located: list[tuple[str, list[FieldLocation]]] = []
         for sample in chunk:
-            begin, fields = writer.num_bytes, []
+            begin, fields = len(out), []
             for field, payload in sample.fields:
-                offset = writer.add(f"{sample.key}.{field}", payload)
+                offset = len(out) + BLOCK_NUM_BYTES
                 fields.append(FieldLocation(field, offset, len(payload), crc32c(payload)))
+                out += encode_member(f"{sample.key}.{field}", payload)
             entries.append(
                 SampleEntry(
                     sample_key=sample.key,
                     shard=len(shards),
                     row_in_shard=len(located),
                     offset_bytes=begin,
-                    num_bytes=writer.num_bytes - begin,
+                    num_bytes=len(out) - begin,
                     facts=sample.facts,
                 )
             )
             located.append((sample.key, fields))
-        writer.close()
-        tar = _put(store, f"shards/{name}.tar", out.getvalue())
+        out += END_OF_ARCHIVE
+        tar = _put(store, f"shards/{name}.tar", bytes(out))
         index_entry = _put(store, f"shards/{name}.idx", ShardIndex.encode(name, tar.num_bytes, located))
         shards.append(
             ShardEntry(

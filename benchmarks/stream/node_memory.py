@@ -12,7 +12,6 @@ page cache for the node, less than 1 GB of its own a rank.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
-from shardflow.format.tar import TarWriter
+from shardflow.format.tar import END_OF_ARCHIVE, encode_member
 from shardflow.storage import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -70,13 +69,8 @@ def make_sparse(folder: Path, num_bytes: int) -> int:
             offset += size
         path = folder / "shards" / f"{name}.tar"
         if not number:
-            out = io.BytesIO()
-            writer = TarWriter(out)
-            for key, _ in located:
-                writer.add(f"{key}.{REPORT_FIELD}", payload)
-            writer.close()
-            path.write_bytes(out.getvalue())
-            tar_num_bytes = writer.num_bytes
+            members = [encode_member(f"{key}.{REPORT_FIELD}", payload) for key, _ in located]
+            tar_num_bytes = path.write_bytes(b"".join([*members, END_OF_ARCHIVE]))
         else:
             # The same bytes under another name: what a rank reads of it is in the one page cache.
             path.hardlink_to(folder / "shards" / f"{shard_name('train', 0)}.tar")

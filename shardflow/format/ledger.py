@@ -124,13 +124,6 @@ class LedgerReport:
     counts: OutcomeCounts
 
 
-def encode_ledger(rows: Iterable[LedgerRow]) -> tuple[bytes, str]:
-    """Encode a whole ledger; returns its bytes and the head of its chain."""
-    chain = LedgerChain()
-    lines = [chain.append(row) for row in rows]
-    return b"".join([*lines, chain.close()]), chain.head
-
-
 def verify_ledger(data: bytes, *, head: str | None = None) -> LedgerReport:
     """Check every line, the chain, the counts and the head.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,37 +96,6 @@ def encode_member(name: str, payload: bytes | memoryview) -> bytes:
     """
     num_bytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
     return b"".join([member_header(name, num_bytes), payload, padding(num_bytes)])
-
-
-class TarWriter:
-    """Writer of members to a binary file object, which the caller closes.
-
-    Args:
-        fileobj: Receives the bytes; never read or sought, so the caller can hash them on the way.
-    """
-
-    def __init__(self, fileobj: BinaryIO) -> None:
-        self._fileobj = fileobj
-        self.num_bytes = 0
-
-    def add(self, name: str, payload: bytes | memoryview) -> int:
-        """Append a member and return the offset of its payload.
-
-        Raises:
-            FormatError: As `member_header`; nothing is written.
-        """
-        num_bytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
-        offset = self.num_bytes + BLOCK_NUM_BYTES
-        self._fileobj.write(member_header(name, num_bytes))
-        self._fileobj.write(payload)
-        self._fileobj.write(padding(num_bytes))
-        self.num_bytes += member_num_bytes(num_bytes)
-        return offset
-
-    def close(self) -> None:
-        """Write the end of the archive: two zero blocks and nothing more."""
-        self._fileobj.write(END_OF_ARCHIVE)
-        self.num_bytes += len(END_OF_ARCHIVE)
 
 
 class HashedStream:

@@ -100,7 +100,7 @@ def _cells(row: EntityRow, study_key: str, text: bytes) -> dict[str, str]:
     }
 
 
-def read_corrections(path: Path, lexicon: Lexicon | None = None) -> Corrections:
+def read_corrections(path: Path) -> Corrections:
     """Read a file that `write_findings` wrote and a person filled in.
 
     ``right`` is y or n, ``new_label`` a name of the lexicon, ``new_assertion`` an assertion; empty cells
@@ -109,7 +109,7 @@ def read_corrections(path: Path, lexicon: Lexicon | None = None) -> Corrections:
     Raises:
         ConfigError: The file cannot be read, or a cell holds something else; the message names the line.
     """
-    lexicon = lexicon if lexicon is not None else load_lexicon()
+    lexicon = load_lexicon()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restval="")
@@ -162,9 +162,7 @@ def _correction(row: Mapping[str, str], line: int, lexicon: Lexicon) -> Correcti
 _LONGEST_PHRASE = 4
 
 
-def write_unknown_phrases(
-    dataset: Dataset, path: Path, *, min_reports: int, limit: int, lexicon: Lexicon | None = None
-) -> tuple[int, int]:
+def write_unknown_phrases(dataset: Dataset, path: Path, *, min_reports: int, limit: int) -> tuple[int, int]:
     """Write the phrases of findings and impressions that the lexicon does not know, the most frequent first.
 
     Args:
@@ -172,7 +170,6 @@ def write_unknown_phrases(
         path: CSV file to create: phrase, number of reports.
         min_reports: A phrase of fewer reports is left out: what one report says may name a person.
         limit: Most phrases.
-        lexicon: None for the shipped one.
 
     Returns:
         Numbers of phrases written and of reports read.
@@ -182,7 +179,7 @@ def write_unknown_phrases(
     """
     read = _read(dataset, (REPORT_FIELD,))
     texts = (fields[REPORT_FIELD].decode("utf-8", errors="replace") for _, fields in read)
-    counts, num_reports = count_unknown(texts, lexicon)
+    counts, num_reports = count_unknown(texts)
     if not num_reports:
         raise ConfigError("DATASET must hold reports, got none; pack it with inputs.reports.")
     kept = [(phrase, num) for phrase, num in counts.items() if num >= min_reports]
@@ -192,12 +189,11 @@ def write_unknown_phrases(
     return len(rows), num_reports
 
 
-def count_unknown(texts: Iterable[str], lexicon: Lexicon | None = None) -> tuple[Counter[str], int]:
+def count_unknown(texts: Iterable[str]) -> tuple[Counter[str], int]:
     """Count the reports that hold each run of words that no table of its language knows.
 
     Args:
         texts: The reports; parts in languages without rules are passed over.
-        lexicon: Names in its language; None: the shipped ones.
     """
     readers: dict[str, _KnownWords] = {}
     counts: Counter[str] = Counter()
@@ -208,10 +204,7 @@ def count_unknown(texts: Iterable[str], lexicon: Lexicon | None = None) -> tuple
         detected = detect_languages(text)
         for language in sorted({name for _, _, name in detected.pieces} & {*LANGUAGES}):
             if language not in readers:
-                is_given = lexicon is not None and lexicon.language == language
-                readers[language] = _KnownWords(
-                    lexicon if lexicon is not None and is_given else load_lexicon(language=language)
-                )
+                readers[language] = _KnownWords(load_lexicon(language=language))
             here |= readers[language].unknown(detected.blank(text, language))
         counts.update(here)
     return counts, num_reports

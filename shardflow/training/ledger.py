@@ -160,12 +160,11 @@ def next_attempt(run: Path) -> int:
     return max(_attempts(run), default=0) + 1
 
 
-def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
-    """Merge all attempts of a run into its committed lineage.
+def read_ledger(run: Path) -> list[LedgerStep]:
+    """Merge all attempts of a run into its committed lineage: the steps that the newest checkpoint counts.
 
     Args:
         run: The run folder.
-        committed_only: Leave out the steps behind the newest checkpoint, which a restart would do again.
 
     Returns:
         The steps from the run's first on, in order, each once, without a gap.
@@ -182,15 +181,14 @@ def read_ledger(run: Path, *, committed_only: bool = True) -> list[LedgerStep]:
         first = start if first is None else min(first, start)
         lineage = {number: step for number, step in lineage.items() if number < start}
         lineage.update(steps)
-    if committed_only:
-        num_committed = num_committed_steps(run)
-        lineage = {number: step for number, step in lineage.items() if number < num_committed}
-        missing = sorted(set(range(first or 0, num_committed)) - lineage.keys())
-        if missing:
-            raise CheckpointError(
-                f"the run ledger lacks {len(missing)} committed steps, the first of them global step "
-                f"{missing[0]}; the ledger folder was changed."
-            )
+    num_committed = num_committed_steps(run)
+    lineage = {number: step for number, step in lineage.items() if number < num_committed}
+    missing = sorted(set(range(first or 0, num_committed)) - lineage.keys())
+    if missing:
+        raise CheckpointError(
+            f"the run ledger lacks {len(missing)} committed steps, the first of them global step "
+            f"{missing[0]}; the ledger folder was changed."
+        )
     return [lineage[number] for number in sorted(lineage)]
 
 

@@ -38,14 +38,14 @@ def test_ranks_that_disagree_are_named_with_their_values_on_every_rank(scenarios
 def test_run_that_ranks_disagree_on_ends_before_its_first_step(scenarios: Scenarios) -> None:
     for result in scenarios.of("disagreeing_runs"):
         assert "steps of the run 10 on ranks 0, 2, 3 but 9 on rank 1" in result["message"]
-    assert read_ledger(scenarios.output / "disagreeing", committed_only=False) == []
+    assert read_metrics(scenarios.output / "disagreeing") == []
 
 
 def test_run_whose_ranks_read_other_data_ends_before_its_first_step(scenarios: Scenarios) -> None:
     for result in scenarios.of("another_dataset"):
         assert re.search(r"lock \S+ on ranks 0, 1, 3 but \S+ on rank 2", result["message"])
         assert "same configuration, dataset and code" in result["message"]
-    assert read_ledger(scenarios.output / "another-dataset", committed_only=False) == []
+    assert read_metrics(scenarios.output / "another-dataset") == []
 
 
 def test_refusal_of_rank_0_is_every_ranks_error(scenarios: Scenarios) -> None:

@@ -20,7 +20,6 @@ from shardflow.format.dataset import Dataset, DatasetBlocks
 from shardflow.format.keys import parse_slice_field, parse_volume_field, sha256_hex
 from shardflow.format.table import Table, encode_table
 from shardflow.format.verification import verify
-from shardflow.format.volumes.encoder import encode_volume
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig
@@ -30,6 +29,7 @@ from tests.integration.loader_support import open_loader
 from tests.pack_case import PackCase, tree_digests
 from tests.sweeps import sampled
 from tests.unit.format.tampering import replace_file
+from tests.volume_cases import encode_volume
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("packs_inline")]
 

@@ -20,8 +20,8 @@ from shardflow.format.slice_codecs.b2nd import OpenFrame
 from shardflow.format.table import Table, crc32c
 from shardflow.format.volumes import bricks
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan, StoredVolume
-from shardflow.format.volumes.encoder import encode_volume
 from shardflow.storage import ByteRange
+from tests.volume_cases import encode_volume
 
 pytestmark = pytest.mark.fast
 
@@ -88,7 +88,8 @@ def check_a_region(data: st.DataObject, array: NDArray[Any], volume: BrickVolume
     start, stop = regions(data.draw, array.shape)
     box = tuple(slice(low, high) for low, high in zip(start, stop, strict=True))
     whole = blosc2.ndarray_from_cframe(shard[len(HEAD) :])[...]
-    plan = volume.plan(start, stop, max_gap_num_bytes=data.draw(st.sampled_from([0, 40, 4096])))
+    with patch.object(bricks, "_MAX_GAP_NUM_BYTES", data.draw(st.sampled_from([0, 40, 4096]))):
+        plan = volume.plan(start, stop)
 
     buffer = read(plan, shard)
     extents = [high - low for low, high in zip(start, stop, strict=True)]

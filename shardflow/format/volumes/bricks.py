@@ -362,15 +362,12 @@ class BrickVolume:
             and np.array_equal(found[1], offsets)
         )
 
-    def plan(
-        self, start: Sequence[int], stop: Sequence[int], *, max_gap_num_bytes: int = _MAX_GAP_NUM_BYTES
-    ) -> RegionPlan:
-        """Plan the reading of a region.
+    def plan(self, start: Sequence[int], stop: Sequence[int]) -> RegionPlan:
+        """Plan the reading of a region; ranges are joined over small gaps.
 
         Args:
             start: First slice, row and column.
             stop: Those after the last.
-            max_gap_num_bytes: Ranges are joined over gaps of at most this size.
 
         Raises:
             IndexError: The region is empty or leaves the volume.
@@ -392,7 +389,7 @@ class BrickVolume:
         stored = places[~is_constant]
         offsets, sizes = self.starts[stored], self.columns["num_bytes"][stored].astype(np.int64)
         stops = offsets + sizes
-        begins_range = np.append(True, offsets[1:] - stops[:-1] > max_gap_num_bytes)[: len(stored)]
+        begins_range = np.append(True, offsets[1:] - stops[:-1] > _MAX_GAP_NUM_BYTES)[: len(stored)]
         range_first = np.flatnonzero(begins_range)
         range_offsets = offsets[range_first]
         range_sizes = (

@@ -337,22 +337,6 @@ class LevelWriter:
         return EncodedVolume(stored, num_bytes, itertools.chain([header], tiles))
 
 
-def encode_volume(array: NDArray[Any], *, brick_shape: Sequence[int] = BRICK_SHAPE) -> EncodedVolume:
-    """Encode a volume that is in memory; the same bytes as slab by slab.
-
-    Args:
-        array: ``(D, H, W)``, integers or floats; any strides and byte order.
-        brick_shape: Largest size of a brick, see `fitting_brick_shape`.
-
-    Raises:
-        FormatError: The shape or dtype is none of a volume.
-    """
-    encoder = VolumeEncoder(array.shape, array.dtype, brick_shape=brick_shape)
-    for first in range(0, array.shape[0], encoder.slab_num_slices):
-        encoder.add(array[first : first + encoder.slab_num_slices])
-    return encoder.finish()
-
-
 def _bounds(brick: NDArray[Any]) -> tuple[np.float32, np.float32]:
     """Return bounds of a brick's values; equal ones (or two NaN) only where all voxels are that value."""
     first, lowest, highest = brick.flat[0], brick.min(), brick.max()

@@ -13,9 +13,9 @@ import pytest
 from shardflow.errors import ChecksumError, FormatError, ManifestError
 from shardflow.format import Dataset
 from shardflow.format.codecs import CODECS, decode_array, encode_array
-from shardflow.format.ledger import LedgerRow, encode_ledger, verify_ledger
+from shardflow.format.ledger import LedgerRow, verify_ledger
 from shardflow.format.manifest import Manifest
-from tests.factories import make_dataset
+from tests.factories import encode_ledger, make_dataset
 from tests.unit.format.tampering import flip
 
 LEDGER_ROWS = [

@@ -12,14 +12,14 @@ import pytest
 from shardflow.errors import ManifestError, StorageError
 from shardflow.format import Damage, Dataset, verify
 from shardflow.format.index import ShardIndex
-from shardflow.format.ledger import LedgerRow, encode_ledger
+from shardflow.format.ledger import LedgerRow
 from shardflow.format.manifest import FileEntry, LedgerEntry, commit
 from shardflow.format.samples import COLUMNS
 from shardflow.format.shard_checks import DamageError, ExpectedFile, check_tar
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import member_num_bytes
 from shardflow.storage import ByteRange, LocalStore
-from tests.factories import make_dataset
+from tests.factories import encode_ledger, make_dataset
 from tests.unit.format.tampering import edit_manifest, flip, replace_file
 
 TAR = "shards/train-000000.tar"

@@ -36,8 +36,8 @@ def commit(run: Path, *steps: int) -> None:
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
 
 
-def attempts_of(run: Path, *, committed_only: bool = True) -> list[tuple[int, int]]:
-    return [(step.global_step, step.attempt) for step in read_ledger(run, committed_only=committed_only)]
+def attempts_of(run: Path) -> list[tuple[int, int]]:
+    return [(step.global_step, step.attempt) for step in read_ledger(run)]
 
 
 def test_steps_hold_the_micro_batches_of_all_ranks_in_order(tmp_path: Path) -> None:
@@ -53,14 +53,22 @@ def test_later_attempt_supersedes_all_steps_from_its_start(tmp_path: Path) -> No
     write_attempt(tmp_path, 1, world_size=2, start=0, steps=range(6))
     write_attempt(tmp_path, 2, world_size=1, start=4, steps=range(4, 5))
     commit(tmp_path, 4)
-    # Step 5 of attempt 1 is gone as well: attempt 2 started before it and will do it again.
-    assert attempts_of(tmp_path, committed_only=False) == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
     assert attempts_of(tmp_path) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    commit(tmp_path, 5)
+    assert attempts_of(tmp_path) == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+    commit(tmp_path, 6)
+    # Step 5 of attempt 1 is gone as well: attempt 2 started before it and will do it again.
+    with pytest.raises(CheckpointError, match="global step 5"):
+        read_ledger(tmp_path)
 
 
 def test_step_that_one_rank_did_not_finish_is_not_there(tmp_path: Path) -> None:
     write_attempt(tmp_path, 1, world_size=2, start=0, steps=range(3), short_ranks=frozenset({1}))
-    assert attempts_of(tmp_path, committed_only=False) == [(0, 1), (1, 1)]
+    commit(tmp_path, 2)
+    assert attempts_of(tmp_path) == [(0, 1), (1, 1)]
+    commit(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="global step 2"):
+        read_ledger(tmp_path)
 
 
 def test_line_cut_by_a_kill_is_passed_over(tmp_path: Path) -> None:

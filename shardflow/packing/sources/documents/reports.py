@@ -42,12 +42,7 @@ _LIMITS: Final = DocumentLimits()
 _ROLES: Final = {str(role): role for role in get_args(ReportRole)}
 
 
-def iter_document_reports(
-    path: Path,
-    *,
-    copies: bool = False,
-    limits: DocumentLimits = _LIMITS,
-) -> Iterator[ReportRecord | BrokenReport]:
+def iter_document_reports(path: Path, *, copies: bool = False) -> Iterator[ReportRecord | BrokenReport]:
     """Read the reports of a file or folder, in the order of the names of files.
 
     A file named ``<StudyInstanceUID>.txt``, ``.pdf`` or ``.rtf`` is a report as well. One file may hold many
@@ -57,7 +52,6 @@ def iter_document_reports(
     Args:
         path: The file or folder.
         copies: Whether a report of several studies is copied to each; else it is ambiguous.
-        limits: Bounds on what is read.
 
     Raises:
         ConfigError: There is no such file or folder, or the package that reads PDF or RTF is missing.
@@ -69,7 +63,7 @@ def iter_document_reports(
     files = [path]
     if path.is_dir():
         files = sorted((one for one in path.rglob("*") if one.is_file()), key=os.fsencode)
-    reader = _Reader(limits)
+    reader = _Reader()
     reader.index_resources(files)
     place = 0
     for file in files:
@@ -82,8 +76,7 @@ def iter_document_reports(
 class _Reader:
     """Reads files of any form; knows the FHIR resources that others refer to, in whatever file they are."""
 
-    def __init__(self, limits: DocumentLimits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._index = FhirIndex()
 
     def index_resources(self, files: list[Path]) -> None:
@@ -119,11 +112,11 @@ class _Reader:
     def _read(self, path: Path) -> Iterator[DocumentReport | NoReport | ReportRecord | BrokenReport]:
         form = _form(path)
         if form == "dicom":
-            yield read_sr_report(path, self._limits)
+            yield read_sr_report(path, _LIMITS)
         elif form == "cda":
-            yield read_cda_report(parse_xml(read_bounded(path, self._limits), self._limits))
+            yield read_cda_report(parse_xml(read_bounded(path, _LIMITS), _LIMITS))
         elif form == "hl7v2":
-            yield from read_hl7_reports(read_bounded(path, self._limits))
+            yield from read_hl7_reports(read_bounded(path, _LIMITS))
         elif form in {"fhir", "fhir-lines"}:
             for value in self._values(path, form):
                 if isinstance(value, SourceError):
@@ -136,9 +129,9 @@ class _Reader:
 
     def _values(self, path: Path, form: DocumentForm | None) -> Iterator[object]:
         if form == "fhir":
-            yield parse_json(read_bounded(path, self._limits), self._limits)
+            yield parse_json(read_bounded(path, _LIMITS), _LIMITS)
         else:
-            for _, value in iter_json_lines(path, self._limits):
+            for _, value in iter_json_lines(path, _LIMITS):
                 yield value
 
 
