@@ -1,1 +1,1 @@
-"""Command line: a module a command; `main` has the table of commands."""
+"""Command line: one module for each command; `main` has the table of commands."""

@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.source is not None and not (arguments.facts and arguments.private_dir):
         raise ConfigError(
-            "--source reads facts from headers, which the private folder finds the samples of; write: "
+            "--source reads facts from headers, and needs the private folder to find their samples; write: "
             "shardflow attach DATASET --facts --source DIR --private-dir DIR"
         )
     dataset = open_dataset(arguments.dataset)
@@ -227,7 +227,7 @@ def _attach_file(dataset: Dataset, arguments: argparse.Namespace) -> AttachedTab
 
     if not arguments.name or not arguments.on:
         raise ConfigError(
-            "A file needs --name, the name of the table, and --on, what its rows are found by, such as "
+            "A file needs --name, the name of the table, and --on, the key of its rows, such as "
             "--name labels --on study_instance_uid."
         )
     types = {}

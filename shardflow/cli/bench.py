@@ -148,7 +148,7 @@ def _measure_dataset(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.dataset is None:
         raise ConfigError("DATASET must be given, got none; name a dataset, or a job: --with-model FILE.")
     if arguments.overrides or arguments.steps:
-        raise ConfigError("--set and --steps must come with --with-model, got one without; leave it out.")
+        raise ConfigError("--set and --steps need --with-model FILE; add it, or leave them out.")
     # The loader and its codecs take a moment to import; --help does not wait for them.
     from shardflow.cli.bench_measure import BenchOptions, describe_dataset, measure
 
@@ -177,8 +177,8 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
     for name in ("split", "where", "keys", "fields", "unit", "threads", "mib", "need"):
         if getattr(arguments, name):
             raise ConfigError(
-                f"--{name} must be left out with --with-model, got it; the configuration says what is read, "
-                "and --set changes it."
+                f"--{name} cannot be combined with --with-model, whose configuration defines what is read; "
+                "change that with --set."
             )
     from shardflow.config import load_config
     from shardflow.training.config import TrainConfig
@@ -208,7 +208,7 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def describe_job(headroom: Headroom, config: TrainConfig, busy: float) -> dict[str, Any]:
-    """Turn the rounds of a job's ceilings into rates and shares."""
+    """Convert the rounds of a job's ceilings into rates and shares."""
     results = {name: _steps(rounds) for name, rounds in headroom.rounds.items()}
     rates: dict[str, float] = {name: one["steps_per_s"] for name, one in results.items()}
     lower = "loader" if rates["loader"] < rates["compute"] else "compute"
@@ -259,9 +259,9 @@ def _steps(rounds: Sequence[HeadroomRound]) -> dict[str, Any]:
 
 
 def _tier_shares(num_bytes: Mapping[str, float]) -> dict[str, float]:
-    """Return from where a loader's bytes came: its caches, or the origin, prefetched or not.
+    """Return the sources of a loader's bytes: its caches, or the origin, prefetched or not.
 
-    What was prefetched is found in a cache when it is read; it counts as fetched.
+    A prefetched block is found in a cache when it is read; it counts as fetched.
     """
     found = num_bytes["ram"] + num_bytes["disk"]
     total = max(num_bytes["read"], num_bytes["origin"])
@@ -353,7 +353,7 @@ def _show_job(facts: dict[str, Any]) -> None:
 
 
 def advise(facts: Mapping[str, Any]) -> list[str]:
-    """Say what limits the reading of a dataset, and what to buy or change."""
+    """Name what limits the reading of a dataset, and what to buy or change."""
     if not facts["slices"]:
         middle = [_about_texts(facts), *_about_disk(facts)]
     else:
@@ -478,7 +478,7 @@ def _about_need(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def advise_job(facts: Mapping[str, Any]) -> list[str]:
-    """Say what limits a job, and by how much it could be faster at most."""
+    """Name what limits a job, and how much faster it could be at most."""
     limit = _about_data(facts) if facts["lower_ceiling"] == "loader" else [_about_compute(facts)]
     rates = [facts["results"][name]["steps_per_s"] for name in ("loader", "compute")]
     equal = []
@@ -493,7 +493,7 @@ def _steps_per_s(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _short(number: float) -> str:
-    """Render a rate or a factor in three digits at least: ``0.0123``, ``1,234``."""
+    """Render a rate or a factor with at least three digits: ``0.0123``, ``1,234``."""
     return f"{number:,.3g}" if number < _WHOLE_FROM else f"{number:,.0f}"
 
 

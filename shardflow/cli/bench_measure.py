@@ -1,7 +1,7 @@
 """Measurements of ``shardflow bench``: the loader on a dataset, between the limits of storage and codec.
 
-All contestants handle the same samples, those of the first micro-batches in the loader's own order, and of
-each what its fields read. They take turns in rounds, so that a machine that slows down slows all.
+All contestants handle the same data: what the fields read of the samples of the first micro-batches, in the
+loader's own order. They take turns in rounds, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Measured:
 def measure(
     dataset: Dataset, options: BenchOptions, progress: Callable[[int, int], None] | None = None
 ) -> Measured:
-    """Run all contestants once unmeasured, and then in turns.
+    """Run all contestants once without measuring, then in turns.
 
     Raises:
         ConfigError: The dataset has no such split or samples, or fields do not fit it.
@@ -188,7 +188,7 @@ class _Bench:
         )
 
     def _take_samples(self) -> None:
-        """Take the samples that the loader gives first, and hold the payloads of their slices."""
+        """Take the samples that the loader delivers first, and keep the payloads of their slices."""
         reader = FieldReader(self._selection, read_bytes=_READ_BYTES, counters=StageCounters())
         plan, thread = self._loader(1).plan, ThreadState()
         num_bytes = 0
@@ -243,10 +243,10 @@ class _Bench:
             return np.zeros(0, np.int64)  # the loader masks it too
 
     def drop_from_memory(self) -> bool:
-        """Ask the kernel to forget the samples' bytes; return whether the next read comes from the disk.
+        """Drop the samples' bytes from the page cache; return whether the next read comes from the disk.
 
-        It does not where files are in memory anyway (tmpfs), are mapped by others, or on some network file
-        systems.
+        It does not if the files are in memory anyway (tmpfs), other processes map them, or on some network
+        file systems.
         """
         root = Path(self._dataset.store.url)
         is_forgotten = True
@@ -381,7 +381,7 @@ def _spread(rounds: Sequence[float]) -> float:
 
 
 def time_transform(selection: Selection, fields: FieldSet, transform: str) -> dict[str, Any]:
-    """Measure a transform on the first samples of an epoch, one after another in one thread.
+    """Measure a transform on the first samples of an epoch, one at a time in one thread.
 
     Returns:
         ``name``; ``samples``, how many different ones; ``ms_per_sample``, the median; and ``gil_share`` from

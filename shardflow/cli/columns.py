@@ -1,4 +1,4 @@
-"""The command ``shardflow columns``: what expressions, fields and weights may name, and the values of it."""
+"""``shardflow columns``: the columns that expressions, fields and weights may name, and their values."""
 
 from __future__ import annotations
 

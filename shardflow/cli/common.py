@@ -32,18 +32,18 @@ UNITS: Final = ("study", "series", "image", "window", "entity")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse that fails the way every other error does, instead of printing its usage and leaving."""
+    """Parser that fails as every other error does, instead of printing its usage and exiting."""
 
     command = ""
-    """The command whose help answers what the parser of all commands does not know."""
+    """The command whose help covers what the parser of all commands does not know."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError: the command line itself is wrong."""
+        """Raise `ConfigError`: the command line itself is wrong."""
         raise ConfigError(f"{message}; see: {' '.join(filter(None, (self.prog, self.command)))} --help")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs; keeps every paragraph that has an indented line, because its lines mean something."""
+    """Formatter that fills paragraphs, and keeps the lines of those with an indented line."""
 
     def add_argument(self, action: argparse.Action) -> None:
         """Make room for the commands, which argparse indents once more than it counts."""
@@ -62,15 +62,15 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Pace:
-    """A line every ten seconds, so that short work says nothing and long work is never silent."""
+    """Progress as a line every ten seconds: nothing for short work, no silence in long work."""
 
     def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the clock.
 
         Args:
-            label: What is being done, such as ``verifying shards``.
+            label: The activity, such as ``verifying shards``.
             stream: Where lines go.
-            clock: Seconds that never go back.
+            clock: Monotonic clock in seconds.
         """
         self._label = label
         self._stream = stream
@@ -78,7 +78,7 @@ class Pace:
         self._started_s = self._said_s = clock()
 
     def advance(self, done: int, total: int) -> None:
-        """Note how much is done and how much there is; a line comes if it is time for one."""
+        """Record the amount done and the total; write a line if one is due."""
         now_s = self._clock()
         if now_s - self._said_s < LINE_EVERY_S:
             return
@@ -90,7 +90,7 @@ class Pace:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM (a scheduler's way) end the job as Ctrl-C does; a second signal does not disturb it."""
+    """Make SIGTERM, which schedulers send, end the job as Ctrl-C does; later signals are ignored."""
 
     def stop(*_: Any) -> NoReturn:
         for number in stopping:
@@ -114,7 +114,7 @@ _WIDEST = 1000
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument every reading command has."""
+    """Add the positional argument of commands that read a dataset."""
     parser.add_argument(
         "dataset",
         metavar="DATASET",
@@ -165,7 +165,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def add_unit(parser: argparse.ArgumentParser) -> None:
-    """Add ``--unit``, which says what a sample is."""
+    """Add ``--unit``, which defines what a sample is."""
     parser.add_argument(
         "--unit",
         choices=UNITS,
@@ -175,11 +175,11 @@ def add_unit(parser: argparse.ArgumentParser) -> None:
 
 
 def existing_dataset(url: str) -> str:
-    """Return the address, or say that no dataset is there before anything is called damaged.
+    """Return the address; a missing dataset is reported as such, not as a damaged one.
 
     Raises:
         ConfigError: There is no such folder, it holds no dataset, or no store has the scheme of the address.
-            A remote store is not asked yet.
+            No request is sent to a remote store.
     """
     from shardflow.format import manifest
     from shardflow.storage import LocalStore, open_store
@@ -211,7 +211,7 @@ def open_dataset(url: str, *, version: int | None = None, with_studies: bool = F
         with_studies: Refuse shards that others wrote, which hold no studies.
 
     Raises:
-        ConfigError: No dataset or version is there, or no studies where there must be.
+        ConfigError: There is no such dataset or version, or it lacks required studies.
         ManifestError: No manifest is at the address, or one that cannot be trusted.
     """
     from shardflow.format import Dataset, manifest
@@ -272,7 +272,7 @@ def write_json(value: Any) -> None:
 
 
 def write_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]) -> None:
-    """Write what a command did: facts with ``--json``, else lines for people."""
+    """Write the result of a command: facts with ``--json``, else lines for people."""
     if arguments.json:
         write_json(facts)
     else:
@@ -291,7 +291,7 @@ def show_lines(lines: Iterable[str]) -> None:
 
 
 def told_languages(reports: Mapping[str, Mapping[str, int]]) -> str:
-    """Put the counts of reports by language into words, and by rules where these are several.
+    """Describe the counts of reports by language, and by rules if there are several.
 
     Args:
         reports: `shardflow.format.keys.REPORT_COUNTS` of a manifest.
@@ -343,12 +343,12 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 @contextmanager
 def step_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on standard error how far the body is and how long it still takes.
+    """Show the progress of the block and its remaining time on standard error.
 
-    A terminal gets a bar, which goes when the body ends; a log gets a line every ten seconds.
+    A terminal gets a bar, which disappears at the end of the block; a log gets a line every ten seconds.
 
     Yields:
-        A function that takes how much is done and how much there is.
+        A function that takes the amount done and the total.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

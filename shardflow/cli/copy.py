@@ -1,4 +1,4 @@
-"""``shardflow copy``: a dataset from any store to any other, every byte checked on its way."""
+"""``shardflow copy``: a dataset from any store to any other, with every byte checked on the way."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     if arguments.codec and not arguments.volumes:
-        raise ConfigError("--codec is of volumes that change their storage; add --volumes bricks or slices.")
+        raise ConfigError("--codec applies to volumes whose storage changes; add --volumes bricks or slices.")
     source = open_store(existing_dataset(arguments.source))
     try:
         target = open_store(arguments.target)
     except StorageError as error:
         raise ConfigError(f"DST: {error.message}") from None
     if not arguments.target or source.url == target.url:
-        raise ConfigError("DST must be another place than SRC, got the same or none; name one.")
+        raise ConfigError("DST is empty or the same as SRC; name another place.")
     if arguments.where or arguments.keys or arguments.split or arguments.volumes:
         _copy_part(arguments, target)
         return 0
@@ -127,13 +127,13 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
 
     if not isinstance(target, LocalStore):
         raise ConfigError(
-            "--where and --volumes copy to a local folder, DST is an address; copy the part to a folder, and "
-            "that folder to the address."
+            "--where and --volumes copy to a local folder, but DST is a URL; copy to a folder first, and "
+            "then that folder to the URL."
         )
     if arguments.newest or arguments.no_sidecars:
         raise ConfigError(
-            "--newest and --no-sidecars are of whole copies; leave them out: --where and --volumes take the "
-            "newest version, and facts and tables come along."
+            "--newest and --no-sidecars apply to whole copies; leave them out: --where and --volumes always "
+            "copy the newest version, with facts and tables."
         )
     dataset = open_dataset(arguments.source)
     split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)

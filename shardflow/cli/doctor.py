@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 0, or 1 where something is wrong."""
+    """Run the command; the exit code is 0, or 1 if a check fails."""
     config = load_config(TrainConfig, arguments.config) if arguments.config else None
     environment = inspect_environment(
         config, num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node

@@ -1,4 +1,4 @@
-"""``shardflow generate``: texts that a trained model writes, and how they compare with references."""
+"""``shardflow generate``: texts from a trained model, and their scores against references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shardflow index``: make a dataset of WebDataset tars that others wrote, without copying them."""
+"""``shardflow index``: a dataset of existing WebDataset tars, without copying them."""
 
 from __future__ import annotations
 

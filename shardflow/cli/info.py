@@ -1,4 +1,4 @@
-"""``shardflow info`` and ``shardflow stats``: what a dataset holds, and statistics of its voxels."""
+"""``shardflow info`` and ``shardflow stats``: contents of a dataset, and statistics of its voxels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(dataset: Dataset, where: str | None = None, keys: str | None = None) -> dict[str, Any]:
-    """Collect what is known of a dataset, as a JSON object; sizes in bytes.
+    """Return the facts of a dataset as a JSON object; sizes in bytes.
 
     Args:
         dataset: The dataset.
@@ -196,7 +196,7 @@ def _fields(dataset: Dataset) -> dict[str, Any]:
 
 
 def _kind(name: str) -> str:
-    """Return what fields of one kind have in common: their numbers become stars."""
+    """Return the common name of fields of one kind: numbers become asterisks."""
     return _NUMBER.sub(r"\1*", name)
 
 

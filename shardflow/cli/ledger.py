@@ -1,4 +1,4 @@
-"""``shardflow ledger``: which samples made which step of a run."""
+"""``shardflow ledger``: the samples of each step of a run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_dataset(run)  # its ledger is that of packing
     for name in _SEARCHING:
         if getattr(arguments, name) is not None and name not in options:
-            raise ConfigError(f"--{name.replace('_', '-')} is no option of ledger {action}; leave it out.")
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is not an option of ledger {action}; leave it out.")
     if action in ("where", "prove-removed"):
         return _search(arguments)
     ledgers = [_read_ledger(path) for path in arguments.runs]
@@ -156,13 +157,13 @@ def _show_step(run: Path, arguments: argparse.Namespace) -> int:
 
 
 def _wanted(run: Path, arguments: argparse.Namespace) -> tuple[list[str], int | None]:
-    """Return the sample keys that are asked for, and the newest version if it holds some of a person."""
+    """Return the requested sample keys, and the newest version if it holds samples of a person."""
     if arguments.sample:
         bad = [key for key in arguments.sample if not SAMPLE_KEY_PATTERN.fullmatch(key)]
         if bad:
             raise ConfigError(
-                f"--sample takes sample keys, of small letters and digits, and {len(bad)} of "
-                f"{len(arguments.sample)} are none; copy them from `shardflow ledger show`."
+                f"--sample takes sample keys, of lowercase letters and digits; {len(bad)} of "
+                f"{len(arguments.sample)} are not valid keys. Copy them from `shardflow ledger show`."
             )
         return sorted({*arguments.sample}), None
     if arguments.patient is None and arguments.shard is None:
@@ -171,8 +172,8 @@ def _wanted(run: Path, arguments: argparse.Namespace) -> tuple[list[str], int | 
     url = arguments.dataset or read_settings(run).get("data.dataset")
     if not isinstance(url, str) or url.endswith(".toml"):
         raise ConfigError(
-            "persons and shards are looked up in a dataset, and the run names none that is one; give it by "
-            "--dataset."
+            "patients and shards are looked up in a dataset, and the run does not name a single one; give it "
+            "with --dataset."
         )
     found = open_versions(url)
     if arguments.shard is not None:

@@ -1,4 +1,4 @@
-"""The console script ``shardflow``: one module for each command, and one way to fail.
+"""Console script ``shardflow``: one module for each command, and one way to fail.
 
 Exit codes: 0 done; 1 damage, or a mistake inside shardflow; 2 a setting or an argument is wrong; 3 (pack)
 more was quarantined than allowed. An error is one line on standard error, and with ``--json`` also
@@ -34,7 +34,7 @@ _EXIT_STOPPED = 75  # of training: start again later
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An entry of the command table; its module is imported when the command is asked for."""
+    """An entry of the command table; its module is imported when the command is used."""
 
     module: str
     """Holds ``DESCRIPTION``, ``EXAMPLES``, ``add_arguments``, which declares the options, and ``run``, which
@@ -186,7 +186,7 @@ _VERSIONS_SHOWN = (
 
 
 class _Version(argparse.Action):
-    """``--version``: shardflow's, and those of the packages that matter, found only when asked for."""
+    """``--version``: versions of shardflow and its main dependencies, looked up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(_describe_versions())
@@ -207,7 +207,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the command line.
 
     Args:
-        only: The command whose options are declared, which takes the import of its module; all by default.
+        only: The only command whose options are declared, which imports its module; all by default.
     """
     parser = CommandParser(
         prog="shardflow",
@@ -286,13 +286,13 @@ def _check_command(name: str) -> None:
 
 
 def extra_of(error: ModuleNotFoundError) -> str | None:
-    """Return the extra that installs what is missing; None where it is no optional dependency."""
+    """Return the extra that installs a missing module; None if it is no optional dependency."""
     package = (error.name or "").partition(".")[0]
     return next((extra for extra, packages in EXTRAS.items() if package in packages.split()), None)
 
 
 def _why_output_is_lost() -> str | None:
-    """Return why standard output takes no more, such as a full disk behind it; None while it does."""
+    """Return why standard output fails, such as a full disk behind it; None if it works."""
     try:
         # Python has dropped what it could not write, so only another byte shows the error.
         sys.stdout.write("\n")
@@ -303,7 +303,7 @@ def _why_output_is_lost() -> str | None:
 
 
 def _abandon_output() -> None:
-    """Write what is still buffered nowhere: Python would complain once more at exit."""
+    """Discard buffered output: Python would report the same error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_of_lines(config: str) -> bool:
-    """Return whether a file has the settings of texts or conversations: no other job has ``[fields]``."""
+    """Return whether a file has the settings of a corpus job: only those have ``[fields]``."""
     try:
         with Path(config).expanduser().open("rb") as file:
             return "fields" in tomllib.load(file)
@@ -158,8 +158,8 @@ def _refuse_studies_options(args: argparse.Namespace) -> None:
     for name in ("engine", "retry", "task", "merge", "dry_run"):
         if getattr(args, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of jobs that pack studies, and this file has [fields], so it "
-                "packs lines of text; leave the option out."
+                f"--{name.replace('_', '-')} applies to jobs that pack studies, but this file has [fields], "
+                "so it packs lines of text; leave the option out."
             )
 
 
@@ -172,7 +172,7 @@ def _fail(status: str, message: str, code: int, *, as_json: bool = True) -> int:
 
 
 def _describe(summary: PackSummary) -> Iterator[str]:
-    """Put the summary into words."""
+    """Describe the summary for people."""
     inputs = summary.inputs
     if summary.status == "task_done":
         yield f"The {summary.num_shards} shards of this task are complete; --merge publishes those of all."
@@ -261,7 +261,7 @@ def run_text(arguments: argparse.Namespace) -> int:
 
 
 def _looked_for(fields: FieldsConfig) -> str:
-    """Name what lines must have: settings of the user, nothing of a line."""
+    """Name the fields that lines must have, from the settings; nothing of a line."""
     if fields.kind == "text":
         key = f" and [fields] key = {fields.key!r}" if fields.key else ""
         return f"lines must have [fields] text = {fields.text!r}{key}"
@@ -272,7 +272,7 @@ def _looked_for(fields: FieldsConfig) -> str:
 
 
 def _describe_texts(summary: CorpusSummary, fields: FieldsConfig) -> Iterator[str]:
-    """Put the summary into words."""
+    """Describe the summary for people."""
     yield f"{counted(summary.inputs['total'], 'line')}: {_outcomes(summary.inputs)}."
     yield from _reasons(summary.reasons)
     if "MISSING_FIELD" in summary.reasons:
@@ -331,7 +331,7 @@ _TITLES: Final = {
 
 
 class LineProgress:
-    """Plain lines: one for each phase, and one every ten seconds of a long one."""
+    """Plain lines: one for each phase, and one every ten seconds in a long one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -362,7 +362,7 @@ class LineProgress:
             self._say(f"{self._title}: {self._count} of {self._total}{rest}")
 
     def note(self, text: str) -> None:
-        """Say something."""
+        """Write a message."""
         self._say(text)
 
     def _say(self, text: str) -> None:
@@ -378,7 +378,7 @@ def make_progress(stream: TextIO | None = None) -> BarProgress | LineProgress:
 
 
 class BarProgress:
-    """A bar for each phase, with counts and the time that is left."""
+    """A bar for each phase, with counts and the remaining time."""
 
     def __init__(self, stream: TextIO, titles: Mapping[str, str]) -> None:
         self._titles = titles
@@ -402,7 +402,7 @@ class BarProgress:
         self._bars.stop()
 
     def phase(self, name: str, total: int) -> None:
-        """Begin a phase: the bar of the one before is full."""
+        """Begin a phase; the previous bar is full."""
         if self._task is not None:
             (task,) = (task for task in self._bars.tasks if task.id == self._task)
             self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
@@ -414,7 +414,7 @@ class BarProgress:
             self._bars.update(self._task, advance=count)
 
     def note(self, text: str) -> None:
-        """Say something above the bars."""
+        """Write a message above the bars."""
         self._bars.console.print(text, markup=False, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""The command ``shardflow plan``: the micro-batches of an epoch, and the rank that runs each of them."""
+"""``shardflow plan``: the micro-batches of an epoch, and the rank that runs each of them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ _ASKS_FOR_STEPS: Final = (
 
 
 def _check_options(arguments: argparse.Namespace) -> bool:
-    """Return whether steps are asked for, which --fields alone does not.
+    """Return whether steps are requested; --fields alone requests none.
 
     Raises:
         ConfigError: An option is missing, or two do not go together.
@@ -211,20 +211,20 @@ def _option(name: str) -> str:
 
 
 def _check_charged(arguments: argparse.Namespace) -> None:
-    """Refuse to charge for stored slices where fields say what is delivered.
+    """Refuse to charge for stored slices if fields define what is delivered.
 
     Raises:
         ConfigError: ``--max-slices`` is given.
     """
     if arguments.max_slices:
         raise ConfigError(
-            "--max-slices charges for stored slices, and --fields for what the fields deliver; leave out "
-            "--max-slices, and give --image-tokens-per-slice for each picture, tile or region delivered."
+            "--max-slices charges for stored slices, but --fields charges for delivered content; leave out "
+            "--max-slices, and set --image-tokens-per-slice for each picture, tile or region delivered."
         )
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:
-    """Open what is to be planned.
+    """Open the samples to plan.
 
     Raises:
         ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
@@ -269,7 +269,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 
 def _sampled(selection: Selection, arguments: argparse.Namespace) -> Selection:
-    """Return the samples, drawn as the options say."""
+    """Return the samples, weighted as the options require."""
     from shardflow.loading.weighting import sampled
     from shardflow.sampling import Sampling
 
@@ -332,7 +332,7 @@ _RANKS_PER_NODE = 8
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a batch spec is made of."""
+    """Add the options of a batch spec."""
     number, count = natural_number, positive_number
     add = parser.add_argument
     add("--micro-batch-size", type=count, metavar="B", help="samples in a micro-batch; or --max-tokens")
@@ -379,15 +379,15 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 def planned(
     selection: Selection, fields: FieldSet | None, arguments: argparse.Namespace
 ) -> tuple[EpochPlan, RankSchedule, Selection]:
-    """Plan the epoch that the options describe, and deal it to ranks.
+    """Plan the epoch that the options describe, and assign it to ranks.
 
     Args:
         selection: The samples.
-        fields: What a token budget charges for; None charges for what is stored.
+        fields: Fields that a token budget charges for; None charges for what is stored.
         arguments: The options.
 
     Returns:
-        The plan, the ranks, and the samples with what is delivered of each.
+        The plan, its ranks, and the samples with the sizes that are delivered.
     """
     from shardflow.loading.binding import batch_of_samples, charge_for_delivered
     from shardflow.sampling import RankSchedule
@@ -417,7 +417,7 @@ _Numbers = tuple["PlanSummary", "PlanMeasures", "BatchSpec", "BlendMix | None"]
 def measured(
     selection: Selection, fields: FieldSet | None, arguments: argparse.Namespace
 ) -> dict[str, _Numbers]:
-    """Return the numbers of a plan, and those of other settings beside it if there are any."""
+    """Return the numbers of a plan, and of the plan to compare it with, if any."""
     from shardflow.sampling import measure_plan
     from shardflow.sampling.measures import measure_mix
 
@@ -459,7 +459,7 @@ def show_summary(
 
 
 def _text_tokens(spec: BatchSpec) -> str | None:
-    """Return where the tokens of the text come from; None where no budget counts them."""
+    """Return the source of the text's token counts; None if no budget uses them."""
     if spec.budget is None or not spec.budget.cost.text_tokens_per_1000_bytes:
         return None
     return "counted" if spec.budget.cost.tokenizer else "estimated"
@@ -556,7 +556,7 @@ def _spec(arguments: argparse.Namespace, *, lanes: int) -> BatchSpec:
 
 
 def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with the settings of ``--compare`` in their place."""
+    """Return the options with those of ``--compare`` applied."""
     parser = CommandParser(add_help=False, allow_abbrev=False)
     add_batch_arguments(parser)
     parser.add_argument("--world-size", type=positive_number)

@@ -1,4 +1,4 @@
-"""Tables of ``shardflow plan``: what fields deliver, and the draws of components and classes."""
+"""Tables of ``shardflow plan``: the content of fields, and the draws of components and classes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _SHOWN_ERROR: Final = 1e-6
 def component_numbers(selection: Selection, epoch: int) -> list[dict[str, Any]]:
     """Return the numbers of each component in an epoch; none without a blend.
 
-    Whole passes are those that begin and end in the epoch; what it finishes or begins of others is counted in
-    samples.
+    Whole passes begin and end in the epoch; partial ones are counted in samples.
     """
     from shardflow.sampling.blend import Blend
 
@@ -98,7 +97,7 @@ def class_numbers(selection: Selection, epoch: int) -> list[dict[str, Any]]:
 
 
 def show_classes(selection: Selection, epoch: int) -> None:
-    """Show a row for each class of weights, those of most draws if they are many."""
+    """Show a row for each class of weights; of many, those with the most draws."""
     from shardflow.sampling.blend import Mixture
 
     mixture = selection.population
@@ -196,7 +195,7 @@ def fields_report(
 
 
 def _ranked(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return counts, the largest first."""
+    """Return counts in descending order."""
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 

@@ -1,4 +1,4 @@
-"""``shardflow report``: one page about a dataset, a run, or two runs, to be opened without a network."""
+"""``shardflow report``: one self-contained page about a dataset, a run, or two runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report_privacy(arguments: argparse.Namespace) -> int:
-    """Write the officer's page into the private folder, or check the one that is there."""
+    """Write the privacy page into the private folder, or check an existing one."""
     # Packing needs pydicom, which the training image does not carry.
     from shardflow.packing.deid.known_values import KnownValues
     from shardflow.packing.deid.pseudonyms import SecretKey
@@ -146,10 +146,10 @@ def _report_privacy(arguments: argparse.Namespace) -> int:
 
 
 def _measure_pixels(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Measure the search for text in pixels with a dataset's settings; None if it has none.
+    """Measure the detection of text in pixels with a dataset's settings; None if it has none.
 
     Raises:
-        ConfigError: The models are not installed, or others than those that packed it.
+        ConfigError: The models are missing, or differ from those that packed it.
     """
     if "pixel_text" not in settings:
         return None

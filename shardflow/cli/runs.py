@@ -97,7 +97,7 @@ def run_verdict(arguments: argparse.Namespace) -> int:
     if not now:
         raise ConfigError(
             f"A verdict needs the measurements of a few steps; the {file.num_intervals} intervals of this "
-            "RUN say too little. Wait until it has run for longer, and check monitor.interval_s."
+            "RUN are too few. Wait until it has run longer, and check monitor.interval_s."
         )
     if arguments.json:
         rows = [{"first_step": first, "last_step": last, "code": one.code} for first, last, one in phases]

@@ -1,4 +1,4 @@
-"""``shardflow serve``: a data server, which makes the micro-batches of training runs on other machines."""
+"""``shardflow serve``: a data server that makes micro-batches for training runs on other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``shardflow sign``: vouch for a version of a dataset with an SSH key."""
+"""``shardflow sign``: a signature of a version of a dataset with an SSH key."""
 
 from __future__ import annotations
 

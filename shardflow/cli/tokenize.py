@@ -1,4 +1,4 @@
-"""The commands ``shardflow tokenize`` (token ids beside a dataset) and ``shardflow train-tokenizer``."""
+"""``shardflow tokenize`` and ``shardflow train-tokenizer``: token ids beside a dataset, and tokenizers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _count(arguments: argparse.Namespace) -> int:
     from shardflow.training.tokenizing import count_dataset
 
     if arguments.view != FULL_STUDY:
-        raise ConfigError("--processor counts conversations, which have no views; leave out --view.")
+        raise ConfigError("--processor is for conversations, which have no views; leave out --view.")
     dataset = open_dataset(arguments.dataset)
     with step_progress("shards") as on_shard:
         done = count_dataset(

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(console: Console, run: LiveRun) -> None:
-    """Draw the run twice a second until somebody presses q."""
+    """Draw the run twice a second until q is pressed."""
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(Text("reading metrics.jsonl", style=_DIM), refresh=True)  # seconds, after days of steps
         while True:
@@ -119,7 +119,7 @@ def _follow(console: Console, run: LiveRun) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read keys without echo; yields a function that waits so long for q and tells whether it was pressed.
+    """Read keys without echo; yields a function that waits for q up to a timeout and returns whether it came.
 
     The terminal is restored afterwards, also when SIGTERM ends the process.
     """
@@ -151,7 +151,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _encodable(lines: Sequence[Text], console: Console) -> Sequence[Text]:
-    """Replace bars, curves and dots by ASCII where the terminal cannot show them."""
+    """Replace bars, curves and dots with ASCII if the terminal cannot show them."""
     try:
         _SIGNS.encode(console.encoding)
     except (LookupError, UnicodeEncodeError):
@@ -369,7 +369,7 @@ def _speed(view: LiveView) -> Section:
 
 
 def _step(view: LiveView) -> Section:
-    """Where the time of a step went, as a mean over ranks."""
+    """Draw the parts of a step's time, as means over ranks."""
     interval = view.interval
     if interval is None or not interval.num_steps:
         return Section("", [])
@@ -387,7 +387,7 @@ def _step(view: LiveView) -> Section:
 
 
 def _loader(view: LiveView) -> Section:
-    """How many threads of a rank's loader were busy with what, as a mean over ranks."""
+    """Draw the number of loader threads busy with each stage, as means over ranks."""
     interval = view.interval
     if interval is None or not interval.wall_s:
         return Section("", [])
@@ -413,7 +413,7 @@ def _setting(interval: Interval, name: str) -> float:
 
 
 def _queues(view: LiveView) -> Section:
-    """What is ready when the training loop asks, and how often nothing was."""
+    """Draw the batches that were ready for the training loop, and how often none was."""
     interval = view.interval
     rows: list[Row] = []
     if interval is None:
@@ -443,7 +443,7 @@ def _queues(view: LiveView) -> Section:
 
 
 def _tiers(view: LiveView) -> Section:
-    """Where the bytes came from, over all ranks."""
+    """Draw the sources of the bytes, over all ranks."""
     interval = view.interval
     if interval is None or not interval.wall_s:
         return Section("", [])
@@ -490,7 +490,7 @@ def _memory(view: LiveView) -> Section:
 
 
 def _goodput(view: LiveView) -> Section:
-    """Where the time of all starts went."""
+    """Draw the parts of the time of all starts."""
     found = view.goodput
     if found is None or not found.wall_s:
         return Section("", [])
@@ -528,7 +528,7 @@ def _settings(view: LiveView) -> Section:
 
 
 def _events(view: LiveView) -> Section:
-    """The newest checkpoint and the newest evaluation."""
+    """Draw the newest checkpoint and the newest evaluation."""
     rows = []
     if (line := view.checkpoint) is not None:
         ago = duration(max(0.0, view.now_s - float(line["time_s"])))

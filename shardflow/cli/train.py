@@ -1,7 +1,7 @@
-"""The command ``shardflow train``: torchrun, with an exit code that schedulers can act on.
+"""``shardflow train``: torchrun, with an exit code that schedulers can act on.
 
 torchrun turns every exit code of a rank into 1; this launcher exits with the code that the failed ranks of
-this machine share (2, 75), so that Kubernetes and SLURM can tell "start me again" from "do not". It passes
+this machine share (2, 75), so that Kubernetes and SLURM can tell whether to restart the job. It passes
 the first stop signal on to the ranks, SIGUSR1 as well as SIGTERM, and no later one: SLURM may send several,
 and torchrun abandons its ranks at the third. It handles signals from its start, with 75 as the answer, even
 as process 1 of a container, which the kernel shields from signals that nobody handles.
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that torchrun gets."""
+    """Declare the options that are passed to torchrun."""
     group = parser.add_argument_group("options of torchrun")
     for option, metavar, meaning in (*_PROCESSES, *_NODES):
         group.add_argument(option, metavar=metavar, help=meaning)
@@ -172,10 +172,10 @@ def _log_options(argv: Sequence[str], folder: Path) -> list[str]:
 
 
 def code_of_failures(codes: Collection[int]) -> int:
-    """Make one exit code of those that torchrun saw when a rank of this machine had failed.
+    """Reduce the exit codes that torchrun saw after a rank of this machine failed to one.
 
-    torchrun ends the other ranks then. One that had not begun leaves by SIGTERM, one that had with 75:
-    neither says why the job failed.
+    torchrun then ends the other ranks: by SIGTERM one that had not begun, with 75 one that had. Neither
+    code tells why the job failed.
 
     Args:
         codes: Of every rank that did not finish; -N for one that signal N ended.
@@ -188,16 +188,16 @@ def code_of_failures(codes: Collection[int]) -> int:
 
 
 def code_after_stop(folder: Path) -> int:
-    """Make one exit code of those that the ranks of this machine reported, after a stop signal to us.
+    """Reduce the exit codes that the ranks of this machine reported after a stop signal to one.
 
-    Only the last attempt counts. A rank may be missing: it had not begun, or was too slow and has been
-    killed. To start again is right either way.
+    Only the last attempt counts. A rank without a code had not begun, or was killed as too slow; a restart
+    is right either way.
 
     Args:
-        folder: Where they reported.
+        folder: Folder of the reported codes.
 
     Returns:
-        75, or where a rank failed the code that all share, else 1.
+        75 if no rank failed, else the code that all failures share, else 1.
     """
     attempts: dict[int, set[int]] = {}
     for path in folder.glob(f"*{RANK_MARK}*"):
@@ -215,7 +215,7 @@ def _only(codes: set[int]) -> int:
 def folder_of_codes() -> Iterator[Path]:
     """A folder for the codes of the ranks; those that killed launchers left behind are removed.
 
-    The lock of a launcher ends with it, however it ends.
+    A launcher's lock is released however it ends.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_HELD}"):
         with suppress(OSError):
@@ -238,7 +238,7 @@ def folder_of_codes() -> Iterator[Path]:
 
 
 class _Stop:
-    """The answer to the first stop signal, an exception in the main thread; later ones are ignored."""
+    """Raised in the main thread by the first stop signal; later ones are ignored."""
 
     def __init__(self) -> None:
         self.make_error: Callable[[signal.Signals], BaseException] = lambda _: SystemExit(EXIT_STOPPED)

@@ -1,4 +1,4 @@
-"""The command ``shardflow verify``: checks every byte, and names the first damage of each file."""
+"""``shardflow verify``: checks every byte, and names the first damage in each file."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 0 where nothing is damaged, else 1."""
+    """Run the command; the exit code is 0 if nothing is damaged, else 1."""
     from shardflow.format import verify
 
     if arguments.signature != (arguments.keys is not None):
         raise ConfigError(
-            "--signature and --keys go together: --keys names the file of the public keys that are trusted."
+            "--signature and --keys require each other: --keys names the file of trusted public keys."
         )
     url = existing_dataset(arguments.dataset)
     signature = _check_signature(url, arguments.keys) if arguments.signature else None

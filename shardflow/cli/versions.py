@@ -1,4 +1,4 @@
-"""The commands that make the next version of a dataset: ``shardflow remove`` and ``shardflow compact``."""
+"""``shardflow remove`` and ``shardflow compact``: the next version of a dataset."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
-    """Add the dataset, and the private folder that a change of it needs."""
+    """Add the dataset, and the private folder that changing it requires."""
     add_dataset(parser)
     parser.add_argument(
         "--private-dir", type=Path, required=True, metavar="DIR", help="private folder of the dataset"
@@ -55,7 +55,7 @@ def _local_dataset(url: str) -> Path:
     """Return the folder of a dataset that a command may change.
 
     Raises:
-        ConfigError: There is none, or it is an address of a store.
+        ConfigError: There is none, or it is the URL of a store.
     """
     store = open_store(existing_dataset(url))
     if not isinstance(store, LocalStore):

@@ -1,4 +1,4 @@
-"""``shardflow view`` and ``shardflow preview``: a dataset in a browser, and pictures of its studies."""
+"""``shardflow view`` and ``shardflow preview``: a dataset in a browser, and images of its studies."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def run_preview(arguments: argparse.Namespace) -> int:
 def _draw_slices(
     arguments: argparse.Namespace, dataset: Dataset, row: int, window: Window | None
 ) -> tuple[bytes, dict[str, Any], str]:
-    """Return the picture, facts about it, and how much it shows."""
+    """Return the image, facts about it, and how much of the study it shows."""
     view = read_study(dataset, row, series=arguments.series, num_slices=arguments.slices)
     facts = {
         "sample_key": view.sample_key,

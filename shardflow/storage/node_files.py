@@ -136,7 +136,7 @@ def _copied(store: ByteStore, path: str, sha256: str, num_bytes: int) -> memoryv
         if found.nbytes == num_bytes:
             return found
         place.unlink(missing_ok=True)
-    raise StorageError(f"{place} is cut as soon as it is made; set TMPDIR.")
+    raise StorageError(f"{place} was truncated right after it was made; set TMPDIR to another folder.")
 
 
 def _named_pieces(store: ByteStore, path: str, sha256: str, num_bytes: int) -> Iterator[bytes | memoryview]:

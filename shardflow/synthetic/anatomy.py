@@ -35,9 +35,9 @@ class Host:
     side: str
     """``left``, ``right`` or empty."""
     bounds: Quadric
-    """The organ as one ellipsoid."""
+    """The organ as a single ellipsoid."""
     last_solid: int
-    """Index of the organ in the painting order: what is painted later lies before it."""
+    """Index of the organ in the painting order; later solids cover it."""
     name: str = ""
     """Such as ``T9``; empty if organ and side identify it."""
 
@@ -71,7 +71,7 @@ class Body:
         return parts[0]
 
     def host(self, organ: str, bounds: Quadric, *, side: str = "", name: str = "") -> None:
-        """Let lesions grow in the organ painted last."""
+        """Register the organ painted last as a host of lesions."""
         self._hosts.append(
             Host(organ=organ, side=side, bounds=bounds, last_solid=len(self._solids) - 1, name=name)
         )
@@ -255,7 +255,7 @@ def _add_vertebra(body: Body, name: str, z: float) -> None:
 
 
 def _upright(body: Body, center: Vector, size: Vector) -> tuple[Quadric, Quadric]:
-    """Return the parts of a pillar of two radii and a half height."""
+    """Return the parts of an upright pillar of two radii and a half height."""
     radius_x, radius_y, half = (value * body.scale for value in size)
     return pillar(body.at(*center), radius_x, radius_y, half)
 

@@ -1,8 +1,8 @@
 """Keyed random draws, generated identifiers, and image noise.
 
 Every choice of the generator is a labeled hash, so no choice depends on the order of others. NumPy's and
-Python's random distributions may change between versions; `shardflow.seeds.derive` is frozen. A draw costs
-about two microseconds, nothing beside a rendered slice.
+Python's random distributions may change between versions; `shardflow.seeds.derive` is frozen. A draw takes
+about two microseconds, negligible next to rendering a slice.
 
 Noise is a counter hash as well: SplitMix64 turns (key, pixel number) into 64 bits, and the sum of four of
 their bytes is a bell curve with a standard deviation of 147.8, cut at 3.45 of them. Kernels are small integer
@@ -151,7 +151,7 @@ def bell_noise(key: int, rows: int, columns: int) -> _Array:
 
 
 def filtered_noise(key: int, rows: int, columns: int, kernel: Kernel, deviation: float) -> _Array:
-    """Return ``(rows, columns)`` float32 noise as a kernel leaves it: mean 0, the given deviation."""
+    """Return ``(rows, columns)`` float32 noise filtered by a kernel: mean 0, the given standard deviation."""
     scale = np.float32(deviation / (_BELL_DEVIATION * _GAIN[kernel]))
     if kernel == "standard":
         return bell_noise(key, rows, columns) * scale

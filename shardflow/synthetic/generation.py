@@ -1,6 +1,6 @@
 """Generation of a whole output: studies in any number of processes, always with identical bytes.
 
-Layout below the output folder: ``dicom/`` (what a hospital would deliver: images and nothing about them),
+Layout below the output folder: ``dicom/`` (as a hospital would deliver it: images alone),
 ``reports.csv``, ``annotations.csv`` (boxes), ``truth.jsonl``, ``README.txt``.
 
 The truth of a study is what a reader of its files and its report should find. Coordinates are in the study's
@@ -272,14 +272,14 @@ def generate(
     Args:
         options: What to generate.
         output: Folder to fill; created if it is missing.
-        num_processes: Processes to share the work; the bytes do not depend on it.
+        num_processes: Number of processes; the bytes do not depend on it.
         progress: Called with the number of studies that are done.
 
     Returns:
         The counts.
 
     Raises:
-        ConfigError: The folder holds something already, or is no folder.
+        ConfigError: The folder is not empty, or not a folder.
         StorageError: It cannot be written.
         ShardflowError: A process was killed.
     """
@@ -335,13 +335,11 @@ def _generate(
 def _claim(output: Path) -> None:
     """Create the folder, or check that it is empty."""
     if output.exists() and not output.is_dir():
-        raise ConfigError("OUT is the name of a file; choose another name for the folder.")
+        raise ConfigError("OUT is a file; choose another name for the folder.")
     output.mkdir(parents=True, exist_ok=True)
     found = next(output.iterdir(), None)
     if found is not None:
-        raise ConfigError(
-            "OUT is a folder that holds files; choose an empty or new folder, or empty this one."
-        )
+        raise ConfigError("OUT is not empty; choose a new or empty folder, or empty this one.")
 
 
 def _run(options: SynthOptions, output: Path, tasks: Iterable[_Task], num_processes: int) -> Iterator[_Made]:
@@ -366,7 +364,7 @@ def _run(options: SynthOptions, output: Path, tasks: Iterable[_Task], num_proces
 
 
 def _make(options: SynthOptions, output: Path, task: _Task) -> _Made:
-    """Make one study: its files, and what it adds to the tables."""
+    """Make one study: its files, and its rows of the tables."""
     story = _story(options, task.number, task.patient, task.visit)
     prior = _story(options, task.number - 1, task.patient, task.visit - 1) if task.visit else None
     report = write_report(options.seed, story, prior, options.report_oddities)

@@ -27,12 +27,12 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def cross(a: Vector, b: Vector) -> Vector:
-    """Return the vector product."""
+    """Return the cross product."""
     return (a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0])
 
 
 def move(point: Vector, direction: Vector, distance: float = 1.0) -> Vector:
-    """Return the point ``distance`` along ``direction``."""
+    """Return the point moved by ``distance`` along ``direction``."""
     return (
         point[0] + direction[0] * distance,
         point[1] + direction[1] * distance,
@@ -141,8 +141,8 @@ def stack_of_planes(
         orientation: Row and column direction before ``turn``.
         steps: Places of the planes along their normal from the center, mm.
         turn: Rotation of the whole stack (oblique), or of the planes alone where ``advance`` is given.
-        advance: Direction in which the planes follow each other; their normal by default. A gantry tilt is
-            planes that are turned and still follow the table.
+        advance: Direction in which the planes are stacked; their normal by default. With a tilted gantry,
+            planes are turned and still stacked along the table.
     """
     row_direction = rotate(turn, orientation[0])
     column_direction = rotate(turn, orientation[1])
@@ -182,13 +182,13 @@ class Quadric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solid:
-    """One body of one tissue: the common points of its parts, without its hollow."""
+    """A body of one tissue: the intersection of its parts, minus its hollow."""
 
     tissue: str
     parts: tuple[Quadric, ...]
     """The first bounds the body along a beam; a projection asks of the others only for slabs."""
     parent: str
-    """Tissue that it displaces; projections add the difference."""
+    """Tissue that it replaces; projections add the difference."""
     hollow: Quadric | None = None
 
     def contains(self, point: Vector) -> bool:

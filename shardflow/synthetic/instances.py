@@ -1,8 +1,8 @@
 """DICOM files from planned slices: stored integers, encoded pixel data, and all attributes.
 
-Every file says in its institution, patient, manufacturer, study and series description that it is generated.
-No clock, host or library version goes into a file, and deflated files use stored blocks, so the bytes are the
-same on every machine. Only this module of the generator imports pydicom.
+Every file is marked as generated in its institution, patient, manufacturer, study and series description.
+Files contain no time, host or library version, and deflated ones use stored blocks, so the bytes are the same
+on every machine. Only this module of the generator imports pydicom.
 
 Source: DICOM PS3.3 (modules of CT, MR, CR and DX image), PS3.5 (encoding), PS3.10 (file format).
 """
@@ -43,7 +43,7 @@ def store(values: _Array, encoding: Encoding, *, full_scale: bool) -> _Array:
     """Return the stored integers, int16 or uint16, of one slice.
 
     Args:
-        values: ``(rows, columns)`` float32; used up.
+        values: ``(rows, columns)`` float32; overwritten.
         encoding: How to store them.
         full_scale: Whether 1.0 stands for the highest stored value (radiographs); else values are in the
             unit that slope and intercept lead to.
@@ -78,7 +78,7 @@ def _outside(rows: int, columns: int) -> _Array:
 
 
 def _set_high_bits(stored: _Array, bits_stored: int) -> None:
-    """Write an overlay, a frame in the corner, into the bit above those that count, and clear the others.
+    """Write an overlay, a frame in the corner, into the bit above the stored ones, and clear the others.
 
     This destroys the sign extension of signed pixels, which a reader must restore.
     """

@@ -83,7 +83,7 @@ class Lesion:
 
 
 def kinds_of(organs: Sequence[str], *, radiograph: bool) -> tuple[LesionKind, ...]:
-    """Return what can grow in some organs (and is seen on a radiograph)."""
+    """Return the kinds that can grow in some organs (and are visible on a radiograph)."""
     return tuple(kind for kind in _KINDS if kind.organ in organs and (kind.on_radiographs or not radiograph))
 
 
@@ -104,7 +104,7 @@ def place_lesions(
         draws: The patient's stream for lesions.
         anatomy: The body to grow in.
         kinds: Kinds of lesions.
-        count: Number of attempts; a lesion that finds no room is left out.
+        count: Number of attempts; a lesion that does not fit is left out.
         window_mm: Lowest and highest z of the centers.
         visit: Number of the study of this patient, from 0.
 
@@ -186,7 +186,7 @@ def _reach(bounds: Quadric) -> Vector:
 
 
 def _fits(anatomy: Anatomy, host: Host, center: Vector, radius_mm: float) -> bool:
-    """Return whether a ball lies inside the organ, and outside of all that is painted over it."""
+    """Return whether a ball is inside the organ and outside everything painted over it."""
     if math.sqrt(host.bounds.value(center)) + radius_mm / min(_reach(host.bounds)) > 0.97:
         return False
     points = [center] + [

@@ -1,6 +1,6 @@
 """Options of the generator, and the patients and visits that follow from them.
 
-Study i is the same for every number of studies asked for, so a larger set contains the smaller one.
+Study i does not depend on the number of studies, so a larger set contains the smaller one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATHOLOGIES: dict[str, str] = {
     "tilt": "the gantry is tilted: planes lean, and do not follow each other along their normal",
     "truncated": "the pixel data of one instance is cut short",
 }
-"""Every pathology and what it does."""
+"""Descriptions of all pathologies."""
 
 DEFAULT_PATHOLOGIES: dict[str, int] = {
     "duplicates": 15,
@@ -72,7 +72,7 @@ class SynthOptions:
     max_lesions: int = 5
     """Lesions that grow in a patient."""
     pathologies: Mapping[str, int] = field(default_factory=lambda: dict(DEFAULT_PATHOLOGIES))
-    """Chance in percent by name; one that is not named does not happen."""
+    """Chance in percent by name; 0 for names that are missing."""
 
     report_oddities: Mapping[str, int] = field(default_factory=dict)
     """Chance in percent by name, for every mention of images (`overcall`: every report)."""

@@ -3,7 +3,7 @@
 CT: scouts, thin and thick stacks, kernels, contrast phases, reformats, tilted gantries. MR: weightings with
 scales of their own, oblique stacks, two b-values at the same positions. Radiography: computed (CR) and
 digital (DX), views, polarity, large matrices. Files are named in four ways found in archives, none of them in
-the order of the slices.
+slice order.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def _view(draft: StudyDraft, view: str, *, lying: bool) -> Block:
 
 
 IMAGE_FOLDER = "dicom"
-"""Folder below the output that holds the images and nothing about them."""
+"""Folder below the output with the images and nothing else."""
 
 _STYLES = ("numbered", "uid", "hex", "modality")
 _STRAY_NAMES = ("SYNTHETIC-readme.txt", "SYNTHETIC-Thumbs.db", "SYNTHETIC-series.json")
@@ -560,7 +560,7 @@ def _grow(options: SynthOptions, patient: Patient, anatomy: Anatomy, visit: int)
 
 
 def _window(options: SynthOptions, region: Region) -> tuple[float, float]:
-    """Return the heights of lesions that the shortest stack of the region still shows."""
+    """Return the range of heights in which every stack of the region shows a lesion."""
     if options.modality in {"CR", "DX"}:
         return 30.0, 200.0
     middle = FOCUS_MM[region][2]

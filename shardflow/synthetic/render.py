@@ -212,7 +212,7 @@ def _shading(rows: int, columns: int) -> _Array:
 
 
 def _halved(plane: Plane) -> Plane:
-    """Return the plane with pixels of twice the size."""
+    """Return the plane with pixels twice as large."""
     grid = plane.grid
     corner = move(plane.position, plane.row_direction, grid.column_spacing_mm / 2)
     return replace(

@@ -67,4 +67,4 @@ def test_generated_runs(bound: str, code: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_too_little_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verdict", str(_write(tmp_path, 1, 0))]) == cli.EXIT_CONFIGURATION
-    assert "the 1 intervals of this RUN say too little" in capsys.readouterr().err
+    assert "the 1 intervals of this RUN are too few" in capsys.readouterr().err

@@ -134,8 +134,8 @@ def test_what_cannot_be_copied_is_one_sentence(
         ),
         (str(tmp_path / "new"), ["--where", "labels.grade == 'z'"], "where= selects none of the 24"),
         (str(tmp_path / "new"), ["--where", "labels.grad == 'a'"], "did you mean labels.grade"),
-        (str(tmp_path / "new"), ["--where", "labels.grade == 'a'", "--newest"], "are of whole copies"),
-        ("s3://bucket/part", ["--split", "train"], "DST is an address; copy the part to a folder"),
+        (str(tmp_path / "new"), ["--where", "labels.grade == 'a'", "--newest"], "apply to whole copies"),
+        ("s3://bucket/part", ["--split", "train"], "DST is a URL; copy to a folder first"),
     )
     for target, arguments, sentence in cases:
         assert cli.main(["copy", source.store.url, target, *arguments]) == 2

@@ -446,7 +446,7 @@ def test_the_summary_of_steps_follows_what_fields_deliver(cases: Dataset, plan: 
     [
         (("--seed", "1"), "--epoch, --micro-batches-per-step, --world-size; or leave out --seed"),
         (("--summary",), "or leave out --summary"),
-        ((*STEPS, *BUDGET, "--max-slices", "4"), "leave out --max-slices, and give --image-tokens-per-slice"),
+        ((*STEPS, *BUDGET, "--max-slices", "4"), "leave out --max-slices, and set --image-tokens-per-slice"),
         (("--max-slices", "4"), "leave out --max-slices"),
         ((*STEPS, *BUDGET, "--summary", "--compare", "max-slices=4"), "leave out --max-slices"),
         ((*STEPS, "--micro-batch-size", "2", "--transform", "a:b"), "--transform is timed without steps"),

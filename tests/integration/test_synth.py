@@ -148,11 +148,11 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep", encoding="ascii")
     done = run(str(tmp_path), "--studies", "1", "--seed", "1")
     assert done.returncode == 2
-    assert "choose an empty or new folder" in done.stderr
+    assert "choose a new or empty folder" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     done = run(str(tmp_path / "mine.txt"), "--studies", "1", "--seed", "1")
     assert done.returncode == 2
-    assert "OUT is the name of a file" in done.stderr
+    assert "OUT is a file" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Text corpora: JSONL and Parquet of any size in, a dataset of format 1 out.
+"""Text corpora: packs JSONL and Parquet of any size into a dataset of format 1.
 
 `job` describes the data flow, `config` the settings. Built on the engines, workspace and files of
 `shardflow.packing`; knows neither torch nor the loader. Names are imported lazily: a packing process imports

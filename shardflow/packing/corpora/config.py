@@ -1,4 +1,4 @@
-"""Settings of a corpus job, those that decide bytes apart from those of the run; and reasons of lines.
+"""Settings of a corpus job, split into those that decide bytes and those of the run; and reasons of lines.
 
 The position of a reason in the list is the byte that stands for it in the table of outcomes, so reasons are
 appended, never renamed, never moved (change class SHARD FORMAT).
@@ -23,7 +23,7 @@ from shardflow.packing.settings import KeyKind
 
 
 class LineReason(StrEnum):
-    """Why a line was skipped or quarantined; `REASONS` says what each one means."""
+    """Why a line was skipped or quarantined; `REASONS` defines each one."""
 
     EMPTY_LINE = "EMPTY_LINE"
     EMPTY_TEXT = "EMPTY_TEXT"
@@ -57,7 +57,7 @@ class LineReason(StrEnum):
 
 
 class ReasonInfo(NamedTuple):
-    """What a reason means, and what to do."""
+    """Meaning of a reason, and its remedy."""
 
     outcome: str
     meaning: str
@@ -176,7 +176,7 @@ IMAGE_REASONS: Final = (LineReason.IMAGE_MISSING, LineReason.NOT_AN_IMAGE)
 """Reasons that files beside the lines can remove: parts with them are packed again."""
 
 PACKED: Final = 0
-"""Number of a packed line."""
+"""Byte of a packed line."""
 
 REASON_TABLE: Final[tuple[tuple[str, str], ...]] = (
     ("PACKED", "packed"),
@@ -236,7 +236,7 @@ class CorpusInputsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldsConfig:
-    """Names of the fields of a line. A dot enters an object: ``note.text``."""
+    """Names of the fields of a line. A dot selects a field of an object: ``note.text``."""
 
     kind: Literal["text", "conversations"] = "text"
     """``text``: one text. ``conversations``: turns, with images; ``[conversations]`` has the settings."""
@@ -244,7 +244,7 @@ class FieldsConfig:
     prompt: str = "prompt"
     response: str = "response"
     system: str = ""
-    """Field of a system text that goes first, where a line has it; empty for none."""
+    """Field of a system text that comes first, if a line has it; empty for none."""
     turns: str = "messages"
     role: str = "role"
     """Key of a turn's role, and of its text."""
@@ -261,7 +261,7 @@ class FieldsConfig:
             "gpt": "assistant",
         }
     )
-    """Roles by what the lines call them."""
+    """Roles by their names in the lines."""
     turn_format: str = "<|{role}|>\n{content}\n"
     """Form of a turn in ``report.txt``; ``corpus.json`` records the byte range of each content."""
     key: str = ""
@@ -295,11 +295,11 @@ class FieldsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudiesConfig:
-    """A packed dataset whose studies conversations may name."""
+    """Packed dataset whose studies conversations may refer to."""
 
     dataset: Path
     on: KeyKind = "sample_key"
-    """What ``study`` of a place is."""
+    """Kind of identifier in ``study`` of an image reference."""
     private_dir: Path | None = None
     """Private folder of the dataset; for any key but the sample key."""
 
@@ -309,28 +309,28 @@ class StudiesConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationsConfig:
-    """Settings of ``fields.kind = "conversations"``. An empty name of a field: known names are tried."""
+    """Settings of ``fields.kind = "conversations"``. If a field name is empty, known names are tried."""
 
     form: Literal["auto", Form] = "auto"
-    """Form of every line; ``auto``: the one that its fields show."""
+    """Form of every line; ``auto``: recognized by its fields."""
     images: str = ""
     """Field of the images of a line: a name, bytes, an object with ``bytes``, ``path`` or ``url``, or a list
     of them. Empty: ``images``, else ``image``."""
     image_root: Path | None = None
     """Folder that the names of images begin in; the folder of the line's file if not given."""
     marker: str = "<image>"
-    """What stands in a text in place of an image."""
+    """Marker of an image in a text."""
     unplaced_images: Literal["refuse", "first"] = "refuse"
-    """What becomes of the images of a line whose texts have no place for them: IMAGE_COUNT, or they go
-    before the first user's words."""
+    """Treatment of images without a marker in the texts of their line: IMAGE_COUNT, or insertion before the
+    first user turn."""
     max_image_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 64 * _MIB
     """Bytes of all images of one line."""
     instruction: str = "instruction"
-    """Of a line of Alpaca, as are ``input`` and ``output``."""
+    """Of an Alpaca line, as are ``input`` and ``output``."""
     input: str = "input"
     output: str = "output"
     studies: StudiesConfig | None = None
-    """Dataset whose studies places of images may name; conversations go into the splits of their studies."""
+    """Dataset whose studies images may refer to; conversations go into the splits of their studies."""
     answer: str = "answer"
     """Verifiable answer to a prompt."""
     score: str = ""
@@ -338,11 +338,11 @@ class ConversationsConfig:
     texts: str = "texts"
     """Texts of an interleaved document, each null where its images have one."""
     source: str = ""
-    """Name of where the lines come from; it is published."""
+    """Name of the source of the lines; published."""
     source_field: str = ""
     """Field with that name, before ``source``."""
     license: str = ""
-    """License of the lines, such as ``CC-BY-4.0``; it is published."""
+    """License of the lines, such as ``CC-BY-4.0``; published."""
     license_field: str = ""
     """Field with the license, before ``licenses`` and ``license``."""
     licenses: dict[str, str] = field(default_factory=dict)
@@ -354,7 +354,7 @@ class ConversationsConfig:
             raise ConfigError('marker is empty; write what stands for an image, such as "<image>".')
 
     def content(self) -> dict[str, Any]:
-        """Return the settings that decide the dataset's bytes; where images lie is none of them."""
+        """Return the settings that decide the dataset's bytes; the folder of images is not one."""
         settings = asdict(self)
         del settings["image_root"]
         settings["studies"] = None if self.studies is None else self.studies.on
@@ -373,7 +373,7 @@ class CorpusSplitsConfig:
     """Field whose lines stay together, such as the patient; a patient of an imaging dataset with the same key
     and the same parts is in the same split there. Empty: lines with the same texts stay together."""
     seed: Annotated[int, Bounds(0, (1 << 63) - 1)] = 0
-    """Another number gives other splits; keep 0 to agree with an imaging dataset."""
+    """A different number gives different splits; keep 0 to match an imaging dataset."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -385,10 +385,10 @@ class CorpusShardsConfig:
     """Layout of shards."""
 
     target_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = 512 * _MIB
-    """A shard is closed before it passes this; a longer text has a shard of its own."""
+    """A shard is closed before it exceeds this; a longer text gets a shard of its own."""
     part_bytes: Annotated[ByteSize, Bounds(4 * _KIB, 1 << 40)] = _GIB
-    """Bytes of input that are packed together: the unit of work, and the most that a kill repeats. No shard
-    holds lines of two parts. A compressed file is never divided."""
+    """Bytes of input that are packed together: the unit of work, and the most repeated after a kill. No
+    shard holds lines of two parts. A compressed file is never divided."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -412,7 +412,7 @@ class CorpusLimitsConfig:
     """Limits that decide outcomes."""
 
     max_line_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 16 * _MIB
-    """Bytes of one line of JSON; a longer one is skipped and never held."""
+    """Bytes of one line of JSON; a longer one is skipped without being held in memory."""
     max_text_bytes: Annotated[ByteSize, Bounds(1, 1 << 30)] = 8 * _MIB
     """Bytes of the texts of one line, before scrubbing."""
 
@@ -425,11 +425,11 @@ class CorpusDeidConfig:
     """De-identification of texts."""
 
     text: ReportTextMode = "scrub"
-    """``scrub``: forms of names, numbers, dates and places are replaced, at about a millisecond a kilobyte.
+    """``scrub``: forms of names, numbers, dates and places are replaced, at about a millisecond per kilobyte.
     ``strict``: also words that are on no list. ``keep``: texts are unchanged, for public texts and those
     that are de-identified already."""
     date_order: DateOrder = "unknown"
-    """How texts write 03/04/2019: ``mdy``, ``dmy``, or ``unknown``. All dates are removed."""
+    """Order of dates such as 03/04/2019: ``mdy``, ``dmy``, or ``unknown``. All dates are removed."""
     names: tuple[str, ...] = ()
     """Fields with names of people, which are searched for in the line's texts."""
     identifiers: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """Samples from the fields of a line: texts, pictures, split and sample key, with texts scrubbed.
 
-``report.txt`` is what is read in every dataset, so that tokens and training on texts need nothing new. A
-single text with nothing kept has nothing beside it, and costs one member of the tar; a conversation has
-``conversation.json`` and its pictures. A line that cannot be packed is a `LineError` with its reason.
+The text is stored as ``report.txt``, as in every dataset, so tokenizing and training on texts work unchanged.
+A single text without kept fields is one member of the tar; a conversation also has ``conversation.json`` and
+its pictures. A line that cannot be packed raises a `LineError` with its reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_VALUE_BYTES: Final = 4096
 _MAX_NAME: Final = 256
 """Characters of the name of a source or a license."""
 _MAX_LEVELS: Final = 100
-"""Levels of a kept field: each takes one of the interpreter's stack, here and in every reader."""
+"""Levels of nesting of a kept field: each takes a frame of the stack, here and in every reader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Identity:
 
 
 def texts_digest(record: Record, folder: str | Path = "") -> bytes:
-    """Return a digest of 16 bytes of a line's texts, roles and pictures, before scrubbing.
+    """Return a 16-byte digest of a line's texts, roles and pictures, before scrubbing.
 
     Args:
         record: The content of the line.
@@ -99,7 +99,7 @@ def _part_digest(part: Part, folder: str | Path) -> Any:
 
 
 def _slot_digest(slot: Slot, folder: str | Path = "") -> list[Any]:
-    """Return what tells a picture from others: its name, a digest of its bytes, or its place in a study."""
+    """Return what identifies a picture: its name, a digest of its bytes, or its place in a study."""
     data = b"" if slot.data is None else hashlib.blake2b(slot.data, digest_size=16).digest()
     name = slot.name
     if name and not name.startswith("data:"):
@@ -119,7 +119,7 @@ class ContentMaker:
         tallies: Places that were scrubbed, by category.
         forms: Packed conversations by form.
         sources: Packed conversations by source and license, with a tab between.
-        images: What the pictures of a name have in common.
+        images: Common facts of the pictures of each name.
     """
 
     def __init__(self, config: CorpusConfig, key: SecretKey) -> None:
@@ -191,11 +191,11 @@ class ContentMaker:
         return record
 
     def digest(self, record: Record, file: str | Path) -> bytes:
-        """Return what tells a line of a file from others, its pictures by the folder and the name."""
+        """Return a digest of a line's content, its pictures by folder and name."""
         return texts_digest(record, self.config.conversations.image_root or Path(file).parent)
 
     def user_key(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the line's own key; None if keys are made from places.
+        """Return the line's own key; None if keys are made from positions.
 
         Raises:
             LineError: It is missing, or neither a text nor an integer.
@@ -203,7 +203,7 @@ class ContentMaker:
         return _name(fields, self._fields.key) if self._fields.key else None
 
     def identify(self, fields: Mapping[str, Any], record: Record, file: str, place: int) -> Identity:
-        """Name a line and find its split.
+        """Return the sample key and the split of a line.
 
         Args:
             fields: Fields of the line.
@@ -266,7 +266,7 @@ class ContentMaker:
             folder: Of the line's file: names of pictures begin there.
 
         Raises:
-            LineError: A picture is not there, or none.
+            LineError: A picture is missing, or is not an image.
             StorageError: A picture cannot be read.
         """
         has_names = bool(self._deid.names or self._deid.identifiers)

@@ -1,8 +1,8 @@
 """Conversations from the fields of a line: forms, turns, and places of pictures.
 
-A line has one of the forms (`Form`), which its fields show, or the one that ``conversations.form`` names.
-What comes out is the same for all: turns of known roles in a known order, whose content is texts and places
-of pictures in the order of reading. Nothing is left out in silence: a line that does not fit has a reason.
+The form of a line (`Form`) is recognized by its fields, or set by ``conversations.form``. All forms become
+the same: turns of known roles in a known order, whose content is texts and places of pictures in reading
+order. Nothing is dropped silently: a line that does not fit gets a reason.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _REFERENCES: Final = ("image", "image_url", "url", "path", "source", "bytes", "d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyPlace:
-    """What of a packed study a picture shows."""
+    """Place in a packed study that a picture shows."""
 
     study: str
-    """Its key, of the kind that the settings name."""
+    """Its key, of the kind given in the settings."""
     series: int | None = None
     slices: int | tuple[int, int] | None = None
-    """So many slices, or those from one up to another, excluded."""
+    """Number of slices, or a half-open range of them."""
     region: int | None = None
     """Number of a region in ``annotations.json``."""
     finding: int | None = None
@@ -80,7 +80,7 @@ class Slot:
     data: bytes | None = None
     study: StudyPlace | None = None
     number: int | None = None
-    """Which of the pictures of the line, until they are in their places."""
+    """Number of the picture in the line, until pictures are assigned to places."""
 
 
 Part: TypeAlias = str | Slot | None
@@ -140,7 +140,7 @@ def value_at(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def names_of(fields: FieldsConfig, config: ConversationsConfig) -> dict[str, tuple[str, ...]]:
-    """Return the fields that may hold each thing, the first that a line has is taken."""
+    """Return the candidate fields of each item; the first that a line has is used."""
     named = {
         "turns": fields.turns,
         "prompt": fields.prompt,
@@ -186,7 +186,7 @@ class ConversationReader:
         return [name for names in self._names.values() for name in names] + list(self._not_held)
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
-        """Read the conversation of a line, its pictures named but not looked for.
+        """Read the conversation of a line; its pictures are not resolved.
 
         Raises:
             LineError: It is of no known form, or its content does not fit.
@@ -227,10 +227,10 @@ class ConversationReader:
         return all(self._value(fields, each) is not None for each in what)
 
     def _form(self, fields: Mapping[str, Any]) -> str:
-        """Return the form that a line's fields show.
+        """Return the form of a line, recognized by its fields.
 
         Raises:
-            LineError: They show none.
+            LineError: No form is recognized.
         """
         if self._has(fields, "chosen", "rejected"):
             return "preference"
@@ -318,7 +318,7 @@ class ConversationReader:
         return Conversation(form=form, kind="prompt", messages=before, answer=answer)
 
     def _before(self, fields: Mapping[str, Any]) -> tuple[Turn, ...]:
-        """Read what comes before an answer: a prompt, else messages; empty if there is neither."""
+        """Read the prompt of an answer, else its messages; empty if there is neither."""
         for what, role in (("prompt", "user"), ("turns", None)):
             if self._has(fields, what):
                 return self._turns(self._value(fields, what), role)
@@ -348,7 +348,7 @@ class ConversationReader:
         return () if value is None or value == "" else (Turn("system", self._content(_text(value))),)
 
     def _turns(self, value: Any, text_role: str | None) -> tuple[Turn, ...]:
-        """Read a list of turns; where a role is given, a text or a list of parts is a turn of it."""
+        """Read a list of turns; with a role given, a text or a list of parts is one turn."""
         if isinstance(value, dict):
             return (self._turn(value),)
         if isinstance(value, str) and text_role is not None:
@@ -405,7 +405,7 @@ class ConversationReader:
     # ---- pictures --------------------------------------------------------------------------------
 
     def _pictures(self, fields: Mapping[str, Any], *, takes_beside: bool) -> list[Slot]:
-        """Return the pictures that stand beside the turns of a line."""
+        """Return the pictures that a line lists beside its turns."""
         value = self._value(fields, "images")
         if self._has(fields, "texts"):
             return []
@@ -415,7 +415,7 @@ class ConversationReader:
         return [_slot(each) for each in (value if isinstance(value, list) else [value])]
 
     def _placed(self, found: Conversation, pictures: list[Slot], num_places: int) -> Conversation:
-        """Put the pictures beside the turns into their places, by number or in the order of reading.
+        """Assign the pictures of a line to their places, by number or in reading order.
 
         Raises:
             LineError: There are more or fewer than places.
@@ -453,7 +453,7 @@ class ConversationReader:
 
 
 def _mapped(found: Conversation, change: Callable[[Turn], Turn]) -> Conversation:
-    """Return a conversation with every turn changed, in the order of reading."""
+    """Return a conversation with every turn mapped, in reading order."""
     messages, chosen, rejected = (
         tuple(change(turn) for turn in turns) for turns in (found.messages, found.chosen, found.rejected)
     )
@@ -461,7 +461,7 @@ def _mapped(found: Conversation, change: Callable[[Turn], Turn]) -> Conversation
 
 
 def _numbered(turn: Turn, pictures: Sequence[Slot]) -> Turn:
-    """Return a turn with pictures in place of their numbers."""
+    """Return a turn with numbers replaced by pictures."""
     parts = (
         pictures[part.number] if isinstance(part, Slot) and part.number is not None else part
         for part in turn.content
@@ -470,12 +470,12 @@ def _numbered(turn: Turn, pictures: Sequence[Slot]) -> Turn:
 
 
 def _holds(value: Any) -> bool:
-    """Return whether there is something in a field; in Parquet a list may be written as a text."""
+    """Return whether a field has content; in Parquet a list may be written as a text."""
     return value.strip() not in _NOTHING if isinstance(value, str) else bool(value)
 
 
 def _beside(turn: Turn, line: TarLine) -> Turn:
-    """Return a turn with the pictures that stand beside the line in its tar."""
+    """Return a turn with the pictures that are stored beside the line in its tar."""
     parts: list[Part] = []
     for part in turn.content:
         data = line.picture(part.name) if isinstance(part, Slot) and part.name else None
@@ -484,7 +484,7 @@ def _beside(turn: Turn, line: TarLine) -> Turn:
 
 
 def _joined(parts: Iterator[Part]) -> tuple[Part, ...]:
-    """Join texts that follow each other; leave out empty ones."""
+    """Join consecutive texts; leave out empty ones."""
     joined: list[Part] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -540,7 +540,7 @@ def _check_order(turns: Sequence[Turn], ends_with: tuple[str, ...]) -> None:
 
 
 def _first(value: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the first value that is there and not null."""
+    """Return the first value that is present and not null."""
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
@@ -594,7 +594,7 @@ def _whole(value: Any) -> int:
 
 
 def _slot(value: Any) -> Slot:
-    """Read what names a picture: a text, bytes, an object with either, or a place in a study."""
+    """Read a reference to a picture: a text, bytes, an object with either, or a place in a study."""
     if isinstance(value, str):
         return Slot(name=value)
     if isinstance(value, bytes):

@@ -1,6 +1,6 @@
 """Duplicate lines: those with the texts or the key of an earlier line, anywhere in the inputs.
 
-Memory is bounded, however many lines there are. Each part sorts the digests of its lines in runs and drops
+Memory is bounded for any number of lines. Each part sorts the digests of its lines in runs and drops
 repeats within a run at once; then each bucket of the digests is gathered from all runs, and of equal ones all
 but the first are dropped. Dropped lines are listed in order, for packing to merge with the lines.
 """
@@ -41,7 +41,7 @@ class ScanDone:
     """Result of the scan of a part."""
 
     num_rows: int
-    """Digests in its runs."""
+    """Number of digests in its runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class ResolveTask:
     """Numbers of all parts, in order."""
     bucket: int
     count: int
-    """How many buckets there are."""
+    """Number of buckets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class DigestScanner:
 
 
 class _Runs:
-    """Digests of one kind, sorted and written some at a time."""
+    """Digests of one kind, sorted and written in runs."""
 
     def __init__(self, folder: Path, kind: str, run_rows: int) -> None:
         self._folder = folder

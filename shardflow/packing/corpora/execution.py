@@ -1,7 +1,7 @@
 """Execution of a corpus plan: finds duplicates, packs the parts, numbers the shards, publishes the version.
 
-Everything that grows with the lines is read from the parts a block at a time; the job holds one record for
-each part and each shard.
+Data that grows with the number of lines is read from the parts a block at a time; the job holds one record
+for each part and each shard.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _CLASSES: Final = dict(REASON_TABLE)
 _BLOCK_ROWS: Final = 1 << 20
 _COUNT: Final = "/count"
-"""Behind the key of a part in the crash log: counting its lines failed as well."""
+"""Suffix of the key of a part in the crash log: counting its lines failed as well."""
 
 Result = TypeVar("Result")
 
@@ -94,7 +94,7 @@ class Tally:
 
 
 def _without_images(record: PartRecord | None) -> PartRecord | None:
-    """Return a record, but None if images were missing: they may have come since."""
+    """Return a record, or None if images were missing: they may exist by now."""
     is_final = record is not None and not any(reason in record.outcomes for reason in IMAGE_REASONS)
     return record if is_final else None
 
@@ -105,7 +105,7 @@ def unpacked(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _told(forms: Counter[str], sources: Counter[str]) -> dict[str, Any]:
-    """Describe conversations for a manifest; nothing for texts."""
+    """Describe conversations for a manifest; empty for texts."""
     if not forms:
         return {}
     listed = [
@@ -117,7 +117,7 @@ def _told(forms: Counter[str], sources: Counter[str]) -> dict[str, Any]:
 
 
 def _image_facts(records: Iterable[PartRecord], base: Manifest | None) -> dict[str, Any]:
-    """Return what a manifest says of pictures by name (`extra.members`); nothing without any."""
+    """Return the facts of pictures by name for a manifest (`extra.members`); empty without any."""
     former: Any = {} if base is None else base.extra.get("members", {})
     known = () if base is None else [(name, image_facts(base, name)) for name in former.get("images", {})]
     found: dict[str, ImageFacts] = {}
@@ -304,7 +304,7 @@ class Execution:
         result: type[Result],
         on_done: Callable[[Task, Result], None],
     ) -> list[int]:
-        """Run a task for each part; mark those that failed twice, and return their numbers."""
+        """Run a task for each part; record those that failed twice, and return their numbers."""
         failed = run_tasks(self.engine, self._tasks(kind, numbers, tasks), result, on_done)
         for each in failed:
             # A third try would fail too. The crash log makes later runs leave the part out at once.
@@ -419,7 +419,7 @@ class Execution:
         name = entry.path
         lines = LineOutcomes(Table(LocalStore(self.workspace.output).map(name), name=name))
         if tuple(zip(lines.names, lines.outcomes, strict=True)) != REASON_TABLE[: len(lines.names)]:
-            raise FormatError(f"{name} has reasons that this version does not know; upgrade shardflow.")
+            raise FormatError(f"{name} has reasons that this version of shardflow does not know; upgrade it.")
         yield from lines.pieces()
 
 

@@ -1,11 +1,11 @@
-"""Input files of a corpus: the list of files, their cut into parts, and the lines of a part.
+"""Input files of a corpus: the list of files, their division into parts, and the lines of a part.
 
 Files are JSON lines, compressed or not, and Parquet; of conversations JSON too. A part is what one task
 reads: some bytes of a plain file, some row groups of a Parquet file, whole compressed files, or many small
 ones. Parts follow from names and sizes alone, so every run cuts the same parts.
 
 The list, one line of JSON for each file, is in the private folder, mode 0600: it maps surrogates back to
-files, and an append compares files with it. A line of a file is located by its place there (docs/corpora.md).
+files, and an append compares files with it. A line is located by its place in the file (docs/corpora.md).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _input_file(path: Path, name: str, has_conversations: bool) -> InputFile:
 
 
 def inspect_file(file: InputFile) -> FileProbe:
-    """Read what distinguishes a file from a changed one, and the row groups of Parquet.
+    """Read the size and digest that detect a changed file, and the row groups of Parquet.
 
     Raises:
         StorageError: It cannot be read.
@@ -354,7 +354,7 @@ def read_list(path: Path) -> list[InputFile]:
 def part_lines(
     pieces: Sequence[Piece], config: CorpusConfig, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, Fields | LineReason]]:
-    """Yield the lines of a part: number of the piece, place in the file, and the fields or what is wrong.
+    """Yield the lines of a part: number of the piece, place in the file, and the fields or an error.
 
     Args:
         pieces: The part.

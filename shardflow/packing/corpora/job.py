@@ -2,7 +2,7 @@
 
 Files are listed and inspected; the plan cuts them into parts; processes turn each part into shards of its
 own; then shards are numbered, and the samples table, the outcomes and the manifest are written. The job may
-be killed at any moment: the same command resumes with the parts that are done, and produces identical bytes.
+be killed at any moment: the same command resumes after the finished parts and produces identical bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PICTURE_PACKAGES: Final = ("opencv-python-headless", "pillow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSummary:
-    """Counts and costs of a job, without anything from an input."""
+    """Counts and costs of a job, without any content of the inputs."""
 
     status: CorpusStatus
     """``packed``; ``already_packed`` and ``nothing_new``: there was nothing to do; ``quarantine_limit``:
@@ -125,7 +125,7 @@ def pack_corpus(
 
     Raises:
         ConfigError: A setting, a folder or the key is wrong, there is nothing to pack, or the output holds
-            something that these settings do not go with.
+            something that these settings did not make.
         StorageError: Something cannot be read or written; the job can be run again.
         ShardflowError: The packing processes cannot work; the job can be run again.
     """

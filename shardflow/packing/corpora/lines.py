@@ -37,14 +37,14 @@ _STRING_END: Final = re.compile(rb'["\\]')
 
 
 class DamagedFileError(Exception):
-    """A file cannot be read further; what came before is good. Never leaves the package."""
+    """A file cannot be read further; lines before that are valid. Never leaves the package."""
 
 
 def parse_line(line: bytes) -> Mapping[str, Any]:
     """Read a line of JSON.
 
     Raises:
-        LineError: It is white space, no UTF-8, or no JSON object; NaN, and a key given twice, are no JSON.
+        LineError: It is blank, not UTF-8, or not a JSON object; NaN and repeated keys are not JSON.
     """
     line = line.removeprefix(_BOM)
     try:
@@ -102,7 +102,7 @@ def stream_lines(path: Path, suffix: str, max_line_bytes: int) -> Iterator[Line]
 
     Raises:
         StorageError: The file cannot be read.
-        DamagedFileError: It is cut or damaged; all whole lines before that came.
+        DamagedFileError: It is truncated or damaged; all complete lines before that were yielded.
     """
     with reading(path.open, "rb", 0) as file:
         chunks = gzip_chunks(file) if suffix == "gz" else zstd_chunks(file)
@@ -122,9 +122,9 @@ def split_lines(
     Args:
         chunks: Bytes in order, of any lengths.
         offset: Place of their first byte.
-        stop: Lines that begin here or behind are left out; None for none.
+        stop: Lines that begin at or after this offset are left out; None for no bound.
         max_line_bytes: A longer line is None.
-        skips_first: Leave out what comes before the first line end, and that.
+        skips_first: Leave out everything up to the first line end.
     """
     held: list[bytes] = []
     begin, num_held = offset, 0
@@ -163,7 +163,7 @@ def array_lines(path: Path, max_line_bytes: int) -> Iterator[Line]:
 
     Raises:
         StorageError: The file cannot be read.
-        DamagedFileError: It ends within a value or the array; all values before came.
+        DamagedFileError: It ends within a value or the array; all values before were yielded.
     """
     with reading(path.open, "rb", 0) as file:
         yield from split_array(iter(lambda: reading(file.read, _CHUNK_BYTES), b""), max_line_bytes)
@@ -177,7 +177,7 @@ def split_array(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[Line]:
         max_line_bytes: A longer value is None.
 
     Raises:
-        DamagedFileError: The text ends within a value or the array, or goes on behind the array.
+        DamagedFileError: The text ends within a value or the array, or continues after the array.
     """
     cut = _Cut(max_line_bytes)
     is_array: bool | None = None
@@ -218,7 +218,7 @@ def split_array(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[Line]:
 
 
 class _Cut:
-    """The value that is being read, held up to a limit."""
+    """Value that is being read, held up to a limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self.begin = 0
@@ -241,7 +241,7 @@ class _Cut:
             self._held.append(piece)
 
     def end(self, piece: bytes, following: int, *, may_be_empty: bool = False) -> Iterator[Line]:
-        """Yield the value that a piece ends; the next one begins at ``following``."""
+        """Yield the value that ends with a piece; the next one begins at ``following``."""
         self.hold(piece)
         value = b"".join(self._held).strip(_WHITE)
         if self._num_held > self._max_bytes:
@@ -252,7 +252,7 @@ class _Cut:
 
 
 class TarLine(dict[str, Any]):
-    """Fields of a line of a tar, with the pictures that stand beside it.
+    """Fields of a line of a tar, with the pictures stored beside it.
 
     Attributes:
         pictures: JPEG and PNG of the sample by the ending of their names (``jpg``, ``1.png``), in the order
@@ -276,7 +276,7 @@ class TarLine(dict[str, Any]):
         return made
 
     def picture(self, name: str) -> bytes | None:
-        """Return the picture of a name, which may have the key of the sample; None for that of another."""
+        """Return the picture of a name, with or without the sample's key; None for another sample's."""
         key, _, ending = PurePosixPath(name).name.partition(".")
         return self.pictures.get(name, self.pictures.get(ending.lower()) if key == self._key else None)
 
@@ -287,7 +287,7 @@ class TarSample:
 
     key: bytes
     place: int
-    """Where its first header stands."""
+    """Offset of its first header."""
     line: bytes | None = b"{}"
     """Its ``json``; None if too long."""
     pictures: dict[str, bytes] = field(default_factory=dict)
@@ -304,11 +304,11 @@ def tar_samples(path: Path, max_line_bytes: int, max_picture_bytes: int) -> Iter
     Args:
         path: The tar.
         max_line_bytes: A longer line is None.
-        max_picture_bytes: What comes above this of a sample's pictures is cut behind the first byte.
+        max_picture_bytes: Pictures of a sample beyond this are cut after their first byte.
 
     Raises:
         StorageError: The file cannot be read.
-        DamagedFileError: It is no plain tar, cut, or has links; all samples before that came.
+        DamagedFileError: It is not a plain tar, is truncated, or has links; samples before that were yielded.
     """
     sample: TarSample | None = None
     try:
@@ -374,7 +374,7 @@ def zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Source:
-    """A file whose reads raise `StorageError`, and which remembers it: pyarrow does not."""
+    """File whose reads raise `StorageError`, and which keeps the error, because pyarrow replaces it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -402,7 +402,7 @@ class _Source:
 
 
 def row_groups(path: Path) -> tuple[int, ...] | None:
-    """Return the bytes of each row group of a Parquet file; None for what is no Parquet."""
+    """Return the bytes of each row group of a Parquet file; None if it is not Parquet."""
     try:
         with _open_parquet(path) as file:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
@@ -421,7 +421,7 @@ def parquet_rows(path: Path, groups: range, columns: Sequence[str]) -> Iterator[
 
     Raises:
         StorageError: The file cannot be read.
-        DamagedFileError: It is no Parquet, or damaged; all rows before were yielded.
+        DamagedFileError: It is not Parquet, or is damaged; all rows before that were yielded.
     """
     import pyarrow as pa
 
@@ -461,7 +461,7 @@ def _open_parquet(path: Path) -> Any:
 
 
 def reading(call: Any, *arguments: Any) -> Any:
-    """Call the operating system; an error is reported without the path.
+    """Translate errors of the operating system, without the path.
 
     Raises:
         StorageError: The call failed.

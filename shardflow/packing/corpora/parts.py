@@ -1,7 +1,7 @@
 """Task handlers of a corpus: the records and functions of its tasks, and the packing of one part.
 
 The lines of a part become samples in shards of the part, and one byte each in its outcomes. The record is
-written last and vouches for the rest; a part without one is packed again. When all parts are done, shards get
+written last, so it implies the rest; a part without one is packed again. When all parts are done, shards get
 their final numbers, which follow from the order of the parts: a link under another name, and a new index.
 """
 
@@ -62,7 +62,7 @@ _OUTCOMES: Final = "outcomes"
 _BLOCK_LINES: Final = 1 << 20
 _MAX_SOURCES: Final = 1000
 OTHERS: Final = "(others)\t"
-"""Source and license of those that are not counted one by one."""
+"""Source and license of the conversations that are not counted one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +83,14 @@ class InspectTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectDone:
-    """What was found of each file of an `InspectTask`, in its order."""
+    """Results of each file of an `InspectTask`, in its order."""
 
     files: tuple[FileProbe, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberTask:
-    """Put a shard of a part into the dataset under its final name."""
+    """Link a shard of a part into the dataset under its final name."""
 
     part: int
     source: str
@@ -116,13 +116,13 @@ class PartRecord:
     outcomes_crc32: int
     shards: tuple[ShardEntry, ...]
     tallies: dict[str, int]
-    """Scrubbed places by category."""
+    """Number of scrubbed places by category."""
     forms: dict[str, int] = field(default_factory=dict)
     """Conversations by form."""
     sources: dict[str, int] = field(default_factory=dict)
-    """Conversations by source and license, with a tab between; the rarer ones of very many as one."""
+    """Conversations by source and license, tab-separated; of very many, the rarer ones as one."""
     images: dict[str, ImageFacts] = field(default_factory=dict)
-    """What the pictures of a name have in common."""
+    """Common facts of the pictures of each name."""
 
 
 def make_handler(fields: Mapping[str, Any]) -> Handler:
@@ -271,8 +271,8 @@ def outcome_blocks(folder: Path, record: PartRecord) -> Iterator[bytes]:
     """Yield the outcomes of a part, one byte per line, a block at a time.
 
     Raises:
-        StorageError: They cannot be read, or differ from the record: the part is discarded, and packed again
-            by the next run.
+        StorageError: They cannot be read, or differ from the record: the part is discarded, and the next run
+            packs it again.
     """
     checksum = 0
     with naming_os_errors("reading outcomes"), (folder / _OUTCOMES).open("rb") as file:
@@ -287,7 +287,7 @@ def outcome_blocks(folder: Path, record: PartRecord) -> Iterator[bytes]:
 def load_part(parts: Path, number: int, digest: str) -> PartRecord | None:
     """Read the record of a packed part; return None if there is none, or it was packed from other inputs.
 
-    Its shards were on the disk before the record was, so comparing sizes is enough.
+    Shards are durable before the record is written, so comparing sizes is enough.
 
     Raises:
         StorageError: The work folder cannot be read.

@@ -1,7 +1,7 @@
-"""Pictures of conversations: found by name, decoded once to be sure, stored without what was noted in them.
+"""Pictures of conversations: found by name, decoded once as a check, stored without metadata.
 
-A picture goes into its sample byte for byte, but for metadata: cameras and viewers write names, dates and
-smaller copies of the picture into JPEG and PNG files. With ``deid.text = "keep"`` these stay too. JPEG: ITU-T
+Pictures are stored byte for byte except for their metadata: cameras and viewers write names, dates and
+thumbnails into JPEG and PNG files. With ``deid.text = "keep"`` metadata is kept too. JPEG: ITU-T
 T.81, annex B; Exif: CIPA DC-008; PNG: W3C Recommendation, third edition, section 11.
 """
 
@@ -28,7 +28,7 @@ _KINDS: Final = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png"}
 _ORIENTATION: Final = 0x0112
 _MAX_PIXELS: Final = 1 << 27
 _TURNED: Final = range(5, 9)
-"""Orientations that exchange rows and columns."""
+"""Orientations that swap rows and columns."""
 _PNG_HEAD: Final = b"\x89PNG\r\n\x1a\n"
 # What decides how pixels look; every other chunk that a decoder need not know is a note.
 _PNG_KEPT: Final = frozenset(
@@ -44,23 +44,23 @@ _ICC_HEAD: Final = b"ICC_PROFILE\0"
 
 @dataclass(frozen=True, slots=True)
 class StoredPicture:
-    """A picture as its sample holds it."""
+    """Picture as stored in its sample."""
 
     payload: bytes
     kind: str
     """``jpg`` or ``png``."""
     rows: int
-    """Height as it is shown, its orientation applied."""
+    """Height as displayed, with its orientation applied."""
     columns: int
     beside: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known of it."""
+    """Other facts of it."""
 
 
 class PictureFinder:
     """Finds the pictures of lines.
 
     Args:
-        root: Folder that names begin in; None for that of the line's file.
+        root: Folder that names are relative to; None for that of the line's file.
         max_bytes: Larger files are not read.
         keeps_notes: Whether metadata is stored too.
     """
@@ -78,7 +78,7 @@ class PictureFinder:
             folder: Of the line's file.
 
         Raises:
-            LineError: It is not there, elsewhere, or no picture.
+            LineError: It is missing, outside the folder, or not an image.
             StorageError: It cannot be read.
         """
         payload = slot.data if slot.data is not None else self._read(slot.name, folder)
@@ -121,7 +121,7 @@ def _decoded(payload: bytes) -> tuple[str, int, int, int]:
     """Decode a picture; return its kind, orientation, rows and columns.
 
     Raises:
-        LineError: It cannot be decoded as a whole, is neither JPEG nor PNG, or has too many pixels.
+        LineError: It cannot be decoded completely, is neither JPEG nor PNG, or has too many pixels.
     """
     from PIL import Image
 
@@ -150,10 +150,10 @@ def without_notes(payload: bytes, orientation: int = 1) -> bytes:
 
     Args:
         payload: A whole picture.
-        orientation: From its Exif, 1 to 8; written anew if not 1.
+        orientation: From its Exif, 1 to 8; written again if not 1.
 
     Raises:
-        LineError: Its segments or chunks cannot be followed.
+        LineError: Its segments or chunks are malformed.
     """
     exif = b"" if orientation == 1 else _exif(orientation)
     try:
@@ -225,7 +225,7 @@ def _is_kept(marker: int, segment: bytes) -> bool:
 
 
 def _scan_end(payload: bytes, at: int) -> int:
-    """Return where the next marker behind coded data stands."""
+    """Return the offset of the next marker after coded data."""
     while True:
         at = payload.find(b"\xff", at)
         if at < 0:

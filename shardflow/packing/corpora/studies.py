@@ -1,8 +1,8 @@
-"""Pictures of a packed dataset: slices, regions and findings of studies that a conversation names.
+"""Pictures of a packed dataset: slices, regions and findings of the studies that a conversation refers to.
 
-A study is named by its sample key, or by an identifier of its source, which the private folder of the dataset
-resolves. Its slices become pictures of 8 bits in their display range or a stated window: what models of
-pictures take, in the conversation's own sample.
+A study is identified by its sample key, or by an identifier of its source, which the private folder of the
+dataset resolves. Its slices become 8-bit pictures in their display range or a given window, which is what
+vision-language models take, and are stored in the conversation's own sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNITS: Final[Mapping[str, TableUnit]] = {"series_instance_uid": "series", "sop_
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a key names: a study, one of its series, or one slice of that."""
+    """Target of a key: a study, one of its series, or one slice."""
 
     row: int
     series: int | None = None
@@ -49,16 +49,16 @@ class _Target:
 
 
 class StudyFinder:
-    """Finds the slices that places of conversations name.
+    """Finds the slices that conversations refer to.
 
     Args:
-        config: The dataset, and what its keys are.
+        config: The dataset, and the kind of its keys.
 
     Attributes:
         dataset: The dataset.
 
     Raises:
-        ConfigError: It is no dataset of studies, or the private folder is needed and not that of it.
+        ConfigError: It is not a dataset of studies, or a needed private folder belongs to another one.
     """
 
     def __init__(self, config: StudiesConfig) -> None:
@@ -83,7 +83,7 @@ class StudyFinder:
         """Return the pictures of a place, a slice each.
 
         Raises:
-            LineError: The dataset does not have what the place names.
+            LineError: The dataset lacks what the place refers to.
             StorageError: It cannot be read.
             FormatError: A member of it is damaged.
         """
@@ -129,7 +129,7 @@ class StudyFinder:
     def _slices(
         self, place: StudyPlace, target: _Target, series: int
     ) -> tuple[int, list[int], tuple[float, ...] | None]:
-        """Return the series, the indexes of its slices and the box that they are cut to, in pixels."""
+        """Return the series, the indexes of its slices and the box to crop them to, in pixels."""
         if place.region is not None:
             return self._region(place, target.row)
         if place.finding is not None:
@@ -144,7 +144,7 @@ class StudyFinder:
         return series, list(choose_slices(num_slices, place.slices or 1)), None
 
     def _region(self, place: StudyPlace, row: int) -> tuple[int, list[int], tuple[float, ...] | None]:
-        """Choose the slice where a region is largest, or as many as are asked for; cut to its boxes."""
+        """Choose the slice where a region is largest, or as many as requested; cropped to its boxes."""
         for region in self._json(row, ANNOTATIONS_FIELD).get("rois", []):
             if region["roi"] == place.region and place.series in (None, region["series"]):
                 boxed = [each for each in region["slices"] if each.get("box_px")]
@@ -158,7 +158,7 @@ class StudyFinder:
         raise LineError(LineReason.UNKNOWN_STUDY)
 
     def _finding(self, place: StudyPlace, row: int) -> tuple[int, list[int], tuple[float, ...] | None]:
-        """Choose the slice that shows a finding best, or as many as are asked for."""
+        """Choose the slice that shows a finding best, or as many as requested."""
         for aligned in self._json(row, _ALIGNMENT).get("entities", []):
             if aligned["entity"] == place.finding and place.series in (None, aligned["series"]):
                 ranked = sorted(
@@ -169,7 +169,7 @@ class StudyFinder:
         raise LineError(LineReason.UNKNOWN_STUDY)
 
     def _json(self, row: int, name: str) -> Mapping[str, Any]:
-        """Return a member of a study; empty where it has none."""
+        """Return a member of a study; empty if it has none."""
         _, fields = self.dataset.sample_fields(row)
         if all(field.name != name for field in fields):
             return {}
@@ -179,7 +179,7 @@ class StudyFinder:
 
 @lru_cache(maxsize=1)
 def open_studies(config: StudiesConfig) -> StudyFinder:
-    """Return the finder of a packing process: its parts share what was opened.
+    """Return the finder of a packing process, which its parts share.
 
     Raises:
         ConfigError: See `StudyFinder`.
@@ -188,7 +188,7 @@ def open_studies(config: StudiesConfig) -> StudyFinder:
 
 
 def check_splits_of(dataset: Dataset, parts: Mapping[str, int]) -> None:
-    """Refuse splits of a job that lack one of the studies.
+    """Check that a job has all splits of the studies.
 
     Raises:
         ConfigError: One is missing.
@@ -212,7 +212,7 @@ def _area(box: list[float]) -> float:
 
 
 def _cut(plane: NDArray[Any], box: tuple[float, ...] | None) -> NDArray[Any]:
-    """Cut a slice to a box of edges, the pixels that it touches."""
+    """Crop a slice to a box of edges: the pixels that it touches."""
     if box is None:
         return plane
     left, top = (max(math.floor(edge), 0) for edge in box[:2])

@@ -1,8 +1,7 @@
 """Planted corpora: generated reports and images with identifiers whose places are known.
 
-`corpus` makes texts in five languages, `burned_in` images; `measuring` runs a scrubber, or a finder of text,
-over them and counts what it missed and what it removed without need. Nothing here is of a person, and nothing
-here is a real report.
+`corpus` makes texts in five languages, `burned_in` images; `measuring` runs a scrubber or a text detector
+over them and counts misses and unneeded removals. No text is a real report or describes a real person.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Pixels: TypeAlias = NDArray[Any]
 Coverage: TypeAlias = NDArray[np.uint8]
 """Coverage of pixels by letters, 0 to 255, cut to the ink."""
 Letters: TypeAlias = Callable[[str, int], Coverage]
-"""Draws a line of text whose capitals have so many pixels."""
+"""Draws a line of text with capitals of a given height in pixels."""
 
 _FONTS: Final[Mapping[Part, Mapping[str, int]]] = {
     "development": {
@@ -67,7 +67,7 @@ _DATES: Final[Mapping[Part, tuple[str, ...]]] = {
 _MARKERS: Final = ("L", "R", "LAT", "PA", "RMLO", "LCC")
 _TURNS: Final = ((0, 70), (90, 8), (270, 6), (180, 4), (4, 6), (-7, 6))
 _CONTRASTS: Final = {"0.3": 0.3, "0.5": 0.5, "0.75": 0.75, "1.0": 1.0}
-"""Differences from what is behind the letters, as shares of the displayed range."""
+"""Contrasts of the letters with their background, as shares of the displayed range."""
 _KINDS: Final = (
     ("0.3", 2),
     ("0.5", 3),
@@ -78,7 +78,7 @@ _KINDS: Final = (
     ("plate", 2),
 )
 _LEAST: Final = 0.25
-"""Least such difference; who wrote less contrast could not read it."""
+"""Least contrast; letters with less could not be read."""
 _HEIGHTS: Final = ((8, 3), (10, 3), (13, 3), (18, 2), (26, 1))
 """Heights of capitals in an image of up to 640 pixels, with weights; they grow with the root of its size."""
 _INK: Final = 0.4
@@ -99,7 +99,7 @@ class PlantedLine:
     turn: int
     """Degrees, counterclockwise."""
     is_marker: bool = False
-    """Whether it names a side or view and nobody."""
+    """Whether it names a side or view and no person."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ def plant_text(
         pixels: The image.
         modality: Of the image.
         part: Whose phrases to take.
-        draws: Decide everything else.
+        draws: Source of all other choices.
         fonts: By name, see `letters_of`.
         num_lines: Lines of text; fewer if there is no room.
     """

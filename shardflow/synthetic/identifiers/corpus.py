@@ -1,8 +1,8 @@
-"""Texts with planted identifiers: templates of one language times values drawn by a seed.
+"""Texts with planted identifiers: templates of each language, filled with values drawn from a seed.
 
 Categories follow the identifiers of the HIPAA safe harbor (45 CFR 164.514(b)(2)(i)(A) to (R)); ages above 89
-and times of day count as dates. Templates and values are divided into a development part and a test part by
-template, before any rule was written: rules are made with the first and measured with the second.
+and times of day count as dates. Templates and values are divided into a development part and a test part,
+before any rule was written: rules are developed on the first and measured on the second.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CATEGORIES: Final[dict[str, str]] = {
 """Categories, with their letters in the regulation."""
 
 CLINICAL: Final = "clinical"
-"""Sentences that name nobody."""
+"""Sentences that identify no person."""
 
 _SLOT: Final = re.compile(r"\{([^}]+)\}")
 _OF_SLOT: Final = {

@@ -1,4 +1,4 @@
-"""Recall of a scrubber, and of a finder of text in pixels, on planted corpora; and what went without need."""
+"""Recall of a scrubber, and of a text detector for pixels, on planted corpora, and unneeded removals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAYS_NOTHING: Final = frozenset(
     établissement calle clinic clinica clínica hôpital klinikum paseo rue st saint
     """.split()  # noqa: SIM905
 )
-"""Words within an identifier that name nobody when all others are gone."""
+"""Words within an identifier that identify no person without the others."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Measured:
     planted: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Identifiers by language and category."""
     missed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Of these, the ones with a token left that names somebody."""
+    """Of these, the ones with an identifying token left."""
     words: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Words outside identifiers by language, and whether they are of a clinical sentence."""
     lost: Counter[tuple[str, bool]] = field(default_factory=Counter)

@@ -127,11 +127,11 @@ class _Writer:
         return max(counts, key=lambda index: (counts[index], -index)) if counts else None
 
     def _is_reported(self, lesion: Lesion) -> bool:
-        """Report nine of ten visible lesions; readers overlook the rest."""
+        """Return whether a visible lesion is reported: nine of ten are, as readers overlook some."""
         return lesion.lesion_id in self.seen and self.draws.at("told", int(lesion.lesion_id[-2:])).chance(90)
 
     def _assertion(self, lesion: Lesion) -> str:
-        """Draw how certain the whole report is of a lesion."""
+        """Draw the assertion of a lesion for the whole report."""
         return "uncertain" if self.draws.at("sure", int(lesion.lesion_id[-2:])).chance(15) else "present"
 
     def _section(self, name: str, words: str) -> None:
@@ -325,7 +325,7 @@ class _Writer:
         return [*pieces, "."]
 
     def _aside(self, draws: Draws) -> Sentence:
-        """Name an image, and no lesion: an artifact, or a finding that is not there."""
+        """Name an image without a lesion: for an artifact, or an absent finding."""
         series = draws.choice([item for item in self.study.series if item.kind != "localizer"])
         if draws.chance(50):
             mark = plain_mention(draws, self.study, series, assertion="present")

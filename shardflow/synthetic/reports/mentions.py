@@ -154,7 +154,7 @@ class Sighting:
 
     @property
     def best(self) -> Appearance:
-        """The instance that shows most of it; the first of equals."""
+        """Instance that shows the largest part of it; the first of equals."""
         return max(self.appearances, key=lambda item: (item.num_pixels, -item.item.instance_number))
 
     @property
@@ -321,7 +321,7 @@ def _mark(
 
 
 def _is_ambiguous(study: StudyPlan, series: SeriesPlan, numbers: set[int], *, says_series: bool) -> bool:
-    """Return whether the words alone fit another series too."""
+    """Return whether the words alone could mean another series too."""
     return any(
         other.index != series.index
         and (not says_series or other.number == series.number)

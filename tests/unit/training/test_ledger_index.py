@@ -174,7 +174,7 @@ def test_nothing_is_proven_by_a_ledger_with_holes(run: Path, capsys: pytest.Capt
 def test_what_is_no_sample_key_is_refused(run: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["ledger", "prove-removed", str(run), "--sample", key]
     assert cli.main(arguments) == cli.EXIT_CONFIGURATION
-    assert "small letters and digits" in capsys.readouterr().err
+    assert "lowercase letters and digits" in capsys.readouterr().err
 
 
 def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,11 +204,11 @@ def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["where", "RUN"], "needs one of --sample, --patient, --shard and --step"),
         (["prove-removed", "RUN"], "needs --sample or --patient"),
-        (["prove-removed", "RUN", "--step", "3"], "--step is no option of ledger prove-removed"),
-        (["show", "RUN", "--sample", "a"], "--sample is no option of ledger show"),
+        (["prove-removed", "RUN", "--step", "3"], "--step is not an option of ledger prove-removed"),
+        (["show", "RUN", "--sample", "a"], "--sample is not an option of ledger show"),
         (["where", "RUN", "RUN", "--step", "3"], "takes 1 RUN, got 2"),
         (["where", "RUN", "--step", "99"], "has no committed step 99"),
-        (["where", "RUN", "--patient", "x"], "give it by --dataset"),
+        (["where", "RUN", "--patient", "x"], "give it with --dataset"),
         (["where", "missing", "--step", "1"], "takes the folder of a run"),
         (["where", "EMPTY", "--sample", "x"], "holds no ledger of a run"),
     ],
