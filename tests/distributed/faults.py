@@ -158,23 +158,11 @@ CASES: dict[str, Case] = {
     "whole": Case(),
     "whole-4": Case(world_size=4),
     "whole-bad": Case(dataset="bad"),
-    "kill-in-forward": Case(hurt=at_call("shardflow.training.step.seed_micro_batch", 11, kill_myself)),
-    "kill-before-update": Case(rank=0, hurt=at_call("shardflow.training.step.Updates.apply", 7, kill_myself)),
     "kill-before-ledger-line": Case(
         hurt=at_call("shardflow.training.ledger.LedgerWriter.write", 5, kill_myself)
     ),
-    "kill-while-fetching": Case(
-        hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, kill_myself)
-    ),
     "kill-amid-checkpoint": Case(
         rank=0, hurt=at_call("shardflow.training.checkpoint.files._write_synced", 3, kill_myself)
-    ),
-    "kill-before-checkpoint-has-its-name": Case(
-        rank=0, hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._rename", 3, kill_myself)
-    ),
-    "kill-before-latest-moves": Case(
-        rank=0,
-        hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._point_latest", 3, kill_myself),
     ),
     "kill-at-four-ranks": Case(world_size=4, rank=2, send=signal.SIGKILL, hurt=unhurried),
     "stop-without-end": Case(
@@ -201,9 +189,6 @@ CASES: dict[str, Case] = {
     "kill-while-execution-changes": Case(
         hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
     ),
-    "kill-of-the-rank-that-tunes": Case(
-        rank=0, hurt=at_call(_BEGUN, 3, kill_myself), on_all=moving, settings={"tune.mode": "on"}
-    ),
     "asked-to-stop-while-execution-changes": Case(
         hurt=at_call(_BEGUN, 1, ask_all_to_stop), on_all=moving, settings={"tune.mode": "on"}
     ),
@@ -215,6 +200,21 @@ CASES: dict[str, Case] = {
 }
 """The rows that ``make test`` runs, behind the three undisturbed runs that they are compared with."""
 LONGER_CASES: dict[str, Case] = {
+    "kill-in-forward": Case(hurt=at_call("shardflow.training.step.seed_micro_batch", 11, kill_myself)),
+    "kill-before-update": Case(rank=0, hurt=at_call("shardflow.training.step.Updates.apply", 7, kill_myself)),
+    "kill-while-fetching": Case(
+        hurt=at_call("shardflow.storage.local.LocalStore.read_ranges", 9, kill_myself)
+    ),
+    "kill-before-checkpoint-has-its-name": Case(
+        rank=0, hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._rename", 3, kill_myself)
+    ),
+    "kill-before-latest-moves": Case(
+        rank=0,
+        hurt=at_call("shardflow.training.checkpoint.files.CheckpointFolder._point_latest", 3, kill_myself),
+    ),
+    "kill-of-the-rank-that-tunes": Case(
+        rank=0, hurt=at_call(_BEGUN, 3, kill_myself), on_all=moving, settings={"tune.mode": "on"}
+    ),
     "preparation-of-a-minute": Case(
         hurt=at_call("shardflow.training.run.open_data", 1, partial(time.sleep, 60)),
         settings={"timeouts.steady_s": 5, "timeouts.hang_s": 4, "loader.wait_timeout_s": 3},

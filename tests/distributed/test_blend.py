@@ -28,7 +28,7 @@ def test_text_only_beside_images(tmp_path: Path) -> None:
     (tmp_path / "blend.toml").write_text(BLEND, encoding="utf-8")
     arguments = [str(tmp_path), str(tmp_path / "out")]
     with job(tmp_path, "tests.distributed.blend_ranks", arguments, num_ranks=2, is_forked=True) as running:
-        finished = running.wait(240)
+        finished = running.wait(600)
     assert finished.exit_code == 0, finished.text
 
     steps = read_ledger(tmp_path / "out" / "whole")

@@ -35,7 +35,7 @@ def test_studies_and_entities_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "blend.toml").write_text(BLEND, encoding="utf-8")
     arguments = [str(tmp_path), str(tmp_path / "out"), *SETTINGS]
     with job(tmp_path, "tests.distributed.blend_ranks", arguments, num_ranks=2, is_forked=True) as running:
-        finished = running.wait(240)
+        finished = running.wait(600)
     assert finished.exit_code == 0, finished.text
 
     entities = EntityDataset.beside(dataset)

@@ -40,7 +40,7 @@ def examples(
         is_forked=True,
         warnings="default",
     ) as running:
-        finished = running.wait(240)
+        finished = running.wait(600)
     assert finished.exit_code == 0, finished.text
     return tiny, folder / "output"
 

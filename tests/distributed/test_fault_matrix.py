@@ -6,7 +6,7 @@ import fcntl
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardflow.training.ledger import compare_ledgers, read_records
-from tests.distributed.faults import CASES, NUM_STEPS, PREPARATION_S, case_of
+from tests.distributed.faults import CASES, LONGER_CASES, NUM_STEPS, PREPARATION_S, case_of
 from tests.distributed.launcher import REPOSITORY, job_environment
 from tests.distributed.runs import differing_weights
 from tests.tiny_runs import make_tiny_input
@@ -88,10 +88,14 @@ def matrix(shared_folder: Path) -> Matrix:
     return run_cases(shared_folder / "faults", list(CASES), MATRIX_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("kill-")])
+def kills_in(cases: Iterable[str]) -> list[str]:
+    return [name for name in cases if name.startswith("kill-")]
+
+
+@pytest.mark.parametrize("name", kills_in(CASES))
 def test_killed_rank_costs_nothing_and_is_named(matrix: Matrix, name: str) -> None:
     starts = matrix.check(name)
-    case = CASES[name]
+    case = case_of(name)
     survivors = [rank for rank in range(case.world_size) if rank != case.rank]
     assert starts[0][case.rank] == KILLED
     assert len(starts) == 2
@@ -184,6 +188,14 @@ def test_a_hundred_kills_at_random_times_cost_nothing(tmp_path: Path) -> None:
     swept = run_cases(tmp_path / "sweep", [*WHOLE[:2], *names], SWEEP_TIMEOUT_S)
     starts = [len(swept.check(name)) for name in names]
     assert sum(number > 1 for number in starts) > len(names) / 2  # the rest came too late, when all was done
+
+
+@pytest.mark.slow
+def test_rank_killed_at_other_points_costs_nothing_and_is_named(tmp_path: Path) -> None:
+    names = kills_in(LONGER_CASES)
+    killed = run_cases(tmp_path / "kills", ["whole", *names], MATRIX_TIMEOUT_S)
+    for name in names:
+        test_killed_rank_costs_nothing_and_is_named(killed, name)
 
 
 @pytest.mark.slow

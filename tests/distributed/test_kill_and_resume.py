@@ -145,7 +145,7 @@ def test_wrong_setting_is_reported_before_anything_is_imported(tiny: TinyInput, 
     config = write_config(tiny, tmp_path / "train.toml", tmp_path / "run", {})
     config.write_text(config.read_text().replace("seed =", "sede ="))
     with job(tmp_path, "shardflow.training", [f"--config={config}"], num_ranks=None) as running:
-        finished = running.wait(60)
+        finished = running.wait(RUN_TIMEOUT_S)
     assert finished.exit_code == 2
     assert "nearest known key is 'seed'" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -22,7 +22,7 @@ def test_the_code_of_the_ranks_comes_through(tmp_path: Path, monkeypatch: pytest
     config = write_config(make_tiny_input(tmp_path), tmp_path / "tiny.toml", tmp_path / "run", {})
     arguments = [f"--config={config}", "--set=run.sede=4"]
     with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
-        finished = running.wait(120)
+        finished = running.wait(600)
     assert finished.exit_code == 2, finished.text
     assert finished.stderr.count("nearest known key is 'seed'") == 1
     assert not [*temporary.glob("torchelastic_*"), *temporary.glob("shardflow-launch-*")]
@@ -38,7 +38,7 @@ def test_all_ranks_leave_with_the_code_for_too_much_damaged_data(tmp_path: Path)
     config = write_config(tiny, tmp_path / "tiny.toml", tmp_path / "run", settings, file=CLASSIFY)
     arguments = [f"--config={config}"]
     with job(tmp_path, "shardflow.training", arguments, num_ranks=2, passes_codes=True) as running:
-        finished = running.wait(120)
+        finished = running.wait(600)
     assert finished.exit_code == 3, finished.text
     assert "max_bad_share" in finished.stderr
 

@@ -22,7 +22,7 @@ def test_ranks_that_say_nothing_get_different_samples(tmp_path: Path) -> None:
     with job(
         tmp_path, "tests.distributed.world_ranks", arguments, num_ranks=NUM_RANKS, is_forked=True
     ) as running:
-        finished = running.wait(240)
+        finished = running.wait(600)
     assert finished.exit_code == 0, finished.text
     ranks = [
         json.loads((tmp_path / "out" / f"rank-{rank}.json").read_text(encoding="utf-8"))
