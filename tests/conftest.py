@@ -60,6 +60,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=REPOSITORY / "tests" / "allowed_skips.txt",
         help="lines 'nodeid pattern | reason'; any other skipped test fails the session",
     )
+    group.addoption(
+        "--grace-s",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,  # a killed process may take long to end on a busy machine
+        help="how long a process may take to end behind its test",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,7 +157,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 # ---- processes left behind -----------------------------------------------------------------------
 
 PR_SET_CHILD_SUBREAPER = 36
-GRACE_S = 5.0
 # Python's own long-lived servants; they end with the interpreter.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -178,11 +184,11 @@ def _children() -> dict[int, str]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_left_behind() -> Iterator[None]:
+def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process running, and end that process."""
     before = _children()
     yield
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + request.config.getoption("--grace-s")
     while (left := {pid: text for pid, text in _children().items() if pid not in before}) and (
         time.monotonic() < deadline
     ):

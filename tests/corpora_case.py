@@ -51,7 +51,7 @@ max_quarantined_share = 0.2
 text = "keep"
 [execution]
 num_processes = 1
-task_timeout_s = 120
+task_timeout_s = 600
 """
 
 

@@ -161,7 +161,7 @@ class FaultProxy:
         ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.serve(ready)), daemon=True)
         self._thread.start()
-        self._loop, self._end = ready.result(timeout=60)
+        self._loop, self._end = ready.result(timeout=300)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,7 +55,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 300  # a busy machine starts a server late; a dead one is seen at once
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=30):
+            with urllib.request.urlopen(url, timeout=300):
                 return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def s3_bucket(address: str, name: str) -> str:
     """Make an empty bucket; returns its address."""
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=60):
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=300):
         return f"s3://{name}"
 
 
@@ -260,7 +260,7 @@ def ceph_gateway(folder: Path, *, memory_bytes: int = 1 << 30) -> Iterator[str]:
 
     def run(program: str, *arguments: str) -> None:
         command = [program, "-c", str(config), *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
 
     def start(program: str, *arguments: str) -> None:
         command = [program, "-c", str(config), "-f", *arguments]
@@ -292,7 +292,7 @@ def ceph_gateway(folder: Path, *, memory_bytes: int = 1 << 30) -> Iterator[str]:
 
 
 def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -316,5 +316,5 @@ def ceph_bucket(name: str) -> str:
     signature = base64.b64encode(signed.digest()).decode()
     headers = {"Date": date, "Authorization": f"AWS {os.environ['AWS_ACCESS_KEY_ID']}:{signature}"}
     request = urllib.request.Request(f"{address}/{name}", method="PUT", headers=headers)
-    with urllib.request.urlopen(request, timeout=60):
+    with urllib.request.urlopen(request, timeout=300):
         return f"s3://{name}"

@@ -21,7 +21,7 @@ def _run(folder: Path, body: str, *options: str, allowed: str = "") -> tuple[int
     command += ["--allowed-skips", str(folder / "allowed.txt"), *options, str(folder / "test_probe.py")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -55,15 +55,15 @@ def test_run_without_a_test_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "def test_a(): subprocess.Popen(['sleep', '60'])",
-        "def test_a(): subprocess.run(['bash', '-c', 'sleep 60 & disown'])",
+        "def test_a(): subprocess.Popen(['sleep', '600'])",
+        "def test_a(): subprocess.run(['bash', '-c', 'sleep 600 & disown'])",
     ],
     ids=["child", "orphan"],
 )
 def test_process_left_behind_fails_its_test(tmp_path: Path, body: str) -> None:
-    code, said = _run(tmp_path, body, "-W", "ignore")
+    code, said = _run(tmp_path, body, "-W", "ignore", "--grace-s", "1")
     assert code == 1
-    assert "processes left behind: sleep 60" in said
+    assert "processes left behind: sleep 600" in said
 
 
 def test_golden_value_that_differs_fails(tmp_path: Path) -> None:

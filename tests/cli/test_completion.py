@@ -39,7 +39,7 @@ def _complete(script: str, folder: Path, *words: str) -> list[str]:
     code = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}\n_shtab_shardflow\n"
     code += "printf '%s\\n' \"${COMPREPLY[@]}\"\n"
     done = subprocess.run(
-        ["bash", "--norc", "-c", code], cwd=folder, capture_output=True, text=True, check=True, timeout=60
+        ["bash", "--norc", "-c", code], cwd=folder, capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stderr == ""
     return [line for line in done.stdout.splitlines() if line]

@@ -47,7 +47,7 @@ def test_script_has_colours_on_a_terminal_only(dataset: Path) -> None:
     }
     environment["TERM"] = "xterm-256color"
     piped = subprocess.run(
-        [SCRIPT, "info", dataset], env=environment, capture_output=True, check=True, timeout=60
+        [SCRIPT, "info", dataset], env=environment, capture_output=True, check=True, timeout=300
     )
     assert b"\x1b" not in piped.stdout
     leader, follower = pty.openpty()
@@ -60,7 +60,7 @@ def test_script_has_colours_on_a_terminal_only(dataset: Path) -> None:
 
 def test_json_is_one_object_a_line(dataset: Path) -> None:
     done = subprocess.run(
-        [SCRIPT, "verify", dataset, "--json"], capture_output=True, text=True, check=True, timeout=60
+        [SCRIPT, "verify", dataset, "--json"], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stderr == ""
     assert json.loads(done.stdout)["ok"] is True

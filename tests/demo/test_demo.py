@@ -72,7 +72,7 @@ def test_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"

@@ -19,7 +19,7 @@ from tests.packages import unpack_programs
 
 __all__ = ["Prometheus", "prometheus_programs", "run_prometheus"]
 
-_WAIT_S = 120.0  # of a machine with much else to do; a second of a quiet one
+_WAIT_S = 300.0  # of a machine with much else to do; a second of a quiet one
 
 
 def prometheus_programs() -> tuple[Path, Path]:

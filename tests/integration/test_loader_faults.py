@@ -433,11 +433,11 @@ def test_a_stalled_read_ends_in_an_error_that_names_shard_stage_and_tier(url: st
 
     def before(path: str, ranges: Sequence[ByteRange]) -> None:
         if path.endswith("train-000001.tar"):
-            release.wait(30)
+            threading.Timer(4, release.set).start()
+            release.wait(300)
 
     dataset, _ = hooked(url, before)
     loader = _loader(dataset, wait_timeout_s=1.5)
-    threading.Timer(4, release.set).start()
     iterator = iter(loader)
     with pytest.raises(
         WaitTimeoutError, match=r"within 1\.5 s.*stage read of shard train-000001, tier local for \d\.\d s"

@@ -243,7 +243,7 @@ def test_the_threads_work_on_the_oldest_batch_first(url: str) -> None:
             if read == first:
                 is_read.set()
         else:
-            waited.append(is_read.wait(2))
+            waited.append(is_read.wait(300))
 
     dataset, _ = hooked(url, before)
     next(iter(_loader(dataset, num_threads=2)))

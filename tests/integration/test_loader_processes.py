@@ -297,7 +297,7 @@ loader = sf.Loader(
     sf.open(sys.argv[1]), split="train", seed=5,
     batch=sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=2),
     fields={"image": sf.Slices(num_slices=4, size=(32, 32)), "report": sf.Text()},
-    config=sf.LoaderConfig(execution=sys.argv[2], wait_timeout_s=60.0),
+    config=sf.LoaderConfig(execution=sys.argv[2], wait_timeout_s=300.0),
 )
 iterator = iter(loader)
 kept = next(iterator)

@@ -144,7 +144,7 @@ def test_what_passes_is_retried_and_never_masked(local: str, fault: str) -> None
     """S6: every third request meets a fault, and no slot is masked."""
     with WebServer(Path(local)) as web, FaultProxy(web.port) as proxy:
         retry = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
-        store = RemoteStore(proxy.url, RemoteOptions(retry=retry, timeout_s=20))
+        store = RemoteStore(proxy.url, RemoteOptions(retry=retry, timeout_s=300))
         manifest = Dataset.open(local).manifest
         proxy.faults = ["", "", fault] * 1000
         loader = _loader(Dataset(store, manifest))

@@ -53,10 +53,10 @@ class _Read:
 
     def run(self) -> Callable[[], None]:
         self._plan.begun.append(self._number)
-        assert self._plan.may_read.wait(60)
+        assert self._plan.may_read.wait(300)
 
         def publish() -> None:
-            assert self._plan.may_publish.wait(60)
+            assert self._plan.may_publish.wait(300)
             self._plan.published.append(self._number)
             if self._plan.is_broken:
                 raise StorageError("a block must be read again, got nothing; look at the store.")
@@ -153,7 +153,7 @@ def test_what_is_under_way_at_the_end_is_published(is_broken: bool) -> None:
     plan.may_publish.set()
     eventually(lambda: sorted(plan.published) == [0, 1])
     for thread in ahead._threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     assert sorted(plan.begun) == [0, 1]
 

@@ -260,19 +260,19 @@ def test_scrapes_at_once_count_every_line_once(tmp_path: Path, monkeypatch: pyte
             for number, line in enumerate(super().read()):
                 if number == 30:
                     is_half_read.set()
-                    go_on.wait(60)
+                    go_on.wait(300)
                 yield line
 
     monkeypatch.setattr("shardflow.monitoring.prometheus.MetricsTail", _Slow)
     with MetricsServer(write_run(tmp_path), "127.0.0.1:0") as server, ThreadPoolExecutor(2) as threads:
         first = threads.submit(_get, server.url)
-        assert is_half_read.wait(60)
+        assert is_half_read.wait(300)
         second = threads.submit(_get, server.url)
         # It may come no further than to wait for the first one.
         assert not wait([second], timeout=0.3).done
         go_on.set()
         for scrape in (first, second):
-            assert "shardflow_steps_total 60.0\n" in scrape.result(60)
+            assert "shardflow_steps_total 60.0\n" in scrape.result(300)
 
 
 def test_a_folder_comes_goes_and_gets_another_run(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
         yield make
 
 
-def _task(kind: str, *, timeout_s: float = 60.0, handle: Any = None, **payload: Any) -> Task:
+def _task(kind: str, *, timeout_s: float = 300.0, handle: Any = None, **payload: Any) -> Task:
     return Task(kind=kind, payload=payload, timeout_s=timeout_s, handle=handle)
 
 
@@ -146,7 +146,7 @@ def test_each_step_of_a_task_has_a_deadline_and_processor_time_of_its_own(
 def test_processor_time_ends_a_task_that_never_returns(make_pool: MakePool) -> None:
     """Also without the job's help: RLIMIT_CPU, moved on for each task."""
     limits = WorkerLimits(memory_bytes=600 * MIB, task_s=0.2, file_bytes=MIB)
-    done = _do(make_pool(1, limits), "burn", timeout_s=60.0)
+    done = _do(make_pool(1, limits), "burn", timeout_s=300.0)
     assert (done.failure, done.detail) == ("timeout", "ended by SIGXCPU")
 
 

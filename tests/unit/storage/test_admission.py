@@ -225,5 +225,5 @@ def test_a_loop_ends_with_its_last_reference() -> None:
     assert thread.run(nothing()) == 3
     (worker,) = [each for each in threading.enumerate() if each.name == "shardflow-test-loop"]
     del thread
-    worker.join(timeout=60)
+    worker.join(timeout=300)
     assert not worker.is_alive()

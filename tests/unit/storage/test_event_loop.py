@@ -31,7 +31,7 @@ class _Client:
         return outcome
 
     def _bring(self, loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[str]) -> None:
-        self.may_come.wait(60)
+        self.may_come.wait(300)
         if not outcome.cancelled():
             loop.call_soon_threadsafe(_set, outcome, "brought")
 
@@ -61,7 +61,7 @@ def test_a_call_is_followed_until_its_thread_is_home() -> None:
     client.may_come.set()
     assert loop.run(_wait_for(client.call)) == "brought"
     for thread in client.threads:
-        thread.join(60)
+        thread.join(300)
     assert loop.num_under_way == 0
     loop.close()
 
@@ -74,7 +74,7 @@ def test_the_end_waits_for_the_thread_of_a_call_that_was_given_up() -> None:
     end.join(0.2)
     assert end.is_alive(), "the loop ended while a thread of the client had still to come"
     client.may_come.set()
-    end.join(60)
+    end.join(300)
     assert not end.is_alive()
     assert loop.num_under_way == 0
 
@@ -94,7 +94,7 @@ def test_the_end_takes_back_what_runs_and_refuses_what_comes() -> None:
         reader.join(0.001)
     client.may_come.set()  # too late or not: either the outcome, or the end
     loop.close()
-    reader.join(60)
+    reader.join(300)
     assert not reader.is_alive()
     with pytest.raises(StorageError, match="before the read finished"):
         loop.run(_wait_for(client.call))

@@ -314,7 +314,7 @@ def test_requests_run_side_by_side(proxy: FaultProxy) -> None:
     store = RemoteStore(proxy.url, QUICK)
     assert store.size("shards/a.tar") == len(CONTENT)
     # Each is answered only when all have come: one after another they would wait for ever.
-    barrier = threading.Barrier(4, timeout=30)
+    barrier = threading.Barrier(4, timeout=300)
     proxy.before_answer = barrier.wait
     assert _read(store, "shards/a.tar", 0, 16384) == CONTENT
 

@@ -34,7 +34,7 @@ class HeldFolder(CheckpointFolder):
         self.full_disk = False
 
     def write_part(self, unfinished: Path, global_step: int, **parts: Any) -> dict[str, Any]:
-        assert self.released.wait(60)
+        assert self.released.wait(300)
         if self.full_disk:
             raise CheckpointError(f"checkpoint step-{global_step:08d} could not be written: a full disk.")
         return super().write_part(unfinished, global_step, **parts)

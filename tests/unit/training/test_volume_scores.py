@@ -45,9 +45,9 @@ class _Ranks:
 
     def all_gather_json(self, value: Any) -> list[Any]:
         self._exchange.values[self.rank] = value
-        self._exchange.barrier.wait(60)
+        self._exchange.barrier.wait(300)
         found = [self._exchange.values[rank] for rank in range(self.world_size)]
-        self._exchange.barrier.wait(60)
+        self._exchange.barrier.wait(300)
         return found
 
     def all_gather_numbers(self, values: Any, timeout_s: float) -> torch.Tensor:

@@ -294,7 +294,7 @@ def test_who_comes_second_waits_for_the_first(origin: Origin, config: CacheConfi
     def before(path: str, ranges: Sequence[ByteRange]) -> None:
         origin.reads += [(path, span) for span in ranges]
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     origin.store = HookedStore(LocalStore(origin.store.url), before)
     if tier == "memory":  # of one process; a folder is shared by several
@@ -303,7 +303,7 @@ def test_who_comes_second_waits_for_the_first(origin: Origin, config: CacheConfi
         first, second = origin.cached(config), origin.cached(config)
     threads = [threading.Thread(target=assert_reads_right, args=(first, origin, [4]))]
     threads[0].start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     threads.append(threading.Thread(target=assert_reads_right, args=(second, origin, [5])))
     threads[1].start()
     eventually(_is_waiting)

@@ -51,6 +51,6 @@ def test_missing_pillow_names_the_extra() -> None:
         "except ConfigError as error:\n    print(error.message)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert "shardflow[pack]" in done.stdout
