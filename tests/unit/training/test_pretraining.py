@@ -52,29 +52,33 @@ def pack_texts(folder: Path, num: int = 40) -> Path:
     return folder / "train.toml"
 
 
-@pytest.mark.parametrize("family", ["llama"])
-def test_packed_texts_are_trained_and_a_stop_costs_nothing(family: str, tmp_path: Path) -> None:
-    make_folder(family, tmp_path / "model")
-    config, other = pack_texts(tmp_path), tmp_path / "other"
-    count_dataset(open_dataset(tmp_path / "dataset"), tmp_path / "model")
-    whole = train(settings(config, PACKED))
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Settings of a run on packed texts, whose tokens are counted."""
+    folder = tmp_path_factory.mktemp("corpus")
+    make_folder("llama", folder / "model")
+    config = pack_texts(folder)
+    count_dataset(open_dataset(folder / "dataset"), folder / "model")
+    return config
+
+
+def test_packed_texts_are_trained_and_a_stop_costs_nothing(corpus: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    whole = train(settings(corpus, PACKED, f"run.output={run}"))
     leave()
     assert whole.evaluation_scores.keys() == {"token_accuracy"}
-    train(settings(config, PACKED, f"run.output={other}", "run.max_steps=2"))
+    train(settings(corpus, PACKED, f"run.output={other}", "run.max_steps=2"))
     leave()
-    assert train(settings(config, PACKED, f"run.output={other}")).resumed_from == "step-00000002"
+    assert train(settings(corpus, PACKED, f"run.output={other}")).resumed_from == "step-00000002"
     leave()
-    assert committed_samples(other) == committed_samples(tmp_path / "run")
-    assert differing_weights(other, tmp_path / "run") == []
+    assert committed_samples(other) == committed_samples(run)
+    assert differing_weights(other, run) == []
 
 
-def test_the_loss_counts_every_token_but_the_first(tmp_path: Path) -> None:
-    make_folder("llama", tmp_path / "model")
-    config = pack_texts(tmp_path)
-    _, _, batch, inputs = first_inputs(settings(config))
-    own = transformers.AutoModelForCausalLM.from_pretrained(
-        str(tmp_path / "model"), dtype=torch.float32
-    ).eval()
+def test_the_loss_counts_every_token_but_the_first(corpus: Path) -> None:
+    config, folder = settings(corpus), corpus.parent
+    _, model, batch, inputs = first_inputs(config)
+    own = transformers.AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=torch.float32).eval()
     ids, mask = (
         torch.from_numpy(np.array(batch[name])).long() for name in ("conversation", "conversation_mask")
     )
@@ -83,7 +87,7 @@ def test_the_loss_counts_every_token_but_the_first(tmp_path: Path) -> None:
         for row, length in zip(ids, mask.sum(dim=1).tolist(), strict=True):
             logits = own(row[None, :length]).logits[0]
             total += functional.cross_entropy(logits[:-1], row[1:length], reduction="sum")
-        found = inputs.loss(inputs.forward(first_inputs(settings(config))[1]))
+        found = inputs.loss(inputs.forward(model))
     torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-5)
     assert inputs.num_tokens == float((mask.sum(dim=1) - 1).sum())
 
@@ -122,16 +126,14 @@ def test_conversations_are_learned_whole_but_for_pictures(family: str, tmp_path:
 
 
 def test_the_first_sample_is_shown_in_a_private_file_where_it_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_folder("llama", tmp_path / "model")
-    config, run = pack_texts(tmp_path), tmp_path / "run"
+    run, other = tmp_path / "run", tmp_path / "other"
     caplog.set_level(logging.DEBUG)
-    train(settings(config, "run.max_steps=1"))
+    train(settings(corpus, "run.max_steps=1", f"run.output={run}"))
     leave()
     assert not (run / "first_sample.txt").exists()
-    other = tmp_path / "other"
-    train(settings(config, "run.max_steps=1", "monitor.first_sample=true", f"run.output={other}"))
+    train(settings(corpus, "run.max_steps=1", "monitor.first_sample=true", f"run.output={other}"))
     leave()
     path = other / "first_sample.txt"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -146,10 +148,8 @@ def test_the_first_sample_is_shown_in_a_private_file_where_it_is_asked_for(
     assert "lungs" not in caplog.text
 
 
-def test_settings_without_an_effect_are_refused(tmp_path: Path) -> None:
-    make_folder("llama", tmp_path / "model", with_model=False)
-    config = pack_texts(tmp_path, num=8)
+def test_settings_without_an_effect_are_refused(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="learns every token"):
-        settings(config, 'fields.conversation.train_on=["user"]')
+        settings(corpus, 'fields.conversation.train_on=["user"]')
     with pytest.raises(ConfigError, match="takes single conversations"):
-        settings(config, "fields.conversation.pairs=true")
+        settings(corpus, "fields.conversation.pairs=true")

@@ -86,7 +86,8 @@ def test_the_command_writes_the_table(pairs: Path, tmp_path: Path, capfd: pytest
     columns = open_columns(open_dataset(tmp_path / "dataset"))
     values = columns.column(f"{written['table']}.chosen").values
     assert np.isfinite(values).all()
-    assert (values < 0).all()
+    assert (values <= 0).all()
+    assert (values < -1).sum() > 10  # answers of weight 0 have the probability 1
     assert store(pairs)["version"] == written["version"], "the same content"
 
 
@@ -106,8 +107,8 @@ def test_a_reference_of_something_else_is_refused(pairs: Path, tmp_path: Path) -
     content[-1] ^= 1
     weights.write_bytes(content)
     first_inputs(settings(pairs, STORED))
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    words = tmp_path / "model" / "tokenizer_config.json"
+    words.write_text(words.read_text(encoding="utf-8") + " ", encoding="utf-8")
     with pytest.raises(ConfigError, match="those of other models"):
         first_inputs(settings(pairs, STORED))
 
