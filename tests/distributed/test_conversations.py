@@ -81,6 +81,7 @@ def test_preferences_are_trained_in_shares_and_a_kill_amid_a_checkpoint_costs_no
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_pretraining_on_packed_texts_survives_a_kill(tmp_path: Path) -> None:
     """From lines of a corpus to a run of two ranks that is killed, and resumed by one."""
     make_folder("llama", tmp_path / "model")
@@ -104,6 +105,7 @@ def test_pretraining_on_packed_texts_survives_a_kill(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_shares_of_a_reference_store_what_a_whole_one_says(tmp_path: Path) -> None:
     """The loss that a run with the columns has is in tests/unit/training/test_stored_reference.py."""
     config = make_run(tmp_path, "qwen2", "dpo")
