@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test ! -L $(VENV) || { echo "$(VENV) must be a folder of this clone, got a link; remove the link, and run make again." >&2; exit 2; }
 	python3 -m venv --clear $(VENV)
 	$(call uv_of,$(VENV))
-	$(BIN)/uv pip install --python $(BIN)/python $(LOCKED) --editable '.[pack,pixels,wfdb,train,webdataset,remote,ray,hf,lightning,trl,lora,metrics,prometheus,wandb,mlflow]' --group dev
+	$(BIN)/uv pip install --python $(BIN)/python $(LOCKED) --editable '.[pack,pixels,wfdb,train,webdataset,remote,ray,hf,lightning,trl,qlora,metrics,prometheus,wandb,mlflow]' --group dev
 	@touch $@
 
 demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on one, and show that nothing was lost

@@ -45,6 +45,7 @@ examples:
   shardflow train --config my-training.toml --nnodes 4 --nproc-per-node 8 --rdzv-endpoint node-0:29400
   shardflow train --config my-training.toml --propose-micro-batch
   shardflow train --config my-training.toml --plan-memory 8,64
+  shardflow train --config my-preferences.toml --nproc-per-node 8 --store-reference
 
 exit codes: 0 finished; 1 failed, the log says why; 2 a setting is wrong, the checkpoint is of another run, or
 three starts in a row made no progress; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint: start again to
@@ -130,6 +131,7 @@ def _job_options(arguments: argparse.Namespace) -> list[str]:
     options = [f"--config={arguments.config}", *(f"--set={override}" for override in arguments.overrides)]
     adopts = arguments.adopt_new_versions
     options += [f"--adopt-new-versions={adopts}"] if adopts else []
+    options += ["--store-reference"] if arguments.store_reference else []
     return [*options, *([f"--tune={arguments.tune}"] if arguments.tune else [])]
 
 

@@ -169,7 +169,7 @@ class ColumnWriter:
         Args:
             batch: Of the loader.
             values: By column ``(B,)`` or ``(B, 1)``, of ``floats`` ``(B, d)``; those of padding and of masked
-                samples are ignored.
+                samples are ignored. Of masked arrays of NumPy, samples that one of them masks get no value.
 
         Raises:
             ConfigError: A column is missing or unknown, has another shape or cannot hold a value, or the
@@ -185,7 +185,11 @@ class ColumnWriter:
                 f"add() needs a value for each column ({', '.join(self._columns)}), got "
                 f"{', '.join(values) or 'none'}."
             )
-        slots = np.flatnonzero(batch.arrays["weight"] > 0)
+        has_value = batch.arrays["weight"] > 0
+        for given in values.values():
+            if isinstance(given, np.ma.MaskedArray) and len(given) == len(has_value):
+                has_value &= ~np.ma.getmaskarray(given).reshape(len(given), -1).any(axis=1)
+        slots = np.flatnonzero(has_value)
         found = {name: self._converted(name, given, batch.num_slots, slots) for name, given in values.items()}
         rows: dict[str, NDArray[Any]] = {"row": self._table_rows(batch, slots)}
         rows["at"] = np.full(len(slots), batch.epoch << 40 | batch.step, "<i8")

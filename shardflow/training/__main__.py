@@ -97,6 +97,8 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
             return _propose(config)
         if arguments.plan_memory:
             return _plan_memory(config, arguments.plan_memory)
+        if arguments.store_reference:
+            return _store_reference(config, rank)
         return _train(config, rank)
 
     return answered(work)
@@ -176,6 +178,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="compute how much memory each of N GPUs needs, without any, and exit",
     )
+    parser.add_argument(
+        "--store-reference",
+        action="store_true",
+        help="of a run of dpo: write what the model says of each pair before training as columns of the "
+        "dataset, for task.reference = 'stored', and exit",
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -208,6 +216,17 @@ def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
     return 0
 
 
+def _store_reference(config: TrainConfig, rank: int) -> int:
+    """Write the columns of the reference; rank 0 prints what was written as JSON."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as training does
+    from shardflow.training.reference_columns import store_reference
+
+    written = store_reference(config)
+    if rank == 0:
+        print(json.dumps(written), flush=True)
+    return 0
+
+
 def _train(config: TrainConfig, rank: int) -> int:
     # As torchrun does where it starts several: OpenMP would take every processor of the machine, those of the
     # loader's threads too and more than a container may use, and add in another order on another machine.
@@ -217,7 +236,7 @@ def _train(config: TrainConfig, rank: int) -> int:
     from shardflow.training.run import train
 
     stop = StopRequest()
-    has_text = config.task.has_reports or (config.task.has_conversations and config.task.type == "sft")
+    has_text = config.task.has_reports or config.task.has_next_tokens
     with stop.listening(), _progress(rank, has_text=has_text) as on_step:
         summary = train(config, on_step=on_step, stop=stop)
         # Still listening: once another rank has left with 75, torchrun sends SIGTERM to this one.

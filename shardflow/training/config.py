@@ -235,9 +235,10 @@ class ModelConfig:
     """A small model of these numbers, one of transformers from a folder, or what a function returns."""
 
     target: str = ""
-    """Of a classifier or of a model of volumes: function or class ``"package.module:function"`` that returns
-    it, such as ``"timm:create_model"`` or ``"monai.networks.nets:UNet"``. It takes ``(B, C, rows, columns)``
-    or ``(B, C, D, H, W)`` float32 and returns logits."""
+    """Function or class ``"package.module:function"`` that returns the model, such as
+    ``"timm:create_model"`` or ``"monai.networks.nets:UNet"``. A classifier takes ``(B, C, rows, columns)``, a
+    model of volumes ``(B, C, D, H, W)`` float32, and both return logits; what one of conversations takes is
+    in docs/howto/conversations.md."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """What it is called with."""
     path: Path | None = None
@@ -250,6 +251,9 @@ class ModelConfig:
     frozen_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which weights that are not trained are held, such as those under adapters or of the reference
     of ``dpo``; what is trained is float32. ``bf16`` needs ``run.precision = "bf16"``."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Weights of linear layers under adapters, of a model of ``model.path``: ``nf4`` holds them in 4 bits
+    (QLoRA), by bitsandbytes (``shardflow[qlora]``). Needs ``lora.rank``."""
     language: Literal["gpt2", "llama"] = "gpt2"
     patch_size: Count = 8
     """Pixels on the side of a vision patch; must divide rows and columns of its images."""
@@ -272,6 +276,8 @@ class ModelConfig:
             raise ConfigError("model.arguments needs model.target, which is not set; remove it.")
         if self.path is None and self.weights != "stored":
             raise ConfigError("model.weights needs model.path, which is not set; remove it.")
+        if self.path is None and self.quantize != "none":
+            raise ConfigError("model.quantize needs model.path, which is not set; remove it.")
         if self.path is None and self.attn_implementation != "auto":
             raise ConfigError("model.attn_implementation needs model.path, which is not set; remove it.")
         for part in ("vision", "language"):
@@ -428,6 +434,10 @@ class MonitorConfig:
     prometheus_token_file: str = ""
     """File with the token that scrapers must send, needed where `prometheus` is an address beyond this
     machine; ``none`` serves everybody who reaches it."""
+    first_sample: bool = False
+    """Write the first sample of the first step as text into ``first_sample.txt`` of the run folder, with what
+    its loss counts marked: for tasks of reports and conversations. Words of a patient may be in it, so only
+    its owner may read the file, and the log has their number alone."""
     sinks: tuple[str, ...] = ()
     """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
 
@@ -592,6 +602,11 @@ class TrainConfig:
                 f"model.frozen_dtype 'bf16' needs run.precision 'bf16', got {self.run.precision!r}; set it, "
                 "or remove model.frozen_dtype."
             )
+        if self.model.quantize != "none" and not self.lora.rank:
+            raise ConfigError(
+                f"model.quantize {self.model.quantize!r} holds what adapters are beside, and lora.rank is 0; "
+                "set a rank, or remove model.quantize."
+            )
         if self.run.evaluate_every_steps and not self.data.eval_split:
             raise ConfigError(
                 "run.evaluate_every_steps needs data.eval_split, which is not set; name a split, or remove "
@@ -647,11 +662,13 @@ class TrainConfig:
             "batch.packed": not is_chat and self.batch.packed,
             "image": not has_images and self.image != ImageConfig(),
             "augment": not has_images and self.augment.is_active,
-            "model.target": (is_own or is_chat) and bool(self.model.target),
+            "model.target": is_own and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
-        given = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
+        given = {"path", "weights", "activation_checkpointing", "attn_implementation"}
+        given |= {"frozen_dtype", "quantize"}
         of_folder = given if is_chat else set()
+        refused["monitor.first_sample"] = not is_chat and self.monitor.first_sample
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
             for one in fields(ModelConfig)
@@ -665,9 +682,21 @@ class TrainConfig:
             check_classify_fields(self.fields)
         elif is_chat:
             batch = changed_settings(self.batch)
-            check_conversation_fields(self.fields, self.task, has_path=bool(model.path), batch=batch)
+            path, target = bool(model.path), bool(model.target)
+            check_conversation_fields(self.fields, self.task, path=path, target=target, batch=batch)
+            self._check_stored_reference()
         elif not is_own:
             self._check_segment()
+
+    def _check_stored_reference(self) -> None:
+        """Refuse samples that have no row of their own in a table of conversations, or change after it."""
+        data = self.data
+        is_whole = data.unit == "study" and data.view == FULL_STUDY
+        if self.task.reference == "stored" and (data.transform or not is_whole):
+            raise ConfigError(
+                "task.reference 'stored' belongs to the conversations as they are stored; leave out "
+                "data.transform, data.unit and data.view, or task.reference."
+            )
 
     def _check_segment(self) -> None:
         """Refuse what a model of volumes cannot take."""

@@ -442,7 +442,7 @@ def _prepare(
     assert data.evaluation is not None  # noqa: S101 - a split is named
     loader = stack.enter_context(open_loader(config, task, ranks, data.evaluation, tail="mask"))
     model = task.make_model(loader, None)
-    hold_frozen(model, config.model.frozen_dtype)
+    hold_frozen(model, config.model.frozen_dtype, config.model.quantize)
     load_model(model, checkpoint.model)
     if config.optimizer.ema_decay > 0 and config.optimizer.evaluate_ema:
         _load_average(model, checkpoint)

@@ -3,7 +3,8 @@
 Weights, gradients and optimizer follow from the shapes of the parameters and from how `parallel.strategy`
 shares them, to the byte. Activations are those tensors that autograd saves in a forward pass of one
 micro-batch in its largest shapes, counted on the meta device, where nothing is computed and nothing
-allocated; with activation checkpointing those between the layers, and all of one layer. What kernels,
+allocated; with activation checkpointing those between the layers, and all of one layer. Masks of all pairs of
+tokens are among them, as packed sequences and Gemma 3 have, where attention takes them. What kernels,
 communication and the allocator take besides is not known here: leave a tenth free.
 `shardflow.training.memory_probe` measures where there is a machine.
 """
@@ -36,6 +37,8 @@ from shardflow.viewing.markup import counted
 
 _MOMENTS = 2
 """Of AdamW."""
+_MASK_PLACE = 3
+"""Of the mask among the arguments of attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,8 @@ class RankMemory:
 
     world_size: int
     weights_bytes: int
-    """In float32, buffers and frozen ones too, those of ``model.frozen_dtype`` in that type."""
+    """In float32, buffers and frozen ones too, those of ``model.frozen_dtype`` in that type, and those
+    of ``model.quantize`` in 4.5 bits."""
     gradients_bytes: int
     optimizer_bytes: int
     """Two moments of what is trained, and the average of ``optimizer.ema_decay``."""
@@ -88,14 +92,16 @@ def plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> list[RankMem
         settings = replace(settings, weights="random")
     # Recomputing hides from autograd what a layer saves, which is counted here.
     settings = replace(settings, activation_checkpointing=False)
-    if settings.attn_implementation.startswith("fl"):  # kernels of devices, which save what sdpa saves
+    if settings.attn_implementation.startswith("fl"):
+        # Kernels of devices, which save what sdpa saves, but take no masks of packed sequences.
         settings = replace(settings, attn_implementation="sdpa")
+        config = replace(config, batch=replace(config.batch, packed=False))
     case = _of_conversations if config.task.has_conversations else _of_reports
     model, references, inputs = case(config, settings)
     compute = COMPUTE_TYPES[config.run.precision] or torch.float32
     activations_bytes = _activations(config, model, inputs, compute)
     for one in (model, *references):
-        hold_frozen(one, settings.frozen_dtype)
+        hold_frozen(one, settings.frozen_dtype, settings.quantize)
     return [_of_rank(config, model, references, compute, activations_bytes, size) for size in world_sizes]
 
 
@@ -222,15 +228,22 @@ def _to_meta(value: Any) -> Any:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a fused kernel of attention saves: its inputs, its output, and the logarithm of each row's sum."""
+    """What a fused kernel of attention saves: its inputs, its output, and the logarithm of each row's sum.
+
+    A mask of booleans becomes one of numbers that are added, in every layer anew.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         *batch, num_heads, length, _ = query.shape
         # As kernels lay it out: what follows takes it without a copy.
         output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-2, -3)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
+        if mask is not None and mask.dtype is torch.bool:
+            mask = query.new_empty(mask.shape)
+        ctx.save_for_backward(query, key, value, output, sums, *(() if mask is None else (mask,)))
         return output
 
 
@@ -246,7 +259,8 @@ class _Kernels(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+            mask = (kwargs or {}).get("attn_mask") if len(args) <= _MASK_PLACE else args[_MASK_PLACE]
+            return _FusedAttention.apply(*args[:_MASK_PLACE], mask)  # type: ignore[no-untyped-call]
         if function is torch.nn.functional.cross_entropy and torch.is_grad_enabled():
             self._counter.add_wide(args[0].numel())
         return function(*args, **(kwargs or {}))

@@ -25,13 +25,16 @@ REPORT_FIELD: Final = "report"
 LABEL_FIELD: Final = "label"
 MASK_FIELD: Final = "mask"
 CONVERSATION_FIELD: Final = "conversation"
-"""Names of the fields that tasks take."""
+REFERENCE_FIELD: Final = "reference_log_probabilities"
+"""Names of the fields that tasks take; the last is made by the task itself."""
 
 _NO_CHANNELS: Final = frozenset({"index", "is_known", "row", "shape", "start", "target"})
 """Names of what a task of segmentation gets beside its channels."""
 _MAX_CLASSES: Final = 255
 """A map of classes takes a byte for each voxel, and 0 is the background."""
-_OF_CONVERSATIONS: Final = ("sft", "dpo", "reward")
+_OF_TOKENS: Final = ("pretrain", "sft")
+_OF_CONVERSATIONS: Final = (*_OF_TOKENS, "dpo", "reward")
+_ASSISTANT: Final = "assistant"
 _OF_COST_RULES: Final = frozenset(
     {"text_tokens", "over_budget", "image_tokens_per_slice", "counts_delivered"}
 )
@@ -42,6 +45,7 @@ _TAKEN: Final = {
     "overlap": ("segment",),
     "mode": ("segment",),
     "beta": ("dpo",),
+    "reference": ("dpo",),
 }
 """Types that take a setting."""
 
@@ -50,14 +54,15 @@ _TAKEN: Final = {
 class TaskConfig:
     """What is learned, see docs/howto/classify.md, segment-volumes.md and conversations.md."""
 
-    type: Literal["report", "classify", "segment", "sft", "dpo", "reward"] = "report"
+    type: Literal["report", "classify", "segment", "pretrain", "sft", "dpo", "reward"] = "report"
     """``report``: write the report of images. ``classify``: tell the classes of an image; takes the fields
     ``image`` and ``label``, of type ``column`` or ``columns``. ``segment``: tell the class of each voxel;
     takes the fields ``image``, of type ``volume``, and ``mask``, of type ``mask``. The others take the field
-    ``conversation``, of that type, and a model of transformers as ``model.path``. ``sft``: the words that the
-    field weighs. ``dpo``: prefer the chosen to the rejected conversation of a pair, against the model as it
-    was at first. ``reward``: a number for a conversation, higher for the chosen of a pair, or without pairs
-    the score that it has."""
+    ``conversation``, of that type, and a model of transformers as ``model.path``, or one of your own as
+    ``model.target``. ``pretrain``: every token, of documents with text and images or of conversations.
+    ``sft``: the words that the field weighs. ``dpo``: prefer the chosen to the rejected conversation of a
+    pair, against the model as it was at first. ``reward``: a number for a conversation, higher for the chosen
+    of a pair, or without pairs the score that it has."""
     target: str = ""
     """A task of your own in place of these, ``"package.module:Class"`` of an `ArrayTask`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +80,9 @@ class TaskConfig:
     """Of ``segment``: weights of the voxels of a window, in evaluations, as in MONAI."""
     beta: Annotated[float, Bounds(0.0)] = 0.1
     """Of ``dpo``: how much the model is held back from leaving what it was at first."""
+    reference: Literal["model", "stored"] = "model"
+    """Of ``dpo``, what it is held back to: a frozen copy of the model that is run beside it, or the
+    log-probabilities that ``shardflow train --store-reference`` wrote into the dataset, without a copy."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +93,7 @@ class TaskConfig:
             "overlap": 0.5,
             "mode": "gaussian",
             "beta": 0.1,
+            "reference": "model",
         }
         given = [name for name, default in defaults.items() if getattr(self, name) != default]
         if self.target and given:
@@ -112,6 +121,11 @@ class TaskConfig:
     def has_conversations(self) -> bool:
         """Whether conversations are learned."""
         return self.type in _OF_CONVERSATIONS and not self.target
+
+    @property
+    def has_next_tokens(self) -> bool:
+        """Whether the next token of conversations is learned, and nothing about whole ones."""
+        return self.type in _OF_TOKENS and not self.target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,14 +279,15 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
 
 
 def check_conversation_fields(
-    fields: Mapping[str, Field], task: TaskConfig, *, has_path: bool, batch: Collection[str]
+    fields: Mapping[str, Field], task: TaskConfig, *, path: bool, target: bool, batch: Collection[str]
 ) -> None:
     """Refuse settings from which no conversations can be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
-        has_path: Whether ``model.path`` names a model.
+        path: Whether ``model.path`` names a model.
+        target: Whether ``model.target`` does.
         batch: Settings of ``[batch]`` that are given.
 
     Raises:
@@ -303,9 +318,24 @@ def check_conversation_fields(
     if task.type != "reward" and found.pairs != (task.type == "dpo"):
         wanted = "takes single conversations; leave out" if found.pairs else "takes pairs; set"
         raise ConfigError(f'task.type "{task.type}" {wanted} fields.{CONVERSATION_FIELD}.pairs.')
-    if not has_path:
+    if task.type == "pretrain" and found.train_on != (_ASSISTANT,):
         raise ConfigError(
-            f'task.type "{task.type}" trains a model of transformers; name its folder as model.path.'
+            f'task.type "pretrain" learns every token, so fields.{CONVERSATION_FIELD}.train_on has no '
+            'effect; remove it, or set task.type to "sft".'
+        )
+    if path == target:
+        raise ConfigError(
+            f'task.type "{task.type}" trains a model of transformers, whose folder is model.path, or what '
+            f"the function model.target returns, got {'both' if path else 'neither'}; name one of them."
+        )
+    if task.reference == "stored" and REFERENCE_FIELD in fields:
+        raise ConfigError(
+            f"fields.{REFERENCE_FIELD} has the name of the field of task.reference 'stored'; rename it."
+        )
+    if task.reference == "stored" and target:
+        raise ConfigError(
+            "task.reference 'stored' is bound to the files of model.path, and model.target has none; remove "
+            "task.reference."
         )
 
 

@@ -67,6 +67,7 @@ from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segm
 from shardflow.training.models.weights import hold_frozen, load_weights, weights_later
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
+from shardflow.training.tasks.first_sample import write_first_sample
 from shardflow.training.tasks.report import ReportTask
 from shardflow.training.tasks.segment import SegmentTask
 from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
@@ -74,7 +75,7 @@ from shardflow.training.text import ReportTokenizer
 from shardflow.training.tuning import Tuning, given_settings
 
 _LOGGER = logging.getLogger(__name__)
-_OPTIONAL = {"model.path digest", "model.frozen", "model.frozen_dtype", "lora.rank"}
+_OPTIONAL = {"model.path digest", "model.frozen", "model.frozen_dtype", "model.quantize", "lora.rank"}
 """Bindings that exist only where the setting does; one that a checkpoint has must not be removed."""
 _NEWER = {"model.path weights"}
 """Bindings that older checkpoints have not, which resume without."""
@@ -225,9 +226,11 @@ def prepare_run(
     loader = stack.enter_context(open_loader(config, task, ranks, data.training))
     with weights_later():
         model = task.make_model(loader, data.evaluation)
+    if config.monitor.first_sample and ranks.rank == 0:
+        write_first_sample(config.run.output, task.first_sample(loader))
     compute = COMPUTE_TYPES[config.run.precision]
     is_sharded = config.parallel.strategy == "fsdp2"
-    _place_weights(config, ranks, model, task.references)
+    place_weights(config, ranks, model, task.references)
     optimizer = build_optimizer(model, config.optimizer)
     updates = Updates(model, optimizer, config.optimizer, is_scaled=compute is torch.float16)
     if checkpoint is not None:
@@ -302,7 +305,7 @@ def prepare_run(
     )
 
 
-def _place_weights(
+def place_weights(
     config: TrainConfig, ranks: Ranks, model: nn.Module, references: Sequence[nn.Module]
 ) -> None:
     """Bring a model, and those that it is compared with, onto the device; in shares for FSDP2."""
@@ -310,7 +313,7 @@ def _place_weights(
         compile_blocks(model)
     is_sharded = config.parallel.strategy == "fsdp2"
     for one in (model, *references):
-        hold_frozen(one, config.model.frozen_dtype)
+        hold_frozen(one, config.model.frozen_dtype, config.model.quantize)
         if is_sharded:
             shard(one, ranks, config.parallel, compute=COMPUTE_TYPES[config.run.precision])
         load_weights(one, ranks.device)

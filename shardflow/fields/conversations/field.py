@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from shardflow.config import PLACE
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
-from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError
+from shardflow.fields.conversations.rendering import (
+    EVERYTHING,
+    Rendered,
+    RenderedForm,
+    Renderer,
+    RenderError,
+)
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
 from shardflow.fields.conversations.views import TemplateValues
@@ -115,7 +121,7 @@ class Conversation(Field):
     train_on: tuple[str, ...] = ("assistant",)
     """Roles whose words are learned: an assistant's answer to its end token without the header before it,
     all of other messages. A message's own ``weight`` multiplies it. Of pairs only what follows the shared
-    messages is learned."""
+    messages is learned. ``("everything",)`` learns all tokens, headers too, but for those of pictures."""
     long: Literal["error", "skip"] = "error"
     """Conversations longer than ``max_tokens``, or with more pictures than ``max_images``; nothing is cut.
     ``error`` masks their slot and counts a bad sample; ``skip`` leaves their slot without tokens and counts
@@ -150,8 +156,10 @@ class Conversation(Field):
             if getattr(self, name) not in (True, False):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
         roles: Any = self.train_on
-        if isinstance(roles, str) or not roles or not {*roles} <= _ROLES:
-            raise ConfigError(f"train_on names roles, of {', '.join(sorted(_ROLES))}, got {roles!r}.")
+        is_known = not isinstance(roles, str) and roles and ({*roles} <= _ROLES or {*roles} == {EVERYTHING})
+        if not is_known:
+            known = ", ".join(sorted(_ROLES))
+            raise ConfigError(f"train_on names roles, of {known}, or {EVERYTHING!r} alone, got {roles!r}.")
         object.__setattr__(self, "train_on", tuple(roles))
         if "://" in str(self.processor):
             raise ConfigError("processor is a local folder, got an address; download it first.")

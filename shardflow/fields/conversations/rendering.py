@@ -53,6 +53,8 @@ _DATED: Final = re.compile(r"\bdate_string\s+is\s+(?:not\s+)?defined")
 _DATE: Final = "26 Jul 2024"
 """In place of today's date, so that every day renders the same; Llama's own where none is given."""
 _ASSISTANT: Final = "assistant"
+EVERYTHING: Final = "everything"
+"""In place of roles: every token is learned, those between messages too."""
 # transformers notes the markers in a compiled template, of which a process has one.
 _MARKED: Final = threading.Lock()
 _BESIDE: Final = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
@@ -185,7 +187,7 @@ class Renderer:
             messages: With ``role``, ``content`` (parts of text, and of images by their number) and, where it
                 is not 1, ``weight``.
             pictures: RGB images of Pillow, by number.
-            train_on: Roles whose words are learned.
+            train_on: Roles whose words are learned, or `EVERYTHING`.
             first: Number of the first message that may be learned.
 
         Raises:
@@ -195,7 +197,7 @@ class Renderer:
         if used and not self.has_pictures:
             raise RenderError("it holds images, and the processor takes text alone")
         weights = [_weight(one, train_on) if n >= first else 0.0 for n, one in enumerate(messages)]
-        text, spans = self._text(chat, weights)
+        text, spans = (self._whole if EVERYTHING in train_on else self._text)(chat, weights)
         found = self.call(text, [pictures[number] for number in used])
         return self._weighed(found, spans)
 
@@ -268,6 +270,18 @@ class Renderer:
             spans.append((start, self._without_end(text, start, stop), weights[number]))
         return text, spans
 
+    def _whole(
+        self, chat: list[dict[str, Any]], weights: list[float]
+    ) -> tuple[str, list[tuple[int, int, float]]]:
+        """Render the template where all of it is learned, but for messages of another weight."""
+        others = [number for number, weight in enumerate(weights) if weight != 1]
+        if not others:
+            text, _ = self._apply(chat)
+            return text, [(0, len(text), 1.0)]
+        text, spans = self._text(chat, [float(weight != 1) for weight in weights])
+        pairs = zip(spans, others, strict=True)
+        return text, [(0, len(text), 1.0), *((start, stop, weights[n]) for (start, stop, _), n in pairs)]
+
     def _beginning(self, text: str, chat: list[dict[str, Any]], *, is_answer: bool) -> int:
         """Return the length of the text of the first messages, and where an answer follows of its header.
 
@@ -337,12 +351,13 @@ class Renderer:
                 pictures[name] = array
         return Rendered(ids, weights, tokens, pictures)
 
-    def pieces(self, rendered: Rendered, num_pictures: int) -> list[tuple[str, float] | int]:
+    def pieces(self, rendered: Rendered, num_pictures: int | None = None) -> list[tuple[str, float] | int]:
         """Return a rendered conversation for people: texts with their weight, and numbers of pictures.
 
         Args:
             rendered: What the processor returned.
-            num_pictures: Pictures that it shows; each stands where the model has its tokens.
+            num_pictures: Pictures that it shows; each stands where the model has its tokens. None for as many
+                as there are runs of these tokens.
         """
         token = getattr(self.processor, "image_token_id", None)
         is_picture = rendered.ids == (-1 if token is None else int(token))
@@ -358,7 +373,8 @@ class Renderer:
             found.append(
                 (str(self.tokenizer.decode(rendered.ids[start:stop])), float(rendered.weights[start]))
             )
-        if sum(isinstance(one, int) for one in found) != num_pictures:  # a family with tokens between rows
+        num_found = sum(isinstance(one, int) for one in found)
+        if num_pictures is not None and num_found != num_pictures:  # a family with tokens between rows
             return [*range(num_pictures), *(one for one in found if not isinstance(one, int))]
         return found
 
@@ -530,7 +546,8 @@ def _turns(num_images: int) -> list[dict[str, Any]]:
 
 
 def _weight(message: Mapping[str, Any], train_on: Sequence[str]) -> float:
-    return float(message.get("weight", 1.0)) if message["role"] in train_on else 0.0
+    is_learned = message["role"] in train_on or EVERYTHING in train_on
+    return float(message.get("weight", 1.0)) if is_learned else 0.0
 
 
 def _digest(folder: Path) -> str:

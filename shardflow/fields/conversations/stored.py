@@ -151,7 +151,7 @@ class StoredConversation:
         Args:
             renderer: Of the model.
             members: The pictures by name, as stored or of Pillow.
-            train_on: Roles whose words are learned, behind ``first_learned``.
+            train_on: As of `Renderer.render`, behind ``first_learned``.
 
         Raises:
             RenderError: It cannot be rendered.

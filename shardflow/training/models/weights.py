@@ -3,7 +3,8 @@
 A model that is built inside `weights_later` has its parameters on the meta device, and its modules know where
 each one stands in the safetensors of the folder; `shard` cuts it there, and `load_weights` gives each rank
 memory for what it holds and reads that part of the files alone, in pieces of a few megabytes. So starting
-takes the memory of the shares, on the device where they stay. Which name in a file is which parameter is what
+takes the memory of the shares, on the device where they stay. Layers of 4 bits are read whole, one at a time,
+and made from that. Which name in a file is which parameter is what
 transformers says. Folders that it converts while it reads (experts that are merged, quantized weights), or
 with several values for tied weights, are read whole on the CPU as before.
 """
@@ -27,13 +28,15 @@ from torch import nn
 
 from shardflow.errors import ConfigError, os_reason
 from shardflow.training.checkpoint.tensors import TensorEntry, like_share, own_rows, parse_entries
-from shardflow.training.distributed import is_share, local_part
+from shardflow.training.distributed import blocks_of, is_share, local_part
 
 _LOGGER = logging.getLogger(__name__)
 _LATER: ContextVar[bool] = ContextVar("weights_later", default=False)
 _STORED: Final = "_stored_weights"
 """Attribute of a module: where its parameters and buffers are stored, by their names in it."""
 _PIECE_BYTES: Final = 4 * 1024**2
+_QUANTIZED: Final = "nf4"
+_QUANTIZED_BLOCK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +167,87 @@ def _remember(model: Any, stored: Mapping[str, _Stored]) -> bool:
     return True
 
 
-def hold_frozen(model: nn.Module, dtype: str) -> None:
+class QuantizedLinear(nn.Linear):
+    """Linear layer with weights of 4 bits (NF4), which are not trained.
+
+    64 neighbors share a scale in float32, so a weight takes 4.5 bits. A layer gets this class in place, by
+    `quantize`.
+
+    Source:
+        Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023, section 3.
+    """
+
+    codes: torch.Tensor
+    """``(n / 2, 1)`` uint8, two weights each."""
+    scales: torch.Tensor
+    """``(n / 64,)`` float32."""
+
+    @staticmethod
+    def quantize(layer: nn.Linear) -> None:
+        """Quantize a layer; one on the meta device stays there, and is filled by `fill`."""
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.__class__ = QuantizedLinear
+        assert isinstance(layer, QuantizedLinear)  # noqa: S101 - as of the line before
+        num_weights = weight.numel()
+        codes = torch.empty(((num_weights + 1) // 2, 1), dtype=torch.uint8, device="meta")
+        scales = torch.empty(-(-num_weights // _QUANTIZED_BLOCK), device="meta")
+        layer.register_buffer("codes", codes, persistent=False)
+        layer.register_buffer("scales", scales, persistent=False)
+        if not weight.is_meta:
+            layer.fill(weight)
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Take the weights, ``(outputs, inputs)`` float32, on the device where they stay.
+
+        Raises:
+            ConfigError: bitsandbytes is not installed.
+        """
+        try:
+            from bitsandbytes.functional import quantize_4bit
+        except ImportError:
+            raise ConfigError(
+                "model.quantize needs the package bitsandbytes, which is not installed; install "
+                "shardflow[qlora], or remove model.quantize."
+            ) from None
+        self.codes, state = quantize_4bit(
+            weight.contiguous(), blocksize=_QUANTIZED_BLOCK, compress_statistics=False, quant_type=_QUANTIZED
+        )
+        self.scales = state.absmax
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
+        """Multiply by the weights, read back in the type that is computed in."""
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        from bitsandbytes import matmul_4bit
+        from bitsandbytes.functional import QuantState, get_4bit_type
+
+        state = QuantState(
+            self.scales,
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=get_4bit_type(_QUANTIZED, device=input.device),
+            blocksize=_QUANTIZED_BLOCK,
+            quant_type=_QUANTIZED,
+            dtype=dtype,
+        )
+        own: nn.Parameter | None = self._parameters["bias"]
+        bias = None if own is None else own.to(dtype)
+        found: torch.Tensor = matmul_4bit(input.to(dtype), self.codes.t(), quant_state=state, bias=bias)
+        return found
+
+
+def hold_frozen(model: nn.Module, dtype: str, quantize: str = "none") -> None:
     """Choose the type of the weights that are not trained, before the model is cut and loaded.
 
     Args:
         model: The model; changed in place.
         dtype: ``fp32`` leaves them as they are, ``bf16`` halves the memory of floats.
+        quantize: ``nf4`` makes those of linear layers in repeated blocks numbers of 4 bits.
     """
+    layers = [layer for block in blocks_of(model) for layer in block.modules()] if quantize != "none" else []
+    for layer in layers:
+        if type(layer) is nn.Linear and not layer.weight.requires_grad:
+            QuantizedLinear.quantize(layer)
     for parameter in model.parameters() if dtype == "bf16" else ():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.bfloat16()
@@ -201,6 +278,8 @@ def load_weights(model: nn.Module, device: torch.device) -> None:
                 old.append(parameter)
                 made[id(parameter)] = _read(name, parameter, stored[name], device)
             setattr(module, name, made[id(parameter)])
+        if isinstance(module, QuantizedLinear) and module.codes.is_meta:
+            module.fill(_rows(stored["weight"], slice(0, None), torch.float32, device))
         for name, one in stored.items():
             if name in module._buffers:
                 buffer = module.get_buffer(name)

@@ -1,8 +1,9 @@
-"""Tasks of conversations: supervised fine-tuning, preference optimization, and a reward model.
+"""Tasks of conversations: pretraining, supervised fine-tuning, preference optimization, and a reward model.
 
 The loader's field renders conversations, see `shardflow.Conversation`. The loss of ``sft`` is the mean
-cross-entropy of the weighted tokens of a step over all ranks; of ``dpo`` and ``reward`` the mean over pairs,
-and of ``reward`` without pairs the mean squared difference from the scores.
+cross-entropy of the weighted tokens of a step over all ranks, and of ``pretrain`` that of all tokens; of
+``dpo`` and ``reward`` the mean over pairs, and of ``reward`` without pairs the mean squared difference from
+the scores.
 
 Source:
     DPO: Rafailov et al., "Direct Preference Optimization", NeurIPS 2023, equation 7. Reward: Ouyang et al.,
@@ -23,19 +24,26 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from shardflow.errors import ChecksumError, ConfigError, FormatError, ShortReadError, TrainingError
 from shardflow.fields.conversations.field import Conversation
-from shardflow.fields.conversations.rendering import Renderer, blank_picture
+from shardflow.fields.conversations.rendering import EVERYTHING, Rendered, Renderer, blank_picture
+from shardflow.fields.conversations.stored import count_conversations, picture_entries
 from shardflow.fields.field import Field
-from shardflow.loading import Batch, Selection
+from shardflow.fields.types.columns import Columns
+from shardflow.format import Dataset
+from shardflow.format.facts.columns import open_columns
+from shardflow.format.keys import canonical_json, sha256_hex
+from shardflow.loading import Batch, Loader, Selection
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from shardflow.sampling.spec import Tail
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.data import with_lanes
 from shardflow.training.distributed import settle, unwrap
-from shardflow.training.model_fields import CONVERSATION_FIELD, TaskConfig
+from shardflow.training.model_fields import CONVERSATION_FIELD, REFERENCE_FIELD, TaskConfig
 from shardflow.training.models.building import folder_digest, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
 from shardflow.training.models.shapes import without_values
+from shardflow.training.tasks.first_sample import Pieces
 from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Scores
 
 # ruff: noqa: N806
@@ -50,6 +58,15 @@ _ENDS: Final = "ends"
 """Last token of each sequence of a packed row, ``(N,)``."""
 _SCORE: Final = "score"
 """What a reward model without pairs is to say of each slot, ``(B,)``."""
+_REFERENCE: Final = "reference"
+"""Stored log-probabilities of the reference of each pair, ``(B, 2)``."""
+_ENDS_OF_PAIRS: Final = ("chosen", "rejected")
+_TABLE: Final = "reference_"
+"""Beginning of the names of tables of stored references; what they follow from is the rest."""
+_STORE: Final = "run: shardflow train --config FILE --store-reference"
+_NUM_CHECKED: Final = 64
+_NUM_PACKED: Final = 2
+"""Sequences of the packed row that memory is planned for."""
 _BLANK: Final = "blank."
 """In place of the name of pictures where no sequence shows one; known without asking the device."""
 
@@ -67,28 +84,47 @@ class ConversationTask(ArrayTask):
     def __init__(self, task: TaskConfig, model: ModelConfig, lora: LoraConfig, field: Conversation) -> None:
         self._task, self._model, self._lora, self._field = task, model, lora, field
         self._reference: nn.Module | None = None
-        self._has_reference = task.type == "dpo" and not lora.rank
+        self._is_stored = task.reference == "stored"
+        self._has_reference = task.type == "dpo" and not lora.rank and not self._is_stored
         self._has_scores = task.type == "reward" and not field.pairs
         renderer = Renderer.load(field.processor)
         has_pictures = renderer.has_pictures and field.max_images != 0
         self._small = renderer.example([blank_picture(64, 64)] if has_pictures else ())
 
     def leave_reference(self) -> None:
-        """Build no second model, which only the loss of ``dpo`` compares with."""
-        self._has_reference = False
+        """Take nothing of the reference, which only the loss of ``dpo`` compares with."""
+        self._has_reference = self._is_stored = False
+
+    @property
+    def reference_table(self) -> str:
+        """Name of the table with the log-probabilities of the reference: a digest of what they follow from.
+
+        That is the model as it is at first, its processor, and what is learned of a conversation.
+        """
+        model = self._model
+        assert model.path is not None  # noqa: S101 - checked when the settings were read
+        facts = [folder_digest(model.path), weights_digest(model.path)]
+        facts += [Renderer.load(self._field.processor).digest, *self._field.train_on]
+        facts += [] if model.weights == "stored" else [model.weights, str(self._run.seed)]
+        facts += [] if model.quantize == "none" else [model.quantize]
+        return f"{_TABLE}{sha256_hex(canonical_json(list(facts)))[:16]}"
 
     def settings(self) -> Mapping[str, Any]:
         """Return what a checkpoint must match; the loader compares the processor."""
         model, lora = self._model, self._lora
-        assert model.path is not None  # noqa: S101 - checked when the settings were read
-        found: dict[str, Any] = {
-            "model.path digest": folder_digest(model.path),
-            "model.path weights": weights_digest(model.path),
-        }
+        if model.path is None:
+            found: dict[str, Any] = {"model.target": model.target, "model.arguments": model.arguments}
+        else:
+            found = {
+                "model.path digest": folder_digest(model.path),
+                "model.path weights": weights_digest(model.path),
+            }
         if self._task.type == "dpo":
             found["task.beta"] = self._task.beta
         if model.frozen_dtype != "fp32":
             found["model.frozen_dtype"] = model.frozen_dtype
+        if model.quantize != "none":
+            found["model.quantize"] = model.quantize
         if model.frozen:
             found["model.frozen"] = list(model.frozen)
         if lora.rank:
@@ -122,8 +158,49 @@ class ConversationTask(ArrayTask):
         found = super().fields(selection, is_evaluation=is_evaluation)
         talk = found[CONVERSATION_FIELD]
         assert isinstance(talk, Conversation)  # noqa: S101 - checked when the settings were read
-        packed, scores = self._run.batch.packed, self._has_scores
-        return {**found, CONVERSATION_FIELD: replace(talk, packed=packed, scores=scores)}
+        talk = replace(talk, packed=self._run.batch.packed, scores=self._has_scores)
+        if self._task.type == "pretrain":
+            talk = replace(talk, train_on=(EVERYTHING,))
+        found |= {CONVERSATION_FIELD: talk}
+        if self._is_stored:
+            table = self.reference_table
+            for dataset in selection.datasets:
+                _check_has_table(dataset, table)
+            found[REFERENCE_FIELD] = Columns(tuple(f"{table}.{end}" for end in _ENDS_OF_PAIRS), missing="pad")
+        return found
+
+    def check(self, loader: Loader, evaluation: Selection | None, example: Batch) -> None:  # noqa: ARG002
+        """Refuse pairs that have no stored reference although they can be trained on, such as later ones."""
+        selections = [one for one in (loader.selection, evaluation) if one is not None and self._is_stored]
+        for selection in selections:
+            for place, dataset in enumerate(selection.datasets):
+                self._check_has_values(dataset, selection.population_of(place))
+
+    def _check_has_values(self, dataset: Dataset, population: NDArray[np.bool_]) -> None:
+        found = open_columns(dataset).column(f"{self.reference_table}.{_ENDS_OF_PAIRS[0]}")
+        rows = np.flatnonzero(population & found.is_missing) if found.is_missing is not None else ()
+        # Those that are bad or too long have none, and are not trained on; some of all say which these are.
+        renderer, entries = Renderer.load(self._field.processor), None
+        for row in np.asarray(rows)[:: max(1, len(rows) // _NUM_CHECKED)].tolist():
+            entries = picture_entries(renderer) if entries is None else entries
+            try:
+                counts = count_conversations(renderer, dataset, np.array([row]), entries)
+            except (ChecksumError, FormatError, ShortReadError):
+                continue
+            if self._is_taken(counts.tokens[0], counts.images[0]):
+                raise ConfigError(
+                    f"{len(rows):,} of {int(population.sum()):,} samples have no log-probabilities of the "
+                    f"reference in the table {self.reference_table}, and some of them are pairs like the "
+                    f"others; {_STORE}."
+                )
+
+    def _is_taken(self, tokens: NDArray[Any], images: NDArray[Any]) -> bool:
+        """Return whether a pair of some counts ``(2,)`` is trained on."""
+        batch, field = self._run.batch, self._field
+        length = int(tokens.sum() if batch.packed else 2 * tokens.max())
+        is_short = tokens.max() <= field.max_tokens and length <= (batch.max_tokens or length)
+        has_room = field.max_images is None or images.max() <= field.max_images
+        return bool(tokens.all() and is_short and has_room)
 
     def build_model(self, example: Batch | None) -> nn.Module:  # noqa: ARG002
         """Build the model of the folder, and for ``dpo`` keep it as it is."""
@@ -156,7 +233,8 @@ class ConversationTask(ArrayTask):
             # A conversation longer than the budget is a micro-batch of its own.
             length = max(batch.max_tokens // of_slot, length)
             num_images = None if num_images is None else num_images * batch.max_samples
-        one = Renderer.load(self._field.processor).largest(length, num_images)
+        renderer = Renderer.load(self._field.processor)
+        one = renderer.largest(length, num_images)
 
         def rows(array: NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).repeat(num_slots * of_slot, *[1] * (array.ndim - 1))
@@ -166,35 +244,47 @@ class ConversationTask(ArrayTask):
             f"{_TOKENS}input_ids": rows(one.ids[None]),
             f"{_TOKENS}attention_mask": rows(np.ones((1, length), np.int64)),
             **{f"{_TOKENS}{name}": rows(values[None]) for name, values in one.tokens.items()},
-            _WEIGHTS: torch.ones(num_slots),
         }
+        if batch.packed:
+            tensors = _as_packed(tensors, has_grids=bool(self._small.pictures and renderer.mrope))
         for name, values in one.pictures.items():
             is_float = values.dtype.kind == "f"
             shape = (num_slots * of_slot * len(values), *values.shape[1:])
             tensors[f"{_PICTURES}{name}"] = torch.empty(shape, device="meta") if is_float else rows(values)
+        if batch.packed:
+            num_slots = _NUM_PACKED // of_slot
+        tensors[_WEIGHTS] = torch.ones(num_slots)
         if self._has_scores:
             tensors[_SCORE] = torch.zeros(num_slots)
+        if self._is_stored:
+            tensors[_REFERENCE] = torch.zeros((num_slots, of_slot))
         return ArrayInputs(task=self, tensors=without_values(tensors), num_tokens=0, num_samples=num_slots)
 
     def arrays(self, batch: Batch, *, is_evaluation: bool) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """Return what the processor returned, ``(N, T)`` or rows of pictures; pairs in a row."""
-        name, small = CONVERSATION_FIELD, self._small
+        name = CONVERSATION_FIELD
         beside = dict(self._pictures(batch))
         if self._has_scores:
             beside[_SCORE] = batch[f"{name}_score"]
-        if f"{name}_segment_ids" in batch:
-            return self._packed_arrays(batch) | beside
+        is_packed = f"{name}_segment_ids" in batch
+        found = self._packed_arrays(batch) if is_packed else self._padded_arrays(batch)
+        if self._is_stored:
+            beside[_REFERENCE] = self._stored_reference(batch, found)
+        return found | beside
+
+    def _padded_arrays(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Return the tokens of rows, ``(N, T)``."""
+        name, small = CONVERSATION_FIELD, self._small
         mask = _sequences(batch[f"{name}_mask"]).astype(np.int64)
         # The model may have no row for the token that fills up, such as one that was added for it alone.
         ids = np.where(mask, _sequences(batch[name]), 0)
-        found = {
+        return {
             _LEARNED: _sequences(batch[f"{name}_weights"]),
             f"{_TOKENS}input_ids": ids,
             # A softmax over nothing would be NaN, also in the gradient of what counts nothing.
             f"{_TOKENS}attention_mask": np.where(mask.any(axis=1, keepdims=True), mask, 1),
             **{f"{_TOKENS}{one}": _sequences(batch[f"{name}_{one}"]) for one in small.tokens},
         }
-        return found | beside
 
     def _packed_arrays(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Return the tokens of a packed row, ``(1, T)``."""
@@ -210,6 +300,21 @@ class ConversationTask(ArrayTask):
             **{f"{_TOKENS}{one}": batch[f"{name}_{one}"] for one in self._small.tokens},
         }
 
+    def first_sample(self, loader: Loader) -> Mapping[str, Pieces]:  # noqa: ARG002
+        """Return the first sample, by the name of the sequence."""
+        name, batch = CONVERSATION_FIELD, self._example
+        names = _ENDS_OF_PAIRS if self._field.pairs else (name,)
+        found: dict[str, Pieces] = {}
+        for number, title in enumerate(names):
+            if f"{name}_segment_ids" in batch:
+                here = (batch[f"{name}_segment_ids"][0] == number) & (batch[f"{name}_mask"][0] > 0)
+                ids, weights = batch[name][0][here], batch[f"{name}_weights"][0][here]
+            else:
+                here = _sequences(batch[f"{name}_mask"])[number] > 0
+                ids, weights = (_sequences(batch[one])[number][here] for one in (name, f"{name}_weights"))
+            found[title] = Renderer.load(self._field.processor).pieces(Rendered(ids, weights, {}, {}))
+        return found
+
     def _pictures(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Return the pictures of a batch, or a blank one in place of none."""
         name, small = CONVERSATION_FIELD, self._small
@@ -218,17 +323,52 @@ class ConversationTask(ArrayTask):
             return {f"{_BLANK}{one}": values for one, values in small.pictures.items()}
         return {f"{_PICTURES}{one}": batch[f"{name}_{one}"] for one in small.pictures}
 
+    def _stored_reference(self, batch: Batch, arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Return the stored log-probabilities of each pair, ``(B, 2)``.
+
+        Raises:
+            TrainingError: A pair that is learned has none.
+        """
+        has_none = (np.asarray(batch[f"{REFERENCE_FIELD}_mask"]) == 0).any(axis=1)
+        weights = np.asarray(batch.arrays["weight"])
+        num_lacking = int(((self.counts(arrays, len(weights)) * weights > 0) & has_none).sum())
+        if num_lacking:
+            raise TrainingError(
+                f"{num_lacking} pairs of a micro-batch have no stored log-probabilities of the reference, as "
+                f"they were bad or too long when it was stored; {_STORE}, and resume with "
+                "run.accept_content_change=true."
+            )
+        return np.asarray(batch[REFERENCE_FIELD], np.float32)
+
+    def reference_values(self, model: nn.Module, batch: Batch, inputs: ArrayInputs) -> Any:
+        """Return what is stored of each pair: a masked array of its log-probabilities, ``(B, 2)`` float64.
+
+        Masked are sequences without tokens, which were too long.
+        """
+        found_N = _log_probabilities(_run(model, inputs.tensors), inputs.tensors)
+        mask = np.asarray(batch[f"{CONVERSATION_FIELD}_mask"])
+        if _SEGMENTS in inputs.tensors:
+            segments = np.asarray(batch[f"{CONVERSATION_FIELD}_segment_ids"])[0]
+            num_tokens = np.bincount(segments, mask[0], minlength=len(found_N))
+        else:
+            num_tokens = _sequences(mask).sum(axis=1)
+        values = found_N.double().cpu().numpy().reshape(-1, 2)
+        return np.ma.masked_array(values, num_tokens.reshape(-1, 2) == 0)
+
     def forward(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return logits or scores; for ``dpo`` log-probabilities of the model and of the reference."""
         if self._task.type != "dpo":
             return _run(model, tensors)
+        if _REFERENCE in tensors:
+            own_N = _log_probabilities(_run(model, tensors), tensors)
+            return own_N, tensors[_REFERENCE].reshape(-1).to(own_N.dtype)
         with torch.no_grad(), self._as_at_first(model) as reference:
             expected_N = _log_probabilities(_run(reference, tensors), tensors)
         return _log_probabilities(_run(model, tensors), tensors), expected_N
 
     def losses(self, output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of each slot, ``(B,)``."""
-        if self._task.type == "sft":
+        if self._task.has_next_tokens:
             return -_log_probabilities(output, tensors)
         if self._has_scores:
             off: torch.Tensor = output - tensors[_SCORE].to(output.dtype)
@@ -242,7 +382,7 @@ class ConversationTask(ArrayTask):
         if _SEGMENTS in arrays:
             number, weights = arrays[_SEGMENTS][0], arrays[_LEARNED][0].astype(np.float64)
             learned = np.bincount(number, weights, minlength=len(arrays[_ENDS])).astype(np.float64)
-        if self._task.type == "sft":
+        if self._task.has_next_tokens:
             return learned
         is_learned = np.all(learned.reshape(num_slots, -1) > 0, axis=1)
         return np.asarray(is_learned, np.float64)
@@ -252,7 +392,7 @@ class ConversationTask(ArrayTask):
         if self._has_scores:
             off = (output - tensors[_SCORE].to(output.dtype)).abs()
             return {"off": off, "is_scored": self._is_learned(tensors)}
-        if self._task.type != "sft":
+        if not self._task.has_next_tokens:
             return {"margin": self._margins(output), "is_pair": self._is_learned(tensors)}
         learned_NT = tensors[_LEARNED][:, 1:] > 0
         right_NT = output[:, :-1].argmax(dim=-1) == tensors[f"{_TOKENS}input_ids"][:, 1:]
@@ -266,7 +406,7 @@ class ConversationTask(ArrayTask):
         if self._has_scores:
             off = scores["off"][scores["is_scored"] > 0]
             return {"score_mae": float(off.mean()) if len(off) else None}
-        if self._task.type == "sft":
+        if self._task.has_next_tokens:
             total = float(scores["learned"].sum())
             return {"token_accuracy": float(scores["right"].sum()) / total if total else None}
         margins = scores["margin"][scores["is_pair"] > 0]
@@ -313,6 +453,31 @@ class ConversationTask(ArrayTask):
             for one in adapters:
                 one.enable_adapters(True)
             inner.train(is_training)
+
+
+def _check_has_table(dataset: Dataset, table: str) -> None:
+    """Refuse a dataset without the stored reference of this model and processor."""
+    if table in dataset.tables:
+        return
+    others = [one for one in dataset.tables if one.startswith(_TABLE)]
+    has = f"those of other models or processors are there ({', '.join(others)}); " if others else ""
+    raise ConfigError(
+        f"Version {dataset.manifest_version} of the dataset has no log-probabilities of the reference for "
+        f"this model, processor and train_on (table {table}); {has}{_STORE}, or set task.reference to "
+        "'model'."
+    )
+
+
+def _as_packed(tensors: Mapping[str, torch.Tensor], *, has_grids: bool) -> dict[str, torch.Tensor]:
+    """Return the tokens of rows as those of one packed row of two sequences, ``(1, T)``."""
+    total = tensors[_LEARNED].numel()
+    half = total // _NUM_PACKED
+    place = torch.arange(total)[None]
+    segments = (place >= half).long()
+    positions = place - half * segments
+    found = {name: one.reshape(1, -1) for name, one in tensors.items() if name != f"{_TOKENS}attention_mask"}
+    found[f"{_TOKENS}position_ids"] = positions.expand(4, 1, -1) if has_grids else positions
+    return found | {_SEGMENTS: segments, _ENDS: torch.tensor([half - 1, total - 1])}
 
 
 def _sequences(array: NDArray[Any]) -> NDArray[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs
 from shardflow.training.model_fields import num_places
 from shardflow.training.models.building import build_report_model, folder_digest, weights_digest
+from shardflow.training.sequences import IGNORED_LABEL
+from shardflow.training.tasks.first_sample import Pieces
 from shardflow.training.text import ReportTokenizer
 
 
@@ -65,7 +68,7 @@ class ReportTask:
         del bindings["model.activation_checkpointing"]
         del bindings["model.attn_implementation"]
         del bindings["image.compile"]
-        for name in ("path", "weights", "frozen", "frozen_dtype", "target", "arguments"):
+        for name in ("path", "weights", "frozen", "frozen_dtype", "quantize", "target", "arguments"):
             del bindings[f"model.{name}"]
         if self.model.path is not None:
             bindings["model.path digest"] = folder_digest(self.model.path)
@@ -73,6 +76,8 @@ class ReportTask:
             bindings["text.prompt"] = self.text.prompt
         if self.model.frozen_dtype != "fp32":
             bindings["model.frozen_dtype"] = self.model.frozen_dtype
+        if self.model.quantize != "none":
+            bindings["model.quantize"] = self.model.quantize
         if self.model.frozen:
             bindings["model.frozen"] = list(self.model.frozen)
         if self.lora.rank:
@@ -132,6 +137,18 @@ class ReportTask:
     def meter(self, ranks: Ranks) -> None:  # noqa: ARG002
         """Return nothing: an evaluation measures the loss alone."""
         return
+
+    def first_sample(self, loader: Loader) -> Mapping[str, Pieces]:
+        """Return the prompt and the report, as its tokens are read back."""
+        plain = replace(
+            self, batch=replace(self.batch, packed=False), image=replace(self.image, compile=False)
+        )
+        maker = plain.open_inputs(loader, torch.device("cpu"), pinned_bytes=0)
+        with closing(loader.stream(0, range(1))) as batches:
+            labels_T = maker(next(batches)).labels_BT[0]  # noqa: N806 - the axes are a suffix
+        ids = labels_T[labels_T != IGNORED_LABEL].tolist()
+        prompt: Pieces = [] if self.model.path is None else [(f"{self.text.prompt}\n", 0.0)]
+        return {"report": [*prompt, (self.tokenizer.decode(ids), 1.0)]}
 
     @property
     def references(self) -> tuple[()]:

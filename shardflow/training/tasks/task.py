@@ -35,6 +35,7 @@ from shardflow.training.device.volumes import VolumeAugmentation, VolumeDraw
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputSource, StepInputs
 from shardflow.training.model_fields import TaskConfig
+from shardflow.training.tasks.first_sample import Pieces
 
 Scores = Mapping[str, NDArray[Any]]
 """By name, values of samples, ``(n, ...)``; as an evaluation gathers them from all ranks."""
@@ -125,6 +126,9 @@ class Task(Protocol):
 
     def meter(self, ranks: Ranks) -> Meter | None:
         """Return a new collector of the scores of an evaluation; None where only its loss is wanted."""
+
+    def first_sample(self, loader: Loader) -> Mapping[str, Pieces]:
+        """Return the first sample of the first step for people; nothing of a task without texts."""
 
     @property
     def references(self) -> Sequence[nn.Module]:
@@ -346,6 +350,10 @@ class ArrayTask(ABC):
     def meter(self, ranks: Ranks) -> Meter:
         """Return a collector of scores."""
         return ScoreMeter(self, ranks)
+
+    def first_sample(self, loader: Loader) -> Mapping[str, Pieces]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
 
     @property
     def references(self) -> Sequence[nn.Module]:

@@ -16,10 +16,12 @@ from shardflow.config import load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.loading import Loader
 from shardflow.loading.sample import open_dataset
+from shardflow.loading.selection import select
 from shardflow.training.checkpoint.files import Checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import blocks_of
+from shardflow.training.reference_columns import store_reference
 from shardflow.training.run import check_bindings, open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
@@ -78,13 +80,9 @@ def settings(config: Path, *changes: str) -> TrainConfig:
 def first_inputs(config: TrainConfig) -> tuple[Any, Any, Any, Any]:
     """The task, its model in evaluation mode, the first batch, and its inputs."""
     task: Any = open_task(config)
-    loader = Loader(
-        open_dataset(config.data.dataset),
-        split="train",
-        batch=task.batch_spec(None, None),
-        seed=3,
-        fields=task.fields(None, is_evaluation=False),
-    )
+    selection = select(open_dataset(config.data.dataset), "train")
+    fields = task.fields(selection, is_evaluation=False)
+    loader = Loader(selection, batch=task.batch_spec(selection, None), seed=3, fields=fields)
     with loader:
         model = task.make_model(loader, None).eval()
         batch = next(iter(loader))
@@ -340,7 +338,8 @@ def test_losses_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     common |= {"bf16": False, "activation_checkpointing": False, "dataloader_pin_memory": False}
     for task in ("sft", "dpo", "reward"):
         (tmp_path / task).mkdir()
-        _, model, batch, inputs = first_inputs(settings(make_run(tmp_path / task, "qwen2", task)))
+        file = make_run(tmp_path / task, "qwen2", task)
+        _, model, batch, inputs = first_inputs(settings(file))
         folder, kind = str(tmp_path / task / "model"), transformers.AutoModelForCausalLM
         own: Any = kind.from_pretrained(folder, dtype=torch.float32)
         words = transformers.AutoTokenizer.from_pretrained(folder)
@@ -380,6 +379,13 @@ def test_losses_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             wanted = trainer.compute_loss(trainer.model.eval(), given)
             mine = inputs.loss(inputs.forward(model)) / inputs.num_tokens
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg=task)
+        if task == "dpo":
+            store_reference(settings(file))
+            leave()
+            _, _, _, stored = first_inputs(settings(file, "task.reference=stored"))
+            with torch.no_grad():
+                mine = stored.loss(stored.forward(model)) / stored.num_tokens
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg="with a stored reference")
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardflow.errors import ConfigError
 from shardflow.training.config import TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of, local_part
-from shardflow.training.memory_plan import _SavedBytes, plan_memory
+from shardflow.training.memory_plan import _outermost, _SavedBytes, plan_memory
 from shardflow.training.run import open_task
 from shardflow.training.step import WeightAverage, build_optimizer, compute_loss
 from tests.conversation_case import make_folder
@@ -150,33 +150,48 @@ def conversations(folder: Path, task: str, **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "task"),
+    ("family", "task", "is_packed"),
     sampled(
-        [("llama", "dpo"), ("qwen2_5_vl", "sft"), ("gemma3", "sft"), ("llava", "dpo")],
-        {("qwen2_5_vl", "sft"), ("llama", "dpo")},
+        [
+            ("llama", "dpo", False),
+            ("qwen2_5_vl", "sft", False),
+            ("gemma3", "sft", False),
+            ("llava", "dpo", False),
+            ("gemma3", "sft", True),
+            ("gemma3", "dpo", True),
+            ("qwen2_5_vl", "sft", True),
+            ("qwen2", "reward", True),
+        ],
+        {("qwen2_5_vl", "sft", False), ("llama", "dpo", False), ("gemma3", "sft", True)},
     ),
 )
-def test_models_of_conversations_hold_what_is_planned(family: str, task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_recomputed", sampled([False, True], {False}))
+def test_models_of_conversations_hold_what_is_planned(
+    family: str, task: str, is_packed: bool, is_recomputed: bool, tmp_path: Path
+) -> None:
     make_folder(family, tmp_path / "model")
-    config = conversations(tmp_path, task)
+    batch = "max_tokens = 600\npacked = true\nmax_samples = 2" if is_packed else "micro_batch_size = 2"
+    config = conversations(
+        tmp_path, task, batch=batch, model=f"activation_checkpointing = {str(is_recomputed).lower()}"
+    )
     (plan,) = plan_memory(config, [4])
-    made: Any = open_task(config)
+    made: Any = open_task(replace(config, model=replace(config.model, activation_checkpointing=False)))
     model = made.build_model(None)
     inputs = made.largest_inputs()
     tensors = {
         name: torch.zeros(one.shape) + 0.1 if one.is_meta else one for name, one in inputs.tensors.items()
     }
     ids = tensors["tokens.input_ids"]
-    assert ids.shape == (2 * (1 + (task == "dpo")), 300)
-    if family != "llama":  # pictures have most of the tokens
+    num_rows = 2 * (1 + (task == "dpo"))
+    assert ids.shape == ((1, 600) if is_packed else (num_rows, 300))
+    if family not in {"llama", "qwen2"}:  # pictures have most of the tokens
         assert (ids == model.model.config.image_token_id).sum() > 0.3 * ids.numel()
     inputs = replace(inputs, tensors=tensors)
     counter = _SavedBytes(model, item_bytes=4)
-    with counter.counting([]):
+    with counter.counting(_outermost(blocks_of(model)) if is_recomputed else []):
         loss = inputs.loss(inputs.forward(model))
-    # Masks, rows of ids and places differ on a device; Gemma 3 has two masks of all pairs of tokens.
-    masks_bytes = 2 * 4 * 2 * 300**2 if family == "gemma3" else 0
-    assert plan.activations_bytes == pytest.approx(counter.peak_bytes - masks_bytes, rel=0.01)
+    # Rows of ids and places differ on a device. Masks of all pairs of tokens are most of a packed row here.
+    assert plan.activations_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
     torch.autograd.backward(loss)
     held = [one for each in (model, *made.references) for one in [*each.parameters(), *each.buffers()]]
     assert plan.weights_bytes == sum(one.nbytes for one in held)
