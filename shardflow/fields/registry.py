@@ -10,7 +10,6 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,6 +30,7 @@ from shardflow.fields.field import (
     Slots,
     check_choice,
     check_names,
+    settings_of,
 )
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
 from shardflow.fields.previous import BoundPrevious, PreviousStudies
@@ -120,8 +120,9 @@ def read_fields(path: str | Path) -> dict[str, Field]:
         size = [512, 512]
 
     Args:
-        path: The file. Types are ``image``, ``slices`` and the other built-in ones, the names of entry points
-            of the group ``shardflow.fields``, or ``package.module:Class``.
+        path: The file, or one of training, which has a table ``[data]`` and others beside. Types are
+            ``image``, ``slices`` and the other built-in ones, the names of entry points of the group
+            ``shardflow.fields``, or ``package.module:Class``.
 
     Returns:
         The fields by name, as `shardflow.Loader` takes them.
@@ -130,7 +131,7 @@ def read_fields(path: str | Path) -> dict[str, Field]:
         ConfigError: The file is missing or not TOML, or a type, key or value is not valid; the message names
             the file, the field and the nearest known key.
     """
-    fields = load_config(FieldsFile, path).fields
+    fields = load_config(FieldsFile, path, within="data").fields
     check_names(fields)
     if not fields:
         raise ConfigError(f"{Path(path).name} holds no field; write a table such as [fields.image].")
@@ -271,7 +272,7 @@ class FieldSet:
     def content_id(self) -> str:
         """Identity of what fills the slots: the field specs and the digests of the tables that they read."""
         specs = {
-            name: {"type": entry["type"], "settings": _settings(self.specs[name])}
+            name: {"type": entry["type"], "settings": settings_of(self.specs[name])}
             for name, entry in zip(self.specs, self._entries, strict=True)
         }
         transform = {} if self.transform is None else {"transform": self.transform.identity()}
@@ -491,20 +492,6 @@ def _check_crops(fields: Mapping[str, Field]) -> None:
             f"loader "
             "share its slots; write the same num_samples."
         )
-
-
-def _settings(field: Field) -> dict[str, str]:
-    """Return the settings that are not the default, so that a new setting leaves identities as they are.
-
-    A folder whose digest the field states instead is marked ``is_place``.
-    """
-    given = {
-        one.name: getattr(field, one.name)
-        for one in fields_of(field)
-        if one.init and not one.metadata.get("is_place")
-    }
-    defaults = {one.name: one.default for one in fields_of(field)}
-    return {name: repr(value) for name, value in given.items() if value != defaults[name]}
 
 
 def _of_slot(name: str, array: NDArray[Any], slot: int, num_slots: int) -> NDArray[Any]:

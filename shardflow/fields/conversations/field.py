@@ -23,7 +23,7 @@ from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, p
 from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
-from shardflow.fields.conversations.views import TemplateValues
+from shardflow.fields.conversations.views import TemplateValues, named_specs
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
@@ -38,13 +38,14 @@ from shardflow.fields.field import (
     Slots,
     check_choice,
     check_count,
+    settings_of,
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
 from shardflow.fields.units import PartDataset
-from shardflow.format.counts import ConversationCounts
-from shardflow.format.keys import CONVERSATION_FIELD
+from shardflow.format.counts import ConversationCounts, CountedTemplate
+from shardflow.format.keys import CONVERSATION_FIELD, canonical_json, sha256_hex
 from shardflow.sampling.budget import TokenBudget
 
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
@@ -76,11 +77,14 @@ class Conversation(Field):
     is too long alone, and a document, which has none, are as ``long`` says. The parts are those that
     ``shardflow tokenize --processor DIR --max-tokens N`` counted.
 
-    With ``template`` the conversation is made from columns and other fields of the loader, see `Template`.
-    Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
-    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations`` and, by what
-    is missing, as ``incomplete_conversations.NAME``; ``NAME`` is ``when`` where no turn applies. A field that
-    only turns with ``when`` name may be missing where none of these is said, also with ``missing="error"``.
+    With ``template`` the conversation is made from columns and other fields of the loader, see `Template`;
+    with ``pairs`` its last turn has a chosen and a rejected answer. Where a sample lacks a value that it
+    names, ``missing="error"`` masks the slot and counts a bad sample, and ``"pad"`` leaves the slot without
+    tokens and counts it as ``incomplete_conversations`` and, by what is missing, as
+    ``incomplete_conversations.NAME``; ``NAME`` is ``when`` where no turn applies, and ``rejected`` where both
+    answers are the same. Under a token budget ``"pad"`` leaves such samples out of every epoch; their number
+    is logged. A field that only turns with ``when`` name may be missing where none of these is said, also
+    with ``missing="error"``.
 
     With ``packed`` the conversations of a micro-batch are one row of T tokens, one behind another: the
     entry, mask, weights and ``token_type_ids`` are ``(1, T)``, and beside them are ``NAME_labels`` ``(1, T)``
@@ -91,8 +95,9 @@ class Conversation(Field):
     ``(n + 1,)`` int32, where each begins. The weight of the first token of each is 0. A bad sample is
     padding of its planned length.
 
-    Under a token budget a conversation costs as many tokens as ``shardflow tokenize --processor`` counted; a
-    pair costs both sequences. 64 of the counts are compared with what the processor renders, before step 0.
+    Under a token budget a conversation costs as many tokens as ``shardflow tokenize --processor`` counted,
+    for a template with ``--fields``; a pair costs both sequences. 64 of the counts are compared with what the
+    processor renders, before step 0.
 
     Example::
 
@@ -134,7 +139,8 @@ class Conversation(Field):
     """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
     into ``max_tokens``."""
     template: Annotated[str, PLACE] | Template | None = None
-    """Template, or its TOML file, that makes conversations of studies; None for stored ones."""
+    """Template, or its TOML file, that makes conversations of studies; None for stored ones. A token budget
+    needs one of ``draws="sample"``, unless there is one phrasing of each turn."""
     member: str = CONVERSATION_FIELD
     """Stored field that holds the conversation."""
     max_bytes: int = 1 << 20
@@ -168,11 +174,19 @@ class Conversation(Field):
             )
         if self.template is None:
             return
-        object.__setattr__(self, "template", load_template(self.template))
-        if self.pairs or self.packed or self.split_long or self.member != CONVERSATION_FIELD:
+        template = load_template(self.template)
+        object.__setattr__(self, "template", template)
+        if self.split_long or self.member != CONVERSATION_FIELD:
             raise ConfigError(
-                "A template makes single conversations of no counted length; leave out pairs, packed, "
-                "split_long and member, or template."
+                "A template makes whole conversations, which are not stored; leave out split_long and member, "
+                "or template."
+            )
+        if template.has_pairs != self.pairs:
+            raise ConfigError(
+                "pairs = true needs a template whose last turn has chosen and rejected in place of text; write "
+                "them, or leave out pairs."
+                if self.pairs
+                else "The last turn of the template has chosen and rejected, which make pairs; write pairs = true."
             )
         if self.missing == "drop":
             raise ConfigError(
@@ -201,8 +215,10 @@ class Conversation(Field):
         return self.max_tokens if self.split_long else None
 
     def for_evaluation(self) -> Conversation:
-        """Return the field with the first phrasing of each turn."""
-        return replace(self, template=self.template.first()) if isinstance(self.template, Template) else self
+        """Return the field with the first phrasing of each turn, where one would be drawn in each epoch."""
+        if isinstance(self.template, Template) and self.template.varies:
+            return replace(self, template=self.template.first())
+        return self
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -453,11 +469,9 @@ class BoundRendered(BoundField):
 
     @property
     def too_long(self) -> str:
-        """What to do about a conversation that does not fit."""
-        return (
-            f"longer than max_tokens ({self.spec.max_tokens:,}) or more pictures than max_images; raise "
-            'them, or set long = "skip" to leave such conversations out'
-        )
+        """What a conversation that does not fit has too much of."""
+        most = "" if self.spec.max_images is None else f", or more pictures than max_images ({self.spec.max_images})"
+        return f"longer than max_tokens ({self.spec.max_tokens:,}){most}"
 
     def count_long(self) -> None:
         """Count a conversation that was left out because it is too long."""
@@ -534,11 +548,10 @@ class BoundTemplate(BoundRendered):
     """
 
     is_derived = True
-    is_uncounted = True
 
     def __init__(self, name: str, spec: Conversation, template: Template, context: FieldContext) -> None:
         super().__init__(name)
-        self.spec = spec
+        self.spec, self._template = spec, template
         self._open_renderer(spec, context)
         has_pictures = bool(self._form.pictures)
         if template.images and not has_pictures:
@@ -547,6 +560,9 @@ class BoundTemplate(BoundRendered):
             )
         self._values = TemplateValues(template, context, self._original)
         self._eased = context.eased
+        self._context = context
+        if spec.packed:
+            self._counts = self._planned_counts()
 
     @property
     def digests(self) -> Sequence[str]:
@@ -557,6 +573,46 @@ class BoundTemplate(BoundRendered):
     def tables(self) -> Sequence[str]:
         """Names of the attached tables that the template reads."""
         return self._values.tables
+
+    @property
+    def renderer(self) -> Renderer:
+        """Renderer of the conversations; of one thread."""
+        return self._own()
+
+    @property
+    def planned(self) -> PlannedCounts | None:
+        """Counts of the conversations, where a token budget charges for them."""
+        return self._counts
+
+    def counted_by(self) -> list[CountedTemplate]:
+        """Return what decides the conversations of each dataset.
+
+        Raises:
+            ConfigError: A sample may be of another length in another epoch.
+        """
+        named = named_specs(self.spec.depends_on, self._context)
+        drawn = next((name for name, one in named.items() if getattr(one, "sizes", ())), None)
+        if self._template.varies:
+            raise ConfigError(
+                f"The template of the field {self.name!r} has several phrasings and draws one anew in each "
+                "epoch, while a token budget knows the tokens of one; write draws = \"sample\" in it."
+            )
+        if drawn is not None:
+            raise ConfigError(
+                f"The field {drawn!r} draws a size in each epoch, while a token budget knows the tokens of one; "
+                "write num_slices and size in place of sizes."
+            )
+        digest = template_digest(self._template, named)
+        return [CountedTemplate(digest=digest, tables=tables) for tables in self._values.digests_of]
+
+    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
+        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
+        self._counts = self._counts or self._planned_counts()
+        return self._counts.lengths(self.name, budget)
+
+    def _planned_counts(self) -> PlannedCounts:
+        entries = tuple(self._form.pictures)
+        return PlannedCounts(self.spec, self._context, self._original, entries, self.counted_by())
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
         """Return nothing: other fields read the sample."""
@@ -581,6 +637,8 @@ class BoundTemplate(BoundRendered):
             IncompleteError: The sample lacks a value.
             ValueError: Turns of one role follow each other.
         """
+        if self._template.draws == "sample":
+            draw = DrawKey(0, 0, row, table_row=row)
         return self._values.compose(component, row, draw, entries)
 
     def derive(
@@ -603,9 +661,27 @@ class BoundTemplate(BoundRendered):
         if is_put:
             return None
         if self.spec.long == "error":
-            return BadSampleReason.SIZE_MISMATCH, self.too_long
+            return BadSampleReason.CONVERSATION_TOO_LONG, self.too_long
         self.count_long()
         return None
+
+
+def template_digest(template: Template, named: Mapping[str, Field]) -> str:
+    """Return the identity of a template, with the fields that it names as an evaluation takes them.
+
+    Args:
+        template: The template.
+        named: Those fields, and the fields that they depend on, by name.
+    """
+    fields = {
+        name: {
+            "type": one.type_name or type(one).__qualname__,
+            # What a sample lacks makes no conversation of it, whatever becomes of its slot.
+            "settings": settings_of(replace(one.for_evaluation(), missing="pad")),
+        }
+        for name, one in named.items()
+    }
+    return sha256_hex(canonical_json({"template": repr(template), "fields": fields}))
 
 
 class _SlotConversation:
@@ -652,5 +728,5 @@ class _SlotConversation:
         if is_put:
             return
         if bound.spec.long == "error":
-            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, bound.too_long)
+            raise shard.bad(BadSampleReason.CONVERSATION_TOO_LONG, number, bound.too_long)
         bound.count_long()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.templates import IncompleteError, Template
-from shardflow.fields.field import BoundField, DrawKey, Field, FieldContext
+from shardflow.fields.field import BoundField, DrawKey, Field, FieldContext, with_dependencies
 from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.types.pictures import Image, Slices
 from shardflow.fields.types.regions import Boxes
@@ -47,6 +48,7 @@ class TemplateValues:
 
     Attributes:
         digests: SHA-256 of the tables whose columns it names.
+        digests_of: Those of each dataset.
         tables: Names of the attached ones.
 
     Raises:
@@ -78,9 +80,10 @@ class TemplateValues:
                 self._check_boxes(name, one)
         self._check_whole(context)
         columns = [name for name in self._named_columns() if name in every]
-        self.digests: list[str] = list(
-            dict.fromkeys(filter(None, (one.digest(name) for one in self._columns for name in columns)))
-        )
+        self.digests_of: list[tuple[str, ...]] = [
+            tuple(dict.fromkeys(filter(None, map(one.digest, columns)))) for one in self._columns
+        ]
+        self.digests: list[str] = list(dict.fromkeys(chain.from_iterable(self.digests_of)))
         owners = dict.fromkeys(name.partition(".")[0] for name in columns)
         self.tables: list[str] = [name for name in owners if any(name in one.tables for one in datasets)]
 
@@ -227,6 +230,17 @@ def _spec(bound: BoundField) -> Field | None:
     found: Any = bound.of if isinstance(bound, BoundPrevious) else bound
     spec: Field | None = getattr(found, "spec", None)
     return spec
+
+
+def named_specs(names: Sequence[str], context: FieldContext) -> dict[str, Field]:
+    """Return the bound fields of some names, and those that they depend on, by name."""
+    found = {}
+    for name, bound in context.bound.items():
+        spec = _spec(bound)
+        if spec is not None:
+            # What a field of an earlier study was bound from is that study's own.
+            found[name] = replace(spec, study="previous") if isinstance(bound, BoundPrevious) else spec
+    return {name: found[name] for name in sorted(with_dependencies(found, names))}
 
 
 def _check_name(name: str, known: Sequence[str], what: str) -> None:
