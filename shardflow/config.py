@@ -254,7 +254,7 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = (), 
     for override in overrides:
         _apply_override(tree, override)
     if within in tree:
-        own = {one.name for one in dataclasses.fields(cls)}
+        own = {one.name for one in dataclasses.fields(typing.cast("Any", cls))}
         tree = {name: value for name, value in tree.items() if name in own}
     place = _Place(file_name=path.name, folder=path.resolve().parent)
     return typing.cast("_T", _bind_dataclass(cls, tree, place))

@@ -83,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --processor: count what the template of these fields makes; a training file has some too",
     )
-    parser.add_argument(
-        "--unit", choices=UNITS, default="study", help="with --fields: what a row is (study)"
-    )
+    parser.add_argument("--unit", choices=UNITS, default="study", help="with --fields: what a row is (study)")
     parser.add_argument(
         "--where", metavar="EXPR", help="with --unit series or image: which of them are rows, as for a loader"
     )

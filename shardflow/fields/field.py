@@ -302,9 +302,10 @@ class Field(ABC):
     own_suffixes: ClassVar[frozenset[str]] = frozenset()
     """Ends of the names of entries beside the field that only fields of its type have."""
 
-    study: Literal["own", "previous"] = "own"
+    study: str = "own"
     """``previous`` delivers the same person's study of the latest earlier day in the same split, whether or
-    not it is selected itself; only for samples that are studies."""
+    not it is selected itself; a column of an attached table, such as ``negatives.study``, the study of the
+    split whose sample key it holds. Only for samples that are studies."""
     missing: Missing = "error"
     """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""

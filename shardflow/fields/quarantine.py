@@ -209,8 +209,8 @@ class Quarantine:
             raise SampleError(
                 f"masked samples must be at most {share:.4g} of the {num_samples:,} of this rank in epoch "
                 f"{row.epoch} (max_bad_share; {ALWAYS_TOLERATED} in any case), got {num_masked:,} (the last: "
-                f"shard {row.shard}, field {row.field or '-'}, {row.reason}); {remedy_of(row.reason)}, or raise "
-                "max_bad_share."
+                f"shard {row.shard}, field {row.field or '-'}, {row.reason}); {remedy_of(row.reason)}, or "
+                "raise max_bad_share."
             )
 
 

@@ -28,12 +28,11 @@ from shardflow.fields.field import (
     Field,
     FieldContext,
     Slots,
-    check_choice,
     check_names,
     settings_of,
 )
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
-from shardflow.fields.previous import BoundPrevious, PreviousStudies
+from shardflow.fields.previous import BoundPrevious, PreviousStudies, open_studies_of
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples
 from shardflow.fields.transforming import SampleTransform
@@ -226,7 +225,7 @@ class FieldSet:
         series_tables: SHA-256 of the series table of each dataset; empty if no field needs it.
         own: Fields of the samples themselves.
         derived: Fields that are made of others.
-        of_previous: Fields of the earlier studies of the same persons.
+        of_previous: Fields of the earlier studies of the same persons, or of those that a column names.
         previous: Which studies these are; None if no field reads them.
 
     Raises:
@@ -238,8 +237,13 @@ class FieldSet:
         _check_crops(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)
-        reads_previous = any(one.study == "previous" for one in fields.values())
-        self.previous: PreviousStudies | None = PreviousStudies(context.samples) if reads_previous else None
+        others = sorted({one.study for one in fields.values() if one.study != "own"})
+        if len(others) > 1:
+            raise ConfigError(
+                f"Fields read the studies {others[0]!r} and {others[1]!r}, and a loader reads one other "
+                "study of each sample; leave out one of them."
+            )
+        self.previous: PreviousStudies | None = open_studies_of(context.samples, *others) if others else None
         context.eased = _eased(fields)
         for name in _in_order(fields):
             spec = replace(fields[name], missing="pad") if name in context.eased else fields[name]
@@ -527,8 +531,7 @@ def _resized(value: Any) -> Any:
 def _bind(name: str, field: Field, context: FieldContext, previous: PreviousStudies | None) -> BoundField:
     """Bind a field; an error that does not say of which field it is gets its name."""
     try:
-        check_choice("study", field.study, ("own", "previous"))
-        if field.study == "previous" and previous is not None:
+        if field.study != "own" and previous is not None:
             return BoundPrevious(name, field, context, previous)
         return field.bind(name, context)
     except ConfigError as error:

@@ -63,7 +63,8 @@ class ConversationCounts:
         """Return which rows have other tokens or pictures, ``(n,)``."""
         pairs = [(self.tokens, other.tokens), (self.images, other.images)]
         pairs += [(own, other.rows[name]) for name, own in self.rows.items()]
-        return np.any([(one != two).any(axis=1) for one, two in pairs], axis=0)
+        found: NDArray[np.bool_] = np.any([(one != two).any(axis=1) for one, two in pairs], axis=0)
+        return found
 
     @property
     def num_samples(self) -> int:

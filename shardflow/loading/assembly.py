@@ -520,7 +520,7 @@ class MicroBatchTask:
         if self._source.config.on_bad_sample == "raise":
             raise SampleError(
                 f"{'the previous study of ' if of_previous else ''}sample {row.key} must be readable, got "
-                f"{bad} ({self.describe()}); {remedy_of(row.reason)}, or set on_bad_sample to \"mask\"."
+                f'{bad} ({self.describe()}); {remedy_of(row.reason)}, or set on_bad_sample to "mask".'
             )
         self._bad[slot] = row
         if (row.reason, row.field) not in self._source.warned:

@@ -184,11 +184,9 @@ class Loader:
         check_windows(selection, batch, sampling)
         counters = StageCounters()
         selection, self._fields = bind_fields(selection, fields, counters)
-        is_counted = batch.budget is not None and bool(batch.budget.cost.counted)
-        selection, batch = charge_for_delivered(selection, self._fields, batch)
-        if not is_counted:  # otherwise another process has done so
-            check_template_counts(selection, self._fields)
-        batch = batch_of_samples(batch, self._fields.num_crops)
+        selection, charged = charge_for_delivered(selection, self._fields, batch)
+        check_template_counts(selection, self._fields, batch)
+        batch = batch_of_samples(charged, self._fields.num_crops)
         for line in self._fields.summary():
             _LOGGER.info("%s", line)
         for line in self._fields.warnings():

@@ -200,8 +200,12 @@ def test_a_long_conversation_is_never_cut(tmp_path: Path, caplog: pytest.LogCapt
     for config in (sf.LoaderConfig(max_bad_samples=0), sf.LoaderConfig(on_bad_sample="raise")):
         spec = sf.BatchSpec.simple(global_batch_size=2, micro_batch_size=2)
         with (
-            sf.Loader(sf.open(dataset), split="train", seed=3, batch=spec, fields={"chat": field}, config=config) as one,
-            pytest.raises(SampleError, match=r'CONVERSATION_TOO_LONG.*long = "skip".*split_long = true.*tokenize'),
+            sf.Loader(
+                sf.open(dataset), split="train", seed=3, batch=spec, fields={"chat": field}, config=config
+            ) as one,
+            pytest.raises(
+                SampleError, match=r'CONVERSATION_TOO_LONG.*long = "skip".*split_long = true.*tokenize'
+            ),
         ):
             list(one)
     assert "talk" not in line

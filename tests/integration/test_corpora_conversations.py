@@ -274,7 +274,7 @@ def test_what_was_packed_is_rendered_as_the_processor_renders_the_input(case: Co
 
 
 def test_bad_lines_are_listed_with_their_places(case: CorpusCase) -> None:
-    """Also across the parts of a file, of files whose lines are values, rows or samples, and of no dataset."""
+    """Also across the parts of a file, of files whose lines are values or rows, and of no dataset."""
 
     def talk(role: str = "user", answer: str = "Clear.") -> dict[str, Any]:
         turns = [{"role": role, "content": "Seen?"}, {"role": "assistant", "content": answer}]

@@ -40,12 +40,13 @@ from shardflow.fields.field import (
     check_count,
     settings_of,
 )
+from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
 from shardflow.fields.units import PartDataset
 from shardflow.format.counts import ConversationCounts, CountedTemplate
-from shardflow.format.keys import CONVERSATION_FIELD, canonical_json, sha256_hex
+from shardflow.format.keys import CONVERSATION_FIELD, Json, canonical_json, sha256_hex
 from shardflow.sampling.budget import TokenBudget
 
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
@@ -178,15 +179,16 @@ class Conversation(Field):
         object.__setattr__(self, "template", template)
         if self.split_long or self.member != CONVERSATION_FIELD:
             raise ConfigError(
-                "A template makes whole conversations, which are not stored; leave out split_long and member, "
-                "or template."
+                "A template makes whole conversations, which are not stored; leave out split_long and "
+                "member, or template."
             )
         if template.has_pairs != self.pairs:
             raise ConfigError(
-                "pairs = true needs a template whose last turn has chosen and rejected in place of text; write "
-                "them, or leave out pairs."
+                "pairs = true needs a template whose last turn has chosen and rejected in place of text; "
+                "write them, or leave out pairs."
                 if self.pairs
-                else "The last turn of the template has chosen and rejected, which make pairs; write pairs = true."
+                else "The last turn of the template has chosen and rejected, which make pairs; write pairs = "
+                "true."
             )
         if self.missing == "drop":
             raise ConfigError(
@@ -470,7 +472,11 @@ class BoundRendered(BoundField):
     @property
     def too_long(self) -> str:
         """What a conversation that does not fit has too much of."""
-        most = "" if self.spec.max_images is None else f", or more pictures than max_images ({self.spec.max_images})"
+        most = (
+            ""
+            if self.spec.max_images is None
+            else f", or more pictures than max_images ({self.spec.max_images})"
+        )
         return f"longer than max_tokens ({self.spec.max_tokens:,}){most}"
 
     def count_long(self) -> None:
@@ -595,15 +601,20 @@ class BoundTemplate(BoundRendered):
         if self._template.varies:
             raise ConfigError(
                 f"The template of the field {self.name!r} has several phrasings and draws one anew in each "
-                "epoch, while a token budget knows the tokens of one; write draws = \"sample\" in it."
+                'epoch, while a token budget knows the tokens of one; write draws = "sample" in it.'
             )
         if drawn is not None:
             raise ConfigError(
-                f"The field {drawn!r} draws a size in each epoch, while a token budget knows the tokens of one; "
-                "write num_slices and size in place of sizes."
+                f"The field {drawn!r} draws a size in each epoch, while a token budget knows the tokens of "
+                "one; write num_slices and size in place of sizes."
             )
         digest = template_digest(self._template, named)
-        return [CountedTemplate(digest=digest, tables=tables) for tables in self._values.digests_of]
+        bound = (self._context.bound[name] for name in named)
+        others = [one.named_by for one in bound if isinstance(one, BoundPrevious)][:1]
+        return [
+            CountedTemplate(digest=digest, tables=(*tables, *(each[place] for each in others)))
+            for place, tables in enumerate(self._values.digests_of)
+        ]
 
     def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
         """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
@@ -673,11 +684,11 @@ def template_digest(template: Template, named: Mapping[str, Field]) -> str:
         template: The template.
         named: Those fields, and the fields that they depend on, by name.
     """
-    fields = {
+    fields: dict[str, Json] = {
         name: {
             "type": one.type_name or type(one).__qualname__,
             # What a sample lacks makes no conversation of it, whatever becomes of its slot.
-            "settings": settings_of(replace(one.for_evaluation(), missing="pad")),
+            "settings": {**settings_of(replace(one.for_evaluation(), missing="pad"))},
         }
         for name, one in named.items()
     }

@@ -4,8 +4,8 @@ A template is a list of turns. The text of a turn names what fills it: ``{facts.
 ``{findings}`` a field of text or of boxes of the same loader, ``<image:frontal>`` the pictures of a field of
 images or slices; ``{{`` and ``}}`` are braces. Of several phrasings one is drawn by the key of the plan.
 ``when`` is an expression over columns and fields; a field is true where the sample has it. Its last turn may
-have a ``chosen`` and a ``rejected`` answer in place of a text, which makes pairs. Nothing is stored: a template
-changes without a byte of the dataset.
+have a ``chosen`` and a ``rejected`` answer in place of a text, which makes pairs. Nothing is stored: a
+template changes without a byte of the dataset.
 """
 
 from __future__ import annotations
@@ -87,12 +87,14 @@ class Turn:
             given: Any = getattr(self, name)
             texts = (given,) if isinstance(given, str) else tuple(given)
             if not all(isinstance(one, str) and one.strip() for one in texts):
-                raise ConfigError(f"The {name} of a turn is one phrasing or a list of them, none of them empty.")
+                raise ConfigError(
+                    f"The {name} of a turn is one phrasing or a list of them, none of them empty."
+                )
             object.__setattr__(self, name, texts)
         if bool(self.text) == self.is_pair or bool(self.chosen) != bool(self.rejected):
             raise ConfigError(
-                "A turn has a text, or of a pair a chosen and a rejected answer; write text, or both chosen and "
-                "rejected."
+                "A turn has a text, or of a pair a chosen and a rejected answer; write text, or both chosen "
+                "and rejected."
             )
         if self.is_pair and self.role != "assistant":
             raise ConfigError(f"chosen and rejected are answers, of the role 'assistant', got {self.role!r}.")
@@ -194,8 +196,8 @@ class Template:
         are_pairs = [one.is_pair for one in self.turns]
         if are_pairs != sorted(are_pairs):
             raise ConfigError(
-                "chosen and rejected end a conversation, so no turn with a text follows them; move these turns "
-                "to the end, or give them conditions that exclude each other."
+                "chosen and rejected end a conversation, so no turn with a text follows them; move turns "
+                "with a text before them, or write two answers there too."
             )
 
     def __repr__(self) -> str:
@@ -445,8 +447,8 @@ def _turn(given: Any) -> Turn:
     known = {one.name for one in fields(Turn)}
     if not isinstance(given, Mapping) or not {*given} <= known or "role" not in given:
         raise ConfigError(
-            "A turn has role and text, or chosen and rejected, and may have when and weight, such as {'role': "
-            "'user', 'text': 'What is seen?'}."
+            "A turn has role and text, or chosen and rejected, and may have when and weight, such as "
+            "{'role': 'user', 'text': 'What is seen?'}."
         )
     return Turn(**given)
 

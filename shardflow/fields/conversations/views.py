@@ -238,8 +238,8 @@ def named_specs(names: Sequence[str], context: FieldContext) -> dict[str, Field]
     for name, bound in context.bound.items():
         spec = _spec(bound)
         if spec is not None:
-            # What a field of an earlier study was bound from is that study's own.
-            found[name] = replace(spec, study="previous") if isinstance(bound, BoundPrevious) else spec
+            # What a field of another study was bound from is that study's own.
+            found[name] = replace(spec, study=bound.study) if isinstance(bound, BoundPrevious) else spec
     return {name: found[name] for name in sorted(with_dependencies(found, names))}
 
 

@@ -215,8 +215,8 @@ class Execution:
         if not tally.counts["PACKED"]:
             listed = bad_lines_path(self.workspace.private, self.plan.digest).name
             raise ConfigError(
-                f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them. {listed} "
-                "in private_dir lists them, with what to do."
+                f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them. "
+                f"{listed} in private_dir lists them, with what to do."
             )
         output, base = self.workspace.output, self.base
         number = 1 if base is None else base.manifest_version + 1
@@ -279,9 +279,9 @@ class Execution:
         return manifest
 
     def list_bad_lines(self, tally: Tally) -> None:
-        """Write the list of the lines that are not packed, with what to do about each, into the private folder.
+        """Write the list of the lines that are not packed, with what to do, into the private folder.
 
-        Of each reason the first ones alone; the others are counted.
+        It has the first ones of each reason; the others are counted.
 
         Raises:
             StorageError: It cannot be written, or the outcomes cannot be read.

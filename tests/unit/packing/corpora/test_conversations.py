@@ -499,7 +499,6 @@ def test_what_tells_conversations_apart_makes_the_digest() -> None:
         TEXTS["reward"],
         {"messages": [USER, YES]},
         {"prompt": "Effusion?", "chosen": "Yes.", "rejected": "No."},
-    {"instruction": "Effusion?", "input": "", "chosen": "Yes.", "rejected": "No."},
         {"prompt": "Effusion?", "chosen": "No.", "rejected": "Yes."},
         pictured("<image>?", image="a.png"),
         pictured("<image>?", image="b.png"),
