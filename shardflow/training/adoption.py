@@ -23,9 +23,9 @@ from shardflow.errors import (
     SignatureError,
     StorageError,
 )
-from shardflow.fields.conversations.field import Conversation, template_digest
+from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer
-from shardflow.fields.conversations.templates import Template
+from shardflow.fields.conversations.templates import Template, template_digest
 from shardflow.fields.field import with_dependencies
 from shardflow.format import Dataset, Manifest
 from shardflow.format.counts import CountsManifest, counts_name

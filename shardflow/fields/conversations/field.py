@@ -23,7 +23,7 @@ from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, p
 from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
-from shardflow.fields.conversations.views import TemplateValues, named_specs
+from shardflow.fields.conversations.views import TemplateValues
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import (
     Arrays,
@@ -38,15 +38,13 @@ from shardflow.fields.field import (
     Slots,
     check_choice,
     check_count,
-    settings_of,
 )
-from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
 from shardflow.fields.units import PartDataset
 from shardflow.format.counts import ConversationCounts, CountedTemplate
-from shardflow.format.keys import CONVERSATION_FIELD, Json, canonical_json, sha256_hex
+from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
@@ -565,7 +563,6 @@ class BoundTemplate(BoundRendered):
                 "The template shows images, and the processor or max_images=0 takes text alone."
             )
         self._values = TemplateValues(template, context, self._original)
-        self._eased = context.eased
         self._context = context
         if spec.packed:
             self._counts = self._planned_counts()
@@ -591,30 +588,8 @@ class BoundTemplate(BoundRendered):
         return self._counts
 
     def counted_by(self) -> list[CountedTemplate]:
-        """Return what decides the conversations of each dataset.
-
-        Raises:
-            ConfigError: A sample may be of another length in another epoch.
-        """
-        named = named_specs(self.spec.depends_on, self._context)
-        drawn = next((name for name, one in named.items() if getattr(one, "sizes", ())), None)
-        if self._template.varies:
-            raise ConfigError(
-                f"The template of the field {self.name!r} has several phrasings and draws one anew in each "
-                'epoch, while a token budget knows the tokens of one; write draws = "sample" in it.'
-            )
-        if drawn is not None:
-            raise ConfigError(
-                f"The field {drawn!r} draws a size in each epoch, while a token budget knows the tokens of "
-                "one; write num_slices and size in place of sizes."
-            )
-        digest = template_digest(self._template, named)
-        bound = (self._context.bound[name] for name in named)
-        others = [one.named_by for one in bound if isinstance(one, BoundPrevious)][:1]
-        return [
-            CountedTemplate(digest=digest, tables=(*tables, *(each[place] for each in others)))
-            for place, tables in enumerate(self._values.digests_of)
-        ]
+        """Return what decides the conversations of each dataset, see `TemplateValues.counted_by`."""
+        return self._values.counted_by(self.name, self.spec.depends_on, self._context)
 
     def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
         """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
@@ -662,7 +637,7 @@ class BoundTemplate(BoundRendered):
             shown = {str(place): one for place, one in enumerate(pictures)}
             is_put = self.put(arrays, slot, document, shown)
         except IncompleteError as error:
-            if self.spec.missing == "error" or error.name in self._eased:
+            if self.spec.missing == "error" or error.name in self._context.eased:
                 return BadSampleReason.FIELD_MISSING, str(error)
             for name in (INCOMPLETE, f"{INCOMPLETE}.{error.name or 'when'}"):
                 self._counters.add(name, num_items=1)
@@ -675,24 +650,6 @@ class BoundTemplate(BoundRendered):
             return BadSampleReason.CONVERSATION_TOO_LONG, self.too_long
         self.count_long()
         return None
-
-
-def template_digest(template: Template, named: Mapping[str, Field]) -> str:
-    """Return the identity of a template, with the fields that it names as an evaluation takes them.
-
-    Args:
-        template: The template.
-        named: Those fields, and the fields that they depend on, by name.
-    """
-    fields: dict[str, Json] = {
-        name: {
-            "type": one.type_name or type(one).__qualname__,
-            # What a sample lacks makes no conversation of it, whatever becomes of its slot.
-            "settings": {**settings_of(replace(one.for_evaluation(), missing="pad"))},
-        }
-        for name, one in named.items()
-    }
-    return sha256_hex(canonical_json({"template": repr(template), "fields": fields}))
 
 
 class _SlotConversation:

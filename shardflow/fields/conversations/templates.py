@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from shardflow.config import load_config
 from shardflow.errors import ConfigError
-from shardflow.fields.field import FIELD_NAME, DrawKey, check_choice
+from shardflow.fields.field import FIELD_NAME, DrawKey, Field, check_choice, settings_of
+from shardflow.format.keys import Json, canonical_json, sha256_hex
 
 Coordinates: TypeAlias = Literal["thousandths", "pixels", "model"]
 Draws: TypeAlias = Literal["epoch", "sample"]
@@ -384,6 +385,24 @@ def load_template(given: Any) -> Template:
     if isinstance(given, str | Path):
         return load_config(Template, given)
     raise ConfigError(f"template is the path of a TOML file or an sf.Template, got {type(given).__name__}.")
+
+
+def template_digest(template: Template, named: Mapping[str, Field]) -> str:
+    """Return the identity of a template, with the fields that it names as an evaluation takes them.
+
+    Args:
+        template: The template.
+        named: Those fields, and the fields that they depend on, by name.
+    """
+    fields: dict[str, Json] = {
+        name: {
+            "type": one.type_name or type(one).__qualname__,
+            # What a sample lacks makes no conversation of it, whatever becomes of its slot.
+            "settings": {**settings_of(replace(one.for_evaluation(), missing="pad"))},
+        }
+        for name, one in named.items()
+    }
+    return sha256_hex(canonical_json({"template": repr(template), "fields": fields}))
 
 
 @lru_cache(maxsize=1 << 10)
