@@ -218,7 +218,7 @@ def keeping_integers() -> Iterator[None]:
         _KEEPS_INTEGERS.reset(token)
 
 
-def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) -> _T:
+def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = (), *, within: str = "") -> _T:
     """Read a TOML file into a frozen dataclass.
 
     Args:
@@ -226,6 +226,7 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) 
         path: The TOML file.
         overrides: ``"table.key=value"`` each, applied after the file; the value is TOML, or plain text where
             it does not parse as TOML.
+        within: Table by which a file shows that it holds other settings beside these, which are not read.
 
     Returns:
         An instance whose ``__post_init__`` checks have passed and whose paths are absolute.
@@ -252,6 +253,9 @@ def load_config(cls: type[_T], path: str | Path, overrides: Sequence[str] = ()) 
         ) from None
     for override in overrides:
         _apply_override(tree, override)
+    if within in tree:
+        own = {one.name for one in dataclasses.fields(typing.cast("Any", cls))}
+        tree = {name: value for name, value in tree.items() if name in own}
     place = _Place(file_name=path.name, folder=path.resolve().parent)
     return typing.cast("_T", _bind_dataclass(cls, tree, place))
 

@@ -24,6 +24,7 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import LINE_EVERY_S, time_left
 
 if TYPE_CHECKING:
+    from shardflow.fields.conversations.field import Conversation
     from shardflow.fields.field import Field
     from shardflow.format import Dataset
 
@@ -324,6 +325,22 @@ def named_fields(name: str) -> Mapping[str, Field] | None:
     from shardflow.fields.registry import read_fields
 
     return None if name == "default" else read_fields(name)
+
+
+def conversation_field(fields: Mapping[str, Field]) -> tuple[str, Conversation]:
+    """Return the only field of conversations among those of a file, and its name.
+
+    Raises:
+        ConfigError: There is none, or several.
+    """
+    from shardflow.fields.conversations.field import Conversation
+
+    named = [(name, one) for name, one in fields.items() if isinstance(one, Conversation)]
+    if len(named) != 1:
+        raise ConfigError(
+            f"--fields must hold one field of type 'conversation', got {len(named)}; correct it."
+        )
+    return named[0]
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

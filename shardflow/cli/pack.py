@@ -277,6 +277,8 @@ def _describe_texts(summary: CorpusSummary, fields: FieldsConfig) -> Iterator[st
     yield from _reasons(summary.reasons)
     if "MISSING_FIELD" in summary.reasons:
         yield f"MISSING_FIELD: {_looked_for(fields)}."
+    if summary.bad_lines:
+        yield f"{summary.bad_lines} in private_dir lists them: file, line, reason, and what to do."
     match summary.status:
         case "quarantine_limit":
             yield "Too many lines are quarantined: nothing is published; finished parts are kept."

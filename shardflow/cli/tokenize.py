@@ -8,15 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardflow.cli.common import (
+    UNITS,
     add_dataset,
     add_json,
     add_threads,
+    conversation_field,
+    named_fields,
     open_dataset,
     positive_number,
     step_progress,
     write_result,
 )
 from shardflow.errors import ConfigError
+from shardflow.fields.units import open_unit
 from shardflow.loading.selection import FULL_STUDY, open_view
 
 DESCRIPTION = """\
@@ -29,7 +33,8 @@ With --processor the conversations are rendered by a model's own processor, and 
 each are counted, into conversations/<processor>/<dataset_id>/: token budgets and packed sequences of
 conversations are filled by these counts. Shards that an earlier version of the dataset has keep theirs. With
 --max-tokens as well, conversations of more tokens are split at their turns, and each part is counted, for
-fields with `split_long`.
+fields with `split_long`. With --fields the conversations are those that the template of a field makes, one of
+each row: of studies, or with --unit of series, images or findings.
 
 Ids are text for whoever has the tokenizer: guard them like the reports. Start a stopped job again to
 resume it. Needs the package tokenizers: pip install 'shardflow[train]'.
@@ -41,6 +46,7 @@ examples:
   shardflow tokenize my-dataset --tokenizer my-tokenizer --view entity
   shardflow tokenize my-dataset --processor Qwen2.5-VL-7B-Instruct --threads 8
   shardflow tokenize my-dataset --processor Qwen2.5-VL-7B-Instruct --max-tokens 8192
+  shardflow tokenize my-studies --processor Qwen2.5-VL-7B-Instruct --fields sft.toml
 """
 
 
@@ -72,6 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         help="with --processor: split conversations of more than N tokens (whole ones alone)",
     )
+    parser.add_argument(
+        "--fields",
+        metavar="FILE",
+        help="with --processor: count what the template of these fields makes; a training file has some too",
+    )
+    parser.add_argument("--unit", choices=UNITS, default="study", help="with --fields: what a row is (study)")
+    parser.add_argument(
+        "--where", metavar="EXPR", help="with --unit series or image: which of them are rows, as for a loader"
+    )
     add_threads(parser, "shards tokenized at once, or processes that render (one a core)")
     add_json(parser)
 
@@ -82,8 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.processor is not None:
         return _count(arguments)
-    if arguments.max_tokens is not None:
-        raise ConfigError("--max-tokens splits conversations, which --processor counts; leave it out.")
+    if arguments.max_tokens is not None or arguments.fields is not None:
+        raise ConfigError(
+            "--max-tokens and --fields are for conversations, which --processor counts; leave them out."
+        )
     dataset = open_view(open_dataset(arguments.dataset), arguments.view)
     tokenizer = TextTokenizer(arguments.tokenizer)
     with step_progress("shards") as on_shard:
@@ -98,14 +115,30 @@ def _count(arguments: argparse.Namespace) -> int:
     """Count the tokens of conversations."""
     from shardflow.training.tokenizing import count_dataset
 
-    if arguments.view != FULL_STUDY:
-        raise ConfigError("--processor is for conversations, which have no views; leave out --view.")
-    dataset = open_dataset(arguments.dataset)
+    dataset, fields, name = open_dataset(arguments.dataset), None, ""
+    if arguments.fields is not None:
+        fields = named_fields(arguments.fields) or {}
+        name, field = conversation_field(fields)
+        if field.template is None or arguments.max_tokens is not None:
+            raise ConfigError(
+                f"The field {name!r} has no template, so its conversations are stored; leave out --fields."
+                if field.template is None
+                else "--max-tokens splits stored conversations; leave it out, or --fields."
+            )
+        dataset = open_view(dataset, arguments.view)
+        dataset = open_unit(dataset, arguments.unit, arguments.where)
+    elif arguments.view != FULL_STUDY or arguments.unit != "study" or arguments.where is not None:
+        raise ConfigError(
+            "Stored conversations are those of studies; leave out --view, --unit and --where, or name the "
+            "--fields of a template."
+        )
     with step_progress("shards") as on_shard:
         done = count_dataset(
             dataset,
             arguments.processor,
             split_at=arguments.max_tokens,
+            fields=fields,
+            name=name,
             num_processes=arguments.threads,
             on_shard=on_shard,
         )
@@ -119,7 +152,10 @@ def _count(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens is not None:
         lines.insert(1, f"{done.num_split:,} conversations split into {done.num_parts:,} parts")
     if done.num_empty:
-        lines.insert(1, f"{done.num_empty:,} samples have no conversation that can be rendered")
+        what = "have no conversation that can be rendered"
+        if fields is not None:
+            what = "make none: they lack what the template names, or cannot be read or rendered"
+        lines.insert(1, f"{done.num_empty:,} samples {what}")
     write_result(arguments, asdict(done), lines)
     return 0
 

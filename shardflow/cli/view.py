@@ -11,6 +11,7 @@ from typing import Any
 from shardflow.cli.common import (
     add_dataset,
     add_json,
+    conversation_field,
     counted,
     human_bytes,
     interruptible,
@@ -237,17 +238,11 @@ def _draw_conversation(
 def _draw_rendered(
     arguments: argparse.Namespace, dataset: Dataset, row: int
 ) -> tuple[bytes, dict[str, Any], str]:
-    from shardflow.fields.conversations.field import Conversation
     from shardflow.fields.conversations.rendering import Renderer, RenderError
     from shardflow.loading.sample import conversation_of
 
     fields = named_fields(arguments.fields) or {}
-    named = {name: one for name, one in fields.items() if isinstance(one, Conversation)}
-    if len(named) != 1:
-        raise ConfigError(
-            f"--fields must hold one field of type 'conversation', got {len(named)}; correct it."
-        )
-    ((name, spec),) = named.items()
+    name, spec = conversation_field(fields)
     document, pictures = conversation_of(dataset, row, fields, name)
     renderer, messages = Renderer.load(spec.processor), document["messages"]
     ends = ["chosen", "rejected"] if spec.pairs else [""]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
@@ -302,9 +302,10 @@ class Field(ABC):
     own_suffixes: ClassVar[frozenset[str]] = frozenset()
     """Ends of the names of entries beside the field that only fields of its type have."""
 
-    study: Literal["own", "previous"] = "own"
+    study: str = "own"
     """``previous`` delivers the same person's study of the latest earlier day in the same split, whether or
-    not it is selected itself; only for samples that are studies."""
+    not it is selected itself; a column of an attached table, such as ``negatives.study``, the study of the
+    split whose sample key it holds. Only for samples that are studies."""
     missing: Missing = "error"
     """Meaning of a sample without this content. Where no table knows which samples have it, ``error`` masks
     the slot and counts a bad sample, and ``drop`` is refused."""
@@ -543,6 +544,32 @@ class BoundField(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what `Field.present` needs beside the arrays, as plain JSON values."""
+
+
+def with_dependencies(fields: Mapping[str, Field], names: Iterable[str]) -> set[str]:
+    """Return the names of fields, and of those that they depend on, as far as these are there."""
+    found: set[str] = set()
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        if name in fields and name not in found:
+            found.add(name)
+            waiting += fields[name].depends_on
+    return found
+
+
+def settings_of(field: Field) -> dict[str, str]:
+    """Return the settings that are not the default, so that a new setting leaves identities as they are.
+
+    A folder whose digest the field states instead is marked ``is_place``.
+    """
+    given = {
+        one.name: getattr(field, one.name)
+        for one in fields(field)
+        if one.init and not one.metadata.get("is_place")
+    }
+    defaults = {one.name: one.default for one in fields(field)}
+    return {name: repr(value) for name, value in given.items() if value != defaults[name]}
 
 
 def by_rows(dataset: Dataset, of_studies: NDArray[Any]) -> NDArray[Any]:

@@ -1,7 +1,8 @@
-"""Fields of the previous study: what the same person's earlier study holds, in the slot of a sample.
+"""Fields of another study: what the same person's earlier study holds, or one that a column names.
 
-The study facts table names the study of the latest earlier day in the same split. Such a field is one of that
-study, bound to the earlier studies of the population; only what a slot refers to differs.
+The study facts table names the study of the latest earlier day in the same split; a column of an attached
+table may name another study of the split by its key. Such a field is one of that study, bound to these
+studies of the population; only what a slot refers to differs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardflow.fields.field import (
 from shardflow.fields.reader import Samples, Shard
 from shardflow.fields.units import unit_of
 from shardflow.format import Dataset
+from shardflow.format.facts.columns import open_columns
 from shardflow.format.facts.studies import NO_ROW, open_studies
 from shardflow.format.volumes.bricks import RegionPlan
 
@@ -45,20 +47,26 @@ class PreviousStudies:
     Attributes:
         tables: For each dataset the row of the earlier study, ``(num_rows,)``; -1 for none.
         digests: SHA-256 of the study facts table of each dataset.
+        attached: Names of attached tables that name the studies.
+        what: The study, for messages.
 
     Raises:
         ConfigError: A dataset has no table, is of another writer, or its samples are no studies.
         FormatError: A table cannot be trusted.
     """
 
+    attached: Sequence[str] = ()
+    what = "an earlier study of the same person in its split"
+
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self.tables: list[Int64Array] = []
-        self.digests: list[str] = []
-        for dataset in samples.datasets:
-            rows, digest = _open(dataset)
-            self.tables.append(rows)
-            self.digests.append(digest)
+        opened = [self._open(dataset) for dataset in samples.datasets]
+        self.tables: list[Int64Array] = [rows for rows, _ in opened]
+        self.digests: list[str] = [digest for _, digest in opened]
+
+    def _open(self, dataset: Dataset) -> tuple[Int64Array, str]:
+        """Return the rows of earlier studies of a dataset, and the digest of their table."""
+        return _open(dataset)
 
     def rows(self, rows: Int64Array) -> Int64Array:
         """Return the rows of the earlier studies of rows of the selection, ``(n,)``; -1 for none."""
@@ -85,6 +93,71 @@ class PreviousStudies:
             here = components == component
             found[here] = table[table_rows[here]]
         return found
+
+
+class NamedStudies(PreviousStudies):
+    """Other studies of the same split, which a column names by their sample keys.
+
+    Args:
+        samples: The samples; all of them are studies.
+        column: A column of texts of an attached table, such as ``negatives.study``.
+
+    Raises:
+        ConfigError: There is no such column, its values name other than studies of the same split, or the
+            samples are no studies.
+    """
+
+    def __init__(self, samples: Samples, column: str) -> None:
+        self._column = column
+        self.attached = (column.partition(".")[0],)
+        self.what = f"a study that {column} names"
+        super().__init__(samples)
+
+    def _open(self, dataset: Dataset) -> tuple[Int64Array, str]:
+        """Return the rows of the studies that are named, and the digest of the column's table."""
+        name = self._column
+        columns = open_columns(dataset)
+        if (unit := unit_of(dataset)) != "study":
+            raise ConfigError(
+                f"study={name!r} is of samples that are studies, and here they are of unit {unit!r}; leave "
+                "it out, or write unit='study'."
+            )
+        if name not in columns or columns[name].unit != "study":
+            raise ConfigError(
+                "study is one of 'own', 'previous', or a column with the sample key of another study, got "
+                f"{name!r}; attach its table, or correct the name."
+            )
+        found = columns.column(name)
+        if found.values.dtype.kind != "S" and found.names is None:
+            raise ConfigError(f"The column {name} has no texts, so it names no studies; name another one.")
+        is_named = np.ones(len(found.values), bool) if found.is_missing is None else ~found.is_missing
+        keys = found.values if found.names is None else np.array([*found.names, ""], "S")[found.values]
+        own = dataset.studies.column("sample_key")[:]
+        order = np.argsort(own)
+        places = np.minimum(np.searchsorted(own, keys, sorter=order), len(own) - 1)
+        rows = np.where(is_named, order[places], NO_ROW)
+        split = np.zeros(len(own), np.int64)
+        for number, span in enumerate(dataset.splits.values()):
+            split[span.start : span.stop] = number
+        num_unknown = int((is_named & (own[rows] != keys)).sum())
+        num_elsewhere = int((is_named & (split[rows] != split)).sum())
+        if num_unknown or num_elsewhere:
+            raise ConfigError(
+                f"Of {int(is_named.sum()):,} values of {name}, {num_unknown:,} are no sample keys of the "
+                f"dataset and {num_elsewhere:,} name a study of another split, which must not be trained on; "
+                "correct them, and attach the table again."
+            )
+        return rows.astype(np.int64), columns.digest(name)
+
+
+def open_studies_of(samples: Samples, study: str) -> PreviousStudies:
+    """Return the other studies that fields read: the ``previous`` ones, or those that a column names.
+
+    Raises:
+        ConfigError: There are none.
+        FormatError: A table cannot be trusted.
+    """
+    return PreviousStudies(samples) if study == "previous" else NamedStudies(samples, study)
 
 
 def _open(dataset: Dataset) -> tuple[Int64Array, str]:
@@ -127,16 +200,17 @@ class _PreviousContext(FieldContext):
 
 
 class BoundPrevious(BoundField):
-    """Field of the previous study, bound to a selection.
+    """Field of the previous study, or of one that a column names, bound to a selection.
 
     Args:
         name: Name of the entry.
-        spec: What to deliver; its ``study`` is ``previous``.
+        spec: What to deliver; its ``study`` is ``previous`` or a column.
         context: The samples and their tables.
-        previous: Their earlier studies.
+        previous: Their earlier studies, or those that are named.
 
     Attributes:
-        of: The field of the earlier studies.
+        of: The field of these studies.
+        study: Which ones they are, as the spec says.
 
     Raises:
         ConfigError: The type reads no earlier study, no sample has one, some lack it and ``missing`` is
@@ -147,10 +221,10 @@ class BoundPrevious(BoundField):
         super().__init__(name)
         if not spec.reads_previous:
             raise ConfigError(
-                f"study='previous' is not for fields of type {spec.type_name or type(spec).__name__!r}; "
+                f"study={spec.study!r} is not for fields of type {spec.type_name or type(spec).__name__!r}; "
                 "images, slices, text, json, bytes and arrays have it."
             )
-        self._previous = previous
+        self._previous, self.study = previous, spec.study
         used = [np.flatnonzero(each) for each in context.populations]
         populations = [np.zeros(len(each), bool) for each in context.populations]
         for population, table, rows in zip(populations, self._previous.tables, used, strict=True):
@@ -158,8 +232,7 @@ class BoundPrevious(BoundField):
             population[earlier[earlier >= 0]] = True
         if not any(each.any() for each in populations):
             raise ConfigError(
-                f"No sample has an earlier study of the same person in its split, so the field {name!r} has "
-                "nothing to deliver; leave it out."
+                f"No sample has {previous.what}, so the field {name!r} has nothing to deliver; leave it out."
             )
         within = _PreviousContext(context, populations)
         self.of = replace(spec, study="own", missing="pad").bind(name, within)
@@ -170,9 +243,9 @@ class BoundPrevious(BoundField):
         self._num_missing = context.count_missing(self.has_content)
         if self._num_missing and spec.missing == "error":
             raise ConfigError(
-                f"{self._num_missing:,} of {self._num_samples:,} samples have no earlier study of the same "
-                f"person in their split, or it has nothing for the field {name!r}; write missing='pad' to "
-                "pad and mask them, or missing='drop' to leave these samples out."
+                f"{self._num_missing:,} of {self._num_samples:,} samples lack {previous.what}, or it has "
+                f"nothing for the field {name!r}; write missing='pad' to pad and mask them, or "
+                "missing='drop' to leave these samples out."
             )
 
     def _slots(self, slots: Slots) -> Slots:
@@ -185,8 +258,18 @@ class BoundPrevious(BoundField):
 
     @property
     def digests(self) -> Sequence[str]:
-        """Those of the field, and of the study facts tables."""
+        """Those of the field, and of the tables that name the studies."""
         return [*self.of.digests, *self._previous.digests]
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the attached tables that the field reads, or that name the studies."""
+        return [*self.of.tables, *self._previous.attached]
+
+    @property
+    def named_by(self) -> Sequence[str]:
+        """SHA-256 of the table of each dataset that names its studies."""
+        return self._previous.digests
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]]:

@@ -36,8 +36,29 @@ class BadSampleReason(StrEnum):
     DECODE_FAILED = "DECODE_FAILED"
     #: The size of a slice or text differs from what the samples table or the field allows.
     SIZE_MISMATCH = "SIZE_MISMATCH"
+    #: A conversation has more tokens than max_tokens of its field, or more pictures than max_images.
+    CONVERSATION_TOO_LONG = "CONVERSATION_TOO_LONG"
     #: The report is not UTF-8, or study.json or annotations.json is not JSON of the right form.
     TEXT_UNREADABLE = "TEXT_UNREADABLE"
+
+
+_REMEDIES: Final = {
+    BadSampleReason.CONVERSATION_TOO_LONG: (
+        'raise max_tokens or max_images of the field, set long = "skip" to leave such conversations out, or '
+        "split_long = true to split them at their turns; `shardflow tokenize DATASET --processor DIR` counts "
+        "the tokens of all"
+    ),
+    BadSampleReason.FIELD_MISSING: (
+        'write missing = "pad" for the field where samples may lack it; else run `shardflow verify` on the '
+        "dataset"
+    ),
+}
+
+
+def remedy_of(reason: str) -> str:
+    """Return what to do about samples that are bad for a reason, as part of a sentence."""
+    known = {str(name): remedy for name, remedy in _REMEDIES.items()}
+    return known.get(reason.removeprefix(PREVIOUS_STUDY), "run `shardflow verify` on the dataset")
 
 
 class BadSample(Exception):  # noqa: N818 - a finding on its way to a quarantine row, not an error to the caller
@@ -167,8 +188,7 @@ class Quarantine:
                 raise SampleError(
                     f"bad samples must be at most {self._max_bad_samples}, got {self._num_found} (the last: "
                     f"sample {row.key}{_of(row)}, shard {row.shard}, field {row.field or '-'}, "
-                    f"{row.reason}); run "
-                    "`shardflow verify` on the dataset, or raise max_bad_samples."
+                    f"{row.reason}); {remedy_of(row.reason)}, or raise max_bad_samples."
                 )
 
     def _check_share(self, row: QuarantineRow, num_samples: int, num_ranks: int) -> None:
@@ -189,8 +209,8 @@ class Quarantine:
             raise SampleError(
                 f"masked samples must be at most {share:.4g} of the {num_samples:,} of this rank in epoch "
                 f"{row.epoch} (max_bad_share; {ALWAYS_TOLERATED} in any case), got {num_masked:,} (the last: "
-                f"shard {row.shard}, field {row.field or '-'}, {row.reason}); run `shardflow verify` on the "
-                "dataset, or raise max_bad_share."
+                f"shard {row.shard}, field {row.field or '-'}, {row.reason}); {remedy_of(row.reason)}, or "
+                "raise max_bad_share."
             )
 
 

@@ -10,7 +10,6 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,11 +28,11 @@ from shardflow.fields.field import (
     Field,
     FieldContext,
     Slots,
-    check_choice,
     check_names,
+    settings_of,
 )
 from shardflow.fields.outputs import ENTRY_TYPE, present_output
-from shardflow.fields.previous import BoundPrevious, PreviousStudies
+from shardflow.fields.previous import BoundPrevious, PreviousStudies, open_studies_of
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples
 from shardflow.fields.transforming import SampleTransform
@@ -120,8 +119,9 @@ def read_fields(path: str | Path) -> dict[str, Field]:
         size = [512, 512]
 
     Args:
-        path: The file. Types are ``image``, ``slices`` and the other built-in ones, the names of entry points
-            of the group ``shardflow.fields``, or ``package.module:Class``.
+        path: The file, or one of training, which has a table ``[data]`` and others beside. Types are
+            ``image``, ``slices`` and the other built-in ones, the names of entry points of the group
+            ``shardflow.fields``, or ``package.module:Class``.
 
     Returns:
         The fields by name, as `shardflow.Loader` takes them.
@@ -130,7 +130,7 @@ def read_fields(path: str | Path) -> dict[str, Field]:
         ConfigError: The file is missing or not TOML, or a type, key or value is not valid; the message names
             the file, the field and the nearest known key.
     """
-    fields = load_config(FieldsFile, path).fields
+    fields = load_config(FieldsFile, path, within="data").fields
     check_names(fields)
     if not fields:
         raise ConfigError(f"{Path(path).name} holds no field; write a table such as [fields.image].")
@@ -225,7 +225,7 @@ class FieldSet:
         series_tables: SHA-256 of the series table of each dataset; empty if no field needs it.
         own: Fields of the samples themselves.
         derived: Fields that are made of others.
-        of_previous: Fields of the earlier studies of the same persons.
+        of_previous: Fields of the earlier studies of the same persons, or of those that a column names.
         previous: Which studies these are; None if no field reads them.
 
     Raises:
@@ -237,8 +237,13 @@ class FieldSet:
         _check_crops(fields)
         self.transform: SampleTransform | None = None
         self.specs = dict(fields)
-        reads_previous = any(one.study == "previous" for one in fields.values())
-        self.previous: PreviousStudies | None = PreviousStudies(context.samples) if reads_previous else None
+        others = sorted({one.study for one in fields.values() if one.study != "own"})
+        if len(others) > 1:
+            raise ConfigError(
+                f"Fields read the studies {others[0]!r} and {others[1]!r}, and a loader reads one other "
+                "study of each sample; leave out one of them."
+            )
+        self.previous: PreviousStudies | None = open_studies_of(context.samples, *others) if others else None
         context.eased = _eased(fields)
         for name in _in_order(fields):
             spec = replace(fields[name], missing="pad") if name in context.eased else fields[name]
@@ -271,7 +276,7 @@ class FieldSet:
     def content_id(self) -> str:
         """Identity of what fills the slots: the field specs and the digests of the tables that they read."""
         specs = {
-            name: {"type": entry["type"], "settings": _settings(self.specs[name])}
+            name: {"type": entry["type"], "settings": settings_of(self.specs[name])}
             for name, entry in zip(self.specs, self._entries, strict=True)
         }
         transform = {} if self.transform is None else {"transform": self.transform.identity()}
@@ -493,20 +498,6 @@ def _check_crops(fields: Mapping[str, Field]) -> None:
         )
 
 
-def _settings(field: Field) -> dict[str, str]:
-    """Return the settings that are not the default, so that a new setting leaves identities as they are.
-
-    A folder whose digest the field states instead is marked ``is_place``.
-    """
-    given = {
-        one.name: getattr(field, one.name)
-        for one in fields_of(field)
-        if one.init and not one.metadata.get("is_place")
-    }
-    defaults = {one.name: one.default for one in fields_of(field)}
-    return {name: repr(value) for name, value in given.items() if value != defaults[name]}
-
-
 def _of_slot(name: str, array: NDArray[Any], slot: int, num_slots: int) -> NDArray[Any]:
     """Return the part of an array that belongs to a slot, as the array of a batch of one."""
     if name.endswith(".data"):
@@ -540,8 +531,7 @@ def _resized(value: Any) -> Any:
 def _bind(name: str, field: Field, context: FieldContext, previous: PreviousStudies | None) -> BoundField:
     """Bind a field; an error that does not say of which field it is gets its name."""
     try:
-        check_choice("study", field.study, ("own", "previous"))
-        if field.study == "previous" and previous is not None:
+        if field.study != "own" and previous is not None:
             return BoundPrevious(name, field, context, previous)
         return field.bind(name, context)
     except ConfigError as error:

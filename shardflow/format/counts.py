@@ -3,12 +3,14 @@
 A sidecar, added later without touching a shard: ``conversations/<processor>/<dataset_id>/`` holds
 ``counts.tbl``, one row per row of the samples table, and ``manifest.json``, which is written last. Where
 conversations of more than a number of tokens are split, a row is a part of one, and another digest takes the
-place of the processor's. The layout is in docs/format.md, section 23.
+place of the processor's. Of conversations that a template makes of studies, series or findings a row is one
+of those, and the digest is of processor and template. The layout is in docs/format.md, section 23.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final, Self
 
@@ -56,6 +58,13 @@ class ConversationCounts:
             {name: one[rows] for name, one in self.rows.items()},
             None if self.messages is None else self.messages[rows],
         )
+
+    def differs(self, other: ConversationCounts) -> NDArray[np.bool_]:
+        """Return which rows have other tokens or pictures, ``(n,)``."""
+        pairs = [(self.tokens, other.tokens), (self.images, other.images)]
+        pairs += [(own, other.rows[name]) for name, own in self.rows.items()]
+        found: NDArray[np.bool_] = np.any([(one != two).any(axis=1) for one, two in pairs], axis=0)
+        return found
 
     @property
     def num_samples(self) -> int:
@@ -131,6 +140,16 @@ class ConversationCounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CountedTemplate:
+    """What decides the conversations that a template makes of a dataset, beside its rows."""
+
+    digest: str
+    """SHA-256 of the template and of the settings of the fields that it names."""
+    tables: tuple[str, ...] = ()
+    """SHA-256 of the attached tables whose columns it names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CountedShard:
     """Rows of one shard, in the order of the samples table."""
 
@@ -166,15 +185,25 @@ class CountsManifest(SidecarManifest):
     sha256: str
     shards: tuple[CountedShard, ...]
     """In the order of the samples table."""
+    template: CountedTemplate | None = None
+    """Of conversations that a template makes; None, and left out of the file, of stored ones."""
 
     def body(self) -> dict[str, Json]:
         """Return the entries beside `head` and the digest."""
-        return asdict(self)
+        body = asdict(self)
+        if self.template is None:
+            del body["template"]
+        return body
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Self:
         """Make a manifest of its entries."""
-        return cls(**{**body, "shards": tuple(CountedShard(**shard) for shard in body["shards"])})
+        shards = tuple(CountedShard(**shard) for shard in body["shards"])
+        found = {**body, "shards": shards}
+        if "template" in body:
+            digest, tables = body["template"]["digest"], tuple(body["template"]["tables"])
+            found["template"] = CountedTemplate(digest=digest, tables=tables)
+        return cls(**found)
 
     def tables(self) -> dict[str, tuple[int | None, str]]:
         """Return size and SHA-256 of the table."""
@@ -185,16 +214,26 @@ class CountsManifest(SidecarManifest):
         return (self.processor, self.dataset_id) == (name, owner)
 
 
-def counts_name(processor: str, split_at: int | None) -> str:
+def counts_name(processor: str, split_at: int | None = None, template: str = "", rows: str = "") -> str:
     """Return the name of the counts of a processor among those of a dataset: a digest.
 
     Args:
         processor: Digest of the processor.
         split_at: Tokens above which conversations are split into parts; None where none is.
+        template: Digest of the template that makes them; empty for stored ones.
+        rows: Digest of the rows, where a template makes a conversation of each series or image.
     """
-    if split_at is None:
+    if split_at is None and not template:
         return processor
-    return sha256_hex(canonical_json({"processor": processor, "split_at": split_at}))
+    parts = {"split_at": split_at, "template": template or None, "rows": rows or None}
+    given = {name: one for name, one in parts.items() if one is not None}
+    return sha256_hex(canonical_json({"processor": processor, **given}))
+
+
+def template_counts_name(dataset: Dataset, processor: str, template: CountedTemplate) -> str:
+    """Return the name of the counts of the conversations that a template makes of a dataset's rows."""
+    rows = "" if dataset.dataset_id == dataset.text_id else dataset.dataset_id
+    return counts_name(processor, template=template.digest, rows=rows)
 
 
 def counts_folder(name: str, dataset_id: str) -> str:
@@ -203,7 +242,11 @@ def counts_folder(name: str, dataset_id: str) -> str:
 
 
 def open_conversation_counts(
-    dataset: Dataset, processor: str, *, split_at: int | None = None
+    dataset: Dataset,
+    processor: str,
+    *,
+    split_at: int | None = None,
+    template: CountedTemplate | None = None,
 ) -> ConversationCounts:
     """Return the counts of a processor by text row of the dataset, or by parts; memory-mapped, checked.
 
@@ -211,35 +254,44 @@ def open_conversation_counts(
         dataset: The dataset, any store.
         processor: Digest of the processor.
         split_at: As of `counts_name`.
+        template: Of conversations that a template makes; the counts are by row of the dataset's own table.
 
     Raises:
-        ConfigError: This version of the dataset has none of this processor; the message says what makes it.
+        ConfigError: This version of the dataset has none of this processor, or counted with other tables; the
+            message says what makes it.
         FormatError: They are another dataset's, or cannot be trusted.
         ChecksumError: The table is damaged.
     """
     owner, name = dataset.text_id, counts_name(processor, split_at)
-    try:
+    if template is not None:
+        name = template_counts_name(dataset, processor, template)
+    manifest: CountsManifest | None = None
+    with suppress(NotFoundError):
         manifest = CountsManifest.load(dataset.store, name, owner)
-    except NotFoundError:
+    if manifest is None or (template is not None and manifest.template != template):
         what, needs, option = "counts of tokens", "a token budget needs", ""
         if split_at is not None:
             what, needs = f"counts of parts of up to {split_at:,} tokens", "split_long needs"
             option = f" --max-tokens {split_at}"
+        if template is not None:
+            what, option = "counts of the tokens of this template", " --fields FILE, the file of its field"
+            needs += " anew where a column has changed" if manifest is not None else ""
         raise ConfigError(
             f"Version {dataset.manifest_version} of the dataset has no {what} for this processor "
             f"({processor[:12]}), which {needs}; run: shardflow tokenize DATASET --processor DIR{option}"
-        ) from None
+        )
     table = dataset.table_beside(
         f"{counts_folder(name, owner)}/{COUNTS_NAME}",
         sha256=manifest.sha256,
         num_bytes=manifest.num_bytes,
         rows=range(dataset.studies.num_samples),
     )
-    num_rows = dataset.num_texts if split_at is None else manifest.num_samples
+    num_samples = dataset.num_texts if template is None else dataset.samples.num_samples
+    num_rows = num_samples if split_at is None else manifest.num_samples
     found = ConversationCounts.decode(table, processor=name, dataset_id=owner, num_rows=num_rows)
-    if found.num_samples != dataset.num_texts or (found.messages is None) != (split_at is None):
+    if found.num_samples != num_samples or (found.messages is None) != (split_at is None):
         raise FormatError(
-            f"{table.name} must have {dataset.num_texts:,} samples of this dataset, got "
+            f"{table.name} must have {num_samples:,} samples of this dataset, got "
             f"{found.num_samples:,}; delete its folder and count again."
         )
     return found

@@ -24,6 +24,7 @@ from shardflow.fields.quarantine import (
     BadSampleReason,
     Quarantine,
     QuarantineRow,
+    remedy_of,
 )
 from shardflow.fields.registry import FieldSet
 from shardflow.fields.slots import SlotAssembler
@@ -519,13 +520,16 @@ class MicroBatchTask:
         if self._source.config.on_bad_sample == "raise":
             raise SampleError(
                 f"{'the previous study of ' if of_previous else ''}sample {row.key} must be readable, got "
-                f"{bad} ({self.describe()}); run `shardflow verify` "
-                'on the dataset, or set on_bad_sample to "mask".'
+                f'{bad} ({self.describe()}); {remedy_of(row.reason)}, or set on_bad_sample to "mask".'
             )
         self._bad[slot] = row
         if (row.reason, row.field) not in self._source.warned:
             self._source.warned.add((row.reason, row.field))
-            _LOGGER.warning("masked a sample: %s; further ones with this reason are counted, not logged", bad)
+            _LOGGER.warning(
+                "masked a sample: %s; %s; further ones with this reason are counted, not logged",
+                bad,
+                remedy_of(row.reason),
+            )
 
     def _fill_beside(self, fields: Sequence[BoundField], thread: ThreadState) -> None:
         """Fill the fields whose content is stored beside the shards."""

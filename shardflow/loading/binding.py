@@ -112,15 +112,15 @@ def charge_for_delivered(
         )
     if spec.budget is None:
         return selection, spec
+    counted = {one.name: found for one in fields.bound if (found := one.token_counts(spec.budget))}
+    if counted:
+        return _charge_for_counted(selection, fields, spec, counted)
     for one in fields.bound:
         if one.is_uncounted:
             raise ConfigError(
                 f"A token budget cannot charge for the field {one.name!r}, of unknown length; write "
                 "BatchSpec.simple(...) without a budget."
             )
-    counted = {one.name: found for one in fields.bound if (found := one.token_counts(spec.budget))}
-    if counted:
-        return _charge_for_counted(selection, fields, spec, counted)
     rule = spec.budget.cost
     if not (rule.counts_delivered or fields.of_previous):
         _warn_of_stored(selection, fields, rule)

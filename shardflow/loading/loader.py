@@ -31,6 +31,7 @@ from shardflow.loading.binding import (
     field_meanings,
 )
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
+from shardflow.loading.counting import check_template_counts
 from shardflow.loading.engine import Pool
 from shardflow.loading.lock import (
     LOCK_NAME,
@@ -183,8 +184,9 @@ class Loader:
         check_windows(selection, batch, sampling)
         counters = StageCounters()
         selection, self._fields = bind_fields(selection, fields, counters)
-        selection, batch = charge_for_delivered(selection, self._fields, batch)
-        batch = batch_of_samples(batch, self._fields.num_crops)
+        selection, charged = charge_for_delivered(selection, self._fields, batch)
+        check_template_counts(selection, self._fields, batch)
+        batch = batch_of_samples(charged, self._fields.num_crops)
         for line in self._fields.summary():
             _LOGGER.info("%s", line)
         for line in self._fields.warnings():

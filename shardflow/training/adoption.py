@@ -25,6 +25,8 @@ from shardflow.errors import (
 )
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer
+from shardflow.fields.conversations.templates import Template, template_digest
+from shardflow.fields.field import with_dependencies
 from shardflow.format import Dataset, Manifest
 from shardflow.format.counts import CountsManifest, counts_name
 from shardflow.format.manifest import latest_version, versions
@@ -32,6 +34,7 @@ from shardflow.format.manifest_table import load_shared
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.signatures import trust_only
 from shardflow.format.tokens import TokensManifest
+from shardflow.loading.selection import FULL_STUDY
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import ByteStore, fsync_directory, open_store
 from shardflow.storage.local import make_directories
@@ -109,7 +112,16 @@ def _counts(config: TrainConfig) -> tuple[type[SidecarManifest], str] | None:
     if config.task.has_conversations:
         field = config.fields[CONVERSATION_FIELD]
         assert isinstance(field, Conversation)  # noqa: S101 - checked when the settings were read
-        return CountsManifest, counts_name(Renderer.load(field.processor).digest, field.split_at)
+        template = ""
+        if isinstance(field.template, Template):
+            if config.data.view != FULL_STUDY or config.data.unit != "study":
+                return (
+                    None  # whose rows only the opened version knows; its loader refuses what is not counted
+                )
+            named = with_dependencies(config.fields, field.depends_on)
+            template = template_digest(field.template, {name: config.fields[name] for name in named})
+        digest = Renderer.load(field.processor).digest
+        return CountsManifest, counts_name(digest, field.split_at, template)
     if config.batch.text_tokens == "counted":
         return TokensManifest, tokenizer_digest(config.text.folder)
     return None

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from shardflow.errors import CheckpointError, ConfigError, os_reason
 from shardflow.fields.conversations.field import INCOMPLETE, Conversation
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.templates import Template
-from shardflow.fields.field import Field
+from shardflow.fields.field import Field, with_dependencies
 from shardflow.loading import Batch, Loader
 from shardflow.training.checkpoint.files import Checkpoint, CheckpointFolder, read_checkpoint
 from shardflow.training.checkpoint.tensors import load_model
@@ -395,22 +395,10 @@ def _without_references(config: TrainConfig) -> dict[str, Field]:
             "--no-reference is for reports and for conversations of a template, and stored ones end with the "
             "answer that is asked for; leave it out."
         )
-    found[CONVERSATION_FIELD] = replace(talk, template=talk.template.without_answer())
-    before, after = (_needed(one, [CONVERSATION_FIELD]) for one in (config.fields, found))
-    kept = _needed(found, found.keys() - (before - after))
+    found[CONVERSATION_FIELD] = replace(talk, template=talk.template.without_answer(), pairs=False)
+    before, after = (with_dependencies(one, [CONVERSATION_FIELD]) for one in (config.fields, found))
+    kept = with_dependencies(found, found.keys() - (before - after))
     return {name: one for name, one in found.items() if name in kept}
-
-
-def _needed(fields: Mapping[str, Field], names: Iterable[str]) -> set[str]:
-    """Return the names of fields, and of those that they depend on."""
-    found: set[str] = set()
-    waiting = [*names]
-    while waiting:
-        name = waiting.pop()
-        if name in fields and name not in found:
-            found.add(name)
-            waiting += fields[name].depends_on
-    return found
 
 
 def _read_checkpoint(settings: GenerateSettings) -> Checkpoint:

@@ -6,7 +6,8 @@ when the last one exists. Shards are tokenized in parallel, and the tokenizer ha
 
 Conversations are counted in the same way by a model's processor, in processes of their own: a file of counts
 a shard, and the table when the last one exists. Shards that an earlier version of the dataset has too keep
-their counts. Those of more than a number of tokens may be split, and have a row for each part.
+their counts. Those of more than a number of tokens may be split, and have a row for each part. Those that a
+template makes are counted anew for each version, as columns and earlier studies may be others there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import numpy.typing as npt
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError, os_reason
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.stored import count_conversations, picture_entries
+from shardflow.fields.field import Field
 from shardflow.format import Dataset
 from shardflow.format.counts import COUNTS_NAME as CONVERSATION_COUNTS
 from shardflow.format.counts import (
@@ -39,10 +41,11 @@ from shardflow.format.counts import (
     counts_folder,
     counts_name,
     open_conversation_counts,
+    template_counts_name,
 )
 from shardflow.format.entities import EntityDataset
 from shardflow.format.foreign.places import local_folder
-from shardflow.format.keys import sha256_hex
+from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tokens import (
     COUNTS_NAME,
@@ -56,6 +59,7 @@ from shardflow.format.tokens import (
     open_manifest,
     tokens_folder,
 )
+from shardflow.loading.counting import TemplateCounter
 from shardflow.processes import group_signals_held_back, ignore_group_signals
 from shardflow.storage import ByteRange, LocalStore, write_atomic
 
@@ -214,7 +218,7 @@ def _summary(
 
 def _shard_rows(dataset: Dataset) -> Iterator[range]:
     """Yield the rows of each shard: the samples table is ordered by split and shard."""
-    shard = dataset.samples.column("shard")
+    shard = dataset.samples.column("shard")[:]
     starts = np.append(0, np.flatnonzero(np.diff(shard)) + 1).tolist() if len(shard) else []
     for start, stop in zip(starts, [*starts[1:], len(shard)], strict=False):
         yield range(start, stop)
@@ -361,56 +365,64 @@ def count_dataset(
     processor: Path,
     *,
     split_at: int | None = None,
+    fields: Mapping[str, Field] | None = None,
+    name: str = "",
     num_processes: int = 1,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> CountedConversations:
     """Render all conversations of a dataset, and write how many tokens and pictures each has beside it.
 
     Args:
-        dataset: A dataset in a folder.
+        dataset: A dataset in a folder; of stored conversations one of whole studies.
         processor: Folder of the model's processor.
         split_at: Tokens above which a conversation is split at its turns; None to split none.
+        fields: Fields of a loader, of which one makes conversations by a template; None for stored ones.
+        name: Of that field.
         num_processes: Processes that render; 1 renders in this one.
         on_shard: Called with the number of shards done, and of all.
 
     Raises:
-        ConfigError: The dataset is not in a local folder, or the processor cannot be used.
+        ConfigError: The dataset is not in a local folder, the processor cannot be used, or the template does
+            not fit the dataset.
         ShardflowError: A sample cannot be read or trusted.
     """
-    renderer = Renderer.load(processor)
-    name = counts_name(renderer.digest, split_at)
-    folder = _local_store(dataset).root / counts_folder(name, dataset.text_id)
+    job = _Job(dataset, processor, split_at, None if fields is None else (fields, name))
+    counter = _Counter(job)
+    store, template = _local_store(dataset), counter.template
+    name = counter.counts_name
+    folder = store.root / counts_folder(name, dataset.text_id)
     shards = list(_shard_rows(dataset))
-    if (folder / CountsManifest.file_name).is_file():
-        found = open_conversation_counts(dataset, renderer.digest, split_at=split_at)
-        return _counted(renderer, found, len(shards), num_kept=len(shards))
-    entries = picture_entries(renderer)
-    known = _counted_shards(folder, name)
+    if _is_done(folder, counter):
+        found = open_conversation_counts(
+            dataset, counter.renderer.digest, split_at=split_at, template=template
+        )
+        return _counted(counter.renderer, found, len(shards), num_kept=len(shards))
+    known = _counted_shards(folder, name) if template is None else {}
+    # A part of other columns is none of this job.
+    of_part = sha256_hex(canonical_json([name, *template.tables])) if template and template.tables else name
     digests = [
         dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards
     ]
     parts: list[ConversationCounts] = []
     num_kept = 0
-    is_split = split_at is not None
-    with _counting(dataset, processor, renderer, (entries, split_at), num_processes) as count:
+    with _counting(job, counter, num_processes) as count:
         waiting: deque[tuple[int, ConversationCounts | None, list[Future[ConversationCounts]]]] = deque()
         for number, rows in enumerate(shards):
-            former = known.get((digests[number], len(rows))) or _part(folder, number, rows, name)
+            former = known.get((digests[number], len(rows))) or _part(folder, number, rows, of_part)
             num_kept += former is not None
             waiting.append((number, former, [] if former is not None else count(rows)))
             while waiting and (len(waiting) > num_processes or number == len(shards) - 1):
                 done, found_part, jobs = waiting.popleft()
                 if found_part is None:
-                    blocks = [job.result() for job in jobs]
-                    found_part = ConversationCounts.joined(blocks, entries, is_split=is_split)
+                    found_part = counter.joined([job.result() for job in jobs])
                     data = found_part.encode(
-                        processor=name, dataset_id=dataset.text_id, first_row=shards[done].start
+                        processor=of_part, dataset_id=dataset.text_id, first_row=shards[done].start
                     )
                     write_atomic(folder / _part_name(done), [data], replace=True)
                 parts.append(found_part)
                 if on_shard is not None:
                     on_shard(done + 1, len(shards))
-    counts = ConversationCounts.joined(parts, entries, is_split=is_split)
+    counts = counter.joined(parts)
     table = counts.encode(processor=name, dataset_id=dataset.text_id)
     manifest = CountsManifest(
         dataset_id=dataset.text_id,
@@ -422,12 +434,22 @@ def count_dataset(
             CountedShard(sha256=digest, num_rows=len(part))
             for digest, part in zip(digests, parts, strict=True)
         ),
+        template=template,
     )
+    (folder / CountsManifest.file_name).unlink(missing_ok=True)  # of other columns
     write_atomic(folder / CONVERSATION_COUNTS, [table], replace=True)
     write_atomic(folder / CountsManifest.file_name, [manifest.encode()], replace=True)
     for number in range(len(shards)):
         (folder / _part_name(number)).unlink(missing_ok=True)
-    return _counted(renderer, counts, len(shards), num_kept=num_kept)
+    return _counted(counter.renderer, counts, len(shards), num_kept=num_kept)
+
+
+def _is_done(folder: Path, counter: _Counter) -> bool:
+    """Return whether the counts are there; those of a template whose columns have changed since are not."""
+    path = folder / CountsManifest.file_name
+    if not path.is_file():
+        return False
+    return CountsManifest.decode(path.read_bytes(), name=path.name).template == counter.template
 
 
 def _counted(
@@ -489,27 +511,61 @@ def _counted_shards(folder: Path, name: str) -> dict[tuple[str, int], Conversati
 
 
 _Count = Callable[[range], "list[Future[ConversationCounts]]"]
-_Form = tuple[tuple[str, ...], int | None]
-"""Entries of the pictures, and the tokens above which a conversation is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What processes that count are started with."""
+
+    dataset: Dataset
+    processor: Path
+    split_at: int | None
+    template: tuple[Mapping[str, Field], str] | None
+    """Fields of a loader, and the name of the one that has the template; None for stored conversations."""
+
+
+class _Counter:
+    """Counter of the conversations of some rows, stored ones or those of a template."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job, self._of_template = job, None
+        if job.template is None:
+            self.renderer = Renderer.load(job.processor)
+            self.entries, self.template = picture_entries(self.renderer), None
+            self.counts_name = counts_name(self.renderer.digest, job.split_at)
+            return
+        fields, name = job.template
+        counter = self._of_template = TemplateCounter(job.dataset, fields, name, job.processor)
+        self.renderer, self.entries, self.template = counter.renderer, counter.entries, counter.template
+        self.counts_name = template_counts_name(job.dataset, self.renderer.digest, counter.template)
+
+    def count(self, rows: range) -> ConversationCounts:
+        """Count the conversations of some rows."""
+        numbers = np.arange(rows.start, rows.stop)
+        if self._of_template is not None:
+            return self._of_template.count(numbers)[0]
+        job = self._job
+        return count_conversations(self.renderer, job.dataset, numbers, self.entries, split_at=job.split_at)
+
+    def joined(self, blocks: list[ConversationCounts]) -> ConversationCounts:
+        """Return the counts of all rows, one block after another."""
+        return ConversationCounts.joined(blocks, self.entries, is_split=self._job.split_at is not None)
 
 
 @contextmanager
-def _counting(
-    dataset: Dataset, processor: Path, renderer: Renderer, form: _Form, num_processes: int
-) -> Iterator[_Count]:
+def _counting(job: _Job, counter: _Counter, num_processes: int) -> Iterator[_Count]:
     """Give a function that counts the rows of a shard, in this process or in others."""
     if num_processes == 1:
 
         def here(rows: range) -> list[Future[ConversationCounts]]:
             done: Future[ConversationCounts] = Future()
-            (entries, split_at), numbers = form, np.arange(rows.start, rows.stop)
-            done.set_result(count_conversations(renderer, dataset, numbers, entries, split_at=split_at))
+            done.set_result(counter.count(rows))
             return [done]
 
         yield here
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, _open_renderer, (dataset, processor, form)) as pool:
+    with ProcessPoolExecutor(num_processes, context, _open_counter, (job,)) as pool:
 
         def elsewhere(rows: range) -> list[Future[ConversationCounts]]:
             with group_signals_held_back():
@@ -525,10 +581,10 @@ def _counting(
             raise
 
 
-_of_process: dict[str, Any] = {}
+_of_process: dict[str, _Counter] = {}
 
 
-def _open_renderer(dataset: Dataset, processor: Path, form: _Form) -> None:
+def _open_counter(job: _Job) -> None:
     """Prepare a process; it ends with the one that started it."""
     ignore_group_signals()
     parent = multiprocessing.parent_process()
@@ -539,10 +595,8 @@ def _open_renderer(dataset: Dataset, processor: Path, form: _Form) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _of_process.update(dataset=dataset, renderer=Renderer.load(processor), form=form)
+    _of_process["counter"] = _Counter(job)
 
 
 def _count_rows(rows: range) -> ConversationCounts:
-    dataset, renderer = _of_process["dataset"], _of_process["renderer"]
-    (entries, split_at), numbers = _of_process["form"], np.arange(rows.start, rows.stop)
-    return count_conversations(renderer, dataset, numbers, entries, split_at=split_at)
+    return _of_process["counter"].count(rows)

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from transformers.utils import chat_template_utils
 
 import shardflow as sf
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, SampleError
 from shardflow.fields.conversations import rendering
 from shardflow.fields.conversations.rendering import Renderer
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations
@@ -193,9 +193,21 @@ def test_a_long_conversation_is_never_cut(tmp_path: Path, caplog: pytest.LogCapt
     num_long = int((lengths > most).sum())
     masked = read(dataset, folder, max_tokens=most)
     rows = [row for batch in masked for row in batch.quarantined]
-    assert [row.reason for row in rows] == ["SIZE_MISMATCH"] * num_long
+    assert [row.reason for row in rows] == ["CONVERSATION_TOO_LONG"] * num_long
     (line,) = [one.getMessage() for one in caplog.records if "masked a sample" in one.getMessage()]
-    assert f"longer than max_tokens ({most})" in line
+    assert f"longer than max_tokens ({most}); raise max_tokens" in line
+    field = sf.Conversation(processor=str(folder), max_tokens=most)
+    for config in (sf.LoaderConfig(max_bad_samples=0), sf.LoaderConfig(on_bad_sample="raise")):
+        spec = sf.BatchSpec.simple(global_batch_size=2, micro_batch_size=2)
+        with (
+            sf.Loader(
+                sf.open(dataset), split="train", seed=3, batch=spec, fields={"chat": field}, config=config
+            ) as one,
+            pytest.raises(
+                SampleError, match=r'CONVERSATION_TOO_LONG.*long = "skip".*split_long = true.*tokenize'
+            ),
+        ):
+            list(one)
     assert "talk" not in line
     skipped = read(dataset, folder, max_tokens=most, long="skip")
     assert not [row for batch in skipped for row in batch.quarantined]
@@ -350,7 +362,7 @@ def test_more_pictures_than_allowed_are_a_long_conversation(most: int, tmp_path:
     ]
     assert sorted(keys) == [f"talk{number:04d}" for number, one in enumerate(is_long) if one]
     rows = [row for batch in read(dataset, folder, max_images=most) for row in batch.quarantined]
-    assert [row.reason for row in rows] == ["SIZE_MISMATCH"] * sum(is_long)
+    assert [row.reason for row in rows] == ["CONVERSATION_TOO_LONG"] * sum(is_long)
 
 
 def test_settings_and_processors_that_cannot_work_are_refused(tmp_path: Path) -> None:

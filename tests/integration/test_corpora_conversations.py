@@ -20,6 +20,7 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.manifest import load
+from shardflow.packing.corpora import execution
 from shardflow.storage import LocalStore
 from tests.conversation_case import make_folder
 from tests.corpora_case import CorpusCase
@@ -270,3 +271,63 @@ def test_what_was_packed_is_rendered_as_the_processor_renders_the_input(case: Co
     pictures = {plane.tobytes() for plane in batch["chat_pixel_values"]}
     assert pictures == {plane.tobytes() for plane in wanted["pixel_values"]}
     assert len(pictures) == 3
+
+
+def test_bad_lines_are_listed_with_their_places(case: CorpusCase) -> None:
+    """Also across the parts of a file, of files whose lines are values or rows, and of no dataset."""
+
+    def talk(role: str = "user", answer: str = "Clear.") -> dict[str, Any]:
+        turns = [{"role": role, "content": "Seen?"}, {"role": "assistant", "content": answer}]
+        return {"messages": turns, "id": "secret"}
+
+    filler = json.dumps(talk(answer="x" * 900))
+    bad = [
+        json.dumps(talk("doctor")), "{", "", json.dumps(talk(answer=" ")), json.dumps(line(99)),
+        json.dumps(talk("user")), json.dumps(talk("user")),
+    ]  # fmt: skip
+    lines = [one for each in bad for one in (filler.replace("Seen?", f"{len(each)}?"), each)]
+    case.write("a.jsonl", [one.encode() for one in lines])
+    (case.texts / "b.json").write_text(json.dumps([talk(answer="y"), {"other": 1}]), encoding="utf-8")
+    rows = [{"messages": talk(answer="z")["messages"]}, {"messages": []}]
+    parquet.write_table(pa.Table.from_pylist(rows), case.texts / "c.parquet")
+    settings = (CONVERSATIONS, "shards.part_bytes=4096", "policy.duplicates=skip")
+    wanted = {
+        ("a.jsonl", 2, "UNKNOWN_ROLE"),
+        ("a.jsonl", 4, "INVALID_JSON"),
+        ("a.jsonl", 6, "EMPTY_LINE"),
+        ("a.jsonl", 8, "EMPTY_TURN"),
+        ("a.jsonl", 10, "IMAGE_MISSING"),
+        ("a.jsonl", 13, "DUPLICATE_TEXT"),
+        ("a.jsonl", 14, "DUPLICATE_TEXT"),
+        ("b.json", 2, "UNKNOWN_FORM"),
+        ("c.parquet", 2, "EMPTY_TEXT"),
+    }
+    for share, status in (("0.01", "quarantine_limit"), ("1", "packed"), ("1", "already_packed")):
+        summary = case.pack(*settings, f"policy.max_quarantined_share={share}")
+        assert summary.status == status
+        path = case.private / summary.bad_lines
+        listed = [json.loads(one) for one in path.read_text(encoding="utf-8").splitlines()]
+        found = {(Path(one["path"]).name, one["line"], one["reason"]) for one in listed}
+        assert found == wanted
+        assert len(listed) == sum(summary.reasons.values())
+        assert all(one["problem"] and one["remedy"] for one in listed)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert b"secret" not in path.read_bytes()
+        assert b"Seen" not in path.read_bytes()
+
+
+def test_a_list_of_bad_lines_counts_what_it_leaves_out(
+    case: CorpusCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_MAX_LISTED", 3)
+    case.write("a.jsonl", [b"{"] * 5 + [json.dumps({"prompt": "a", "response": "b"}).encode()])
+    summary = case.pack(CONVERSATIONS, "policy.max_quarantined_share=1")
+    listed = [json.loads(one) for one in (case.private / summary.bad_lines).read_text().splitlines()]
+    assert [one.get("line") for one in listed] == [1, 2, 3, None]
+    assert listed[-1] == {"reason": "INVALID_JSON", "num_not_listed": 2}
+    # A job whose lines are all packed has none.
+    whole = CorpusCase(case.folder.parent / "whole")
+    whole.prepare()
+    whole.write("a.jsonl", [json.dumps({"prompt": "a", "response": "b"}).encode()])
+    assert whole.pack(CONVERSATIONS).bad_lines == ""
+    assert not [*whole.private.glob("bad-lines*")]

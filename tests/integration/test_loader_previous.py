@@ -194,7 +194,7 @@ def test_samples_without_an_earlier_study_are_dropped_or_refused(dataset: Datase
         found = sorted(number for batch in loader for _, number in slots_of(batch))
     kept = [number for number in SPLITS["train"] if (_earlier(number) or 2) % 4 != 2]
     assert found == sorted({*kept, *(n for n in SPLITS["train"] if _earlier(n) == 0)})
-    with pytest.raises(ConfigError, match="of 14 samples have no earlier study"):
+    with pytest.raises(ConfigError, match="of 14 samples lack an earlier study"):
         _loader(dataset, {"prior": sf.Text(study="previous")})
 
 

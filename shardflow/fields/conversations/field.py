@@ -49,7 +49,7 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, check_member
 from shardflow.fields.units import PartDataset
-from shardflow.format.counts import ConversationCounts
+from shardflow.format.counts import ConversationCounts, CountedTemplate
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
@@ -82,11 +82,14 @@ class Conversation(Field):
     is too long alone, and a document, which has none, are as ``long`` says. The parts are those that
     ``shardflow tokenize --processor DIR --max-tokens N`` counted.
 
-    With ``template`` the conversation is made from columns and other fields of the loader, see `Template`.
-    Where a sample lacks a value that it names, ``missing="error"`` masks the slot and counts a bad sample,
-    and ``"pad"`` leaves the slot without tokens and counts it as ``incomplete_conversations`` and, by what
-    is missing, as ``incomplete_conversations.NAME``; ``NAME`` is ``when`` where no turn applies. A field that
-    only turns with ``when`` name may be missing where none of these is said, also with ``missing="error"``.
+    With ``template`` the conversation is made from columns and other fields of the loader, see `Template`;
+    with ``pairs`` its last turn has a chosen and a rejected answer. Where a sample lacks a value that it
+    names, ``missing="error"`` masks the slot and counts a bad sample, and ``"pad"`` leaves the slot without
+    tokens and counts it as ``incomplete_conversations`` and, by what is missing, as
+    ``incomplete_conversations.NAME``; ``NAME`` is ``when`` where no turn applies, and ``rejected`` where both
+    answers are the same. Under a token budget ``"pad"`` leaves such samples out of every epoch; their number
+    is logged. A field that only turns with ``when`` name may be missing where none of these is said, also
+    with ``missing="error"``.
 
     With ``packed`` the conversations of a micro-batch are one row of T tokens, one behind another: the
     entry, mask, weights and ``token_type_ids`` are ``(1, T)``, and beside them are ``NAME_labels`` ``(1, T)``
@@ -97,8 +100,9 @@ class Conversation(Field):
     ``(n + 1,)`` int32, where each begins. The weight of the first token of each is 0. A bad sample is
     padding of its planned length.
 
-    Under a token budget a conversation costs as many tokens as ``shardflow tokenize --processor`` counted; a
-    pair costs both sequences. 64 of the counts are compared with what the processor renders, before step 0.
+    Under a token budget a conversation costs as many tokens as ``shardflow tokenize --processor`` counted,
+    for a template with ``--fields``; a pair costs both sequences. 64 of the counts are compared with what the
+    processor renders, before step 0.
 
     Example::
 
@@ -140,7 +144,8 @@ class Conversation(Field):
     """Most pictures of a conversation; 0 for text alone. Less memory is set aside than for as many as fit
     into ``max_tokens``."""
     template: Annotated[str, PLACE] | Template | None = None
-    """Template, or its TOML file, that makes conversations of studies; None for stored ones."""
+    """Template, or its TOML file, that makes conversations of studies; None for stored ones. A token budget
+    needs one of ``draws="sample"``, unless there is one phrasing of each turn."""
     member: str = CONVERSATION_FIELD
     """Stored field that holds the conversation."""
     max_bytes: int = 1 << 20
@@ -176,11 +181,20 @@ class Conversation(Field):
             )
         if self.template is None:
             return
-        object.__setattr__(self, "template", load_template(self.template))
-        if self.pairs or self.packed or self.split_long or self.member != CONVERSATION_FIELD:
+        template = load_template(self.template)
+        object.__setattr__(self, "template", template)
+        if self.split_long or self.member != CONVERSATION_FIELD:
             raise ConfigError(
-                "A template makes single conversations of no counted length; leave out pairs, packed, "
-                "split_long and member, or template."
+                "A template makes whole conversations, which are not stored; leave out split_long and "
+                "member, or template."
+            )
+        if template.has_pairs != self.pairs:
+            raise ConfigError(
+                "pairs = true needs a template whose last turn has chosen and rejected in place of text; "
+                "write them, or leave out pairs."
+                if self.pairs
+                else "The last turn of the template has chosen and rejected, which make pairs; write pairs = "
+                "true."
             )
         if self.missing == "drop":
             raise ConfigError(
@@ -209,8 +223,10 @@ class Conversation(Field):
         return self.max_tokens if self.split_long else None
 
     def for_evaluation(self) -> Conversation:
-        """Return the field with the first phrasing of each turn."""
-        return replace(self, template=self.template.first()) if isinstance(self.template, Template) else self
+        """Return the field with the first phrasing of each turn, where one would be drawn in each epoch."""
+        if isinstance(self.template, Template) and self.template.varies:
+            return replace(self, template=self.template.first())
+        return self
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
         """Bind the field to a selection."""
@@ -461,11 +477,13 @@ class BoundRendered(BoundField):
 
     @property
     def too_long(self) -> str:
-        """What to do about a conversation that does not fit."""
-        return (
-            f"longer than max_tokens ({self.spec.max_tokens:,}) or more pictures than max_images; raise "
-            'them, or set long = "skip" to leave such conversations out'
+        """What a conversation that does not fit has too much of."""
+        most = (
+            ""
+            if self.spec.max_images is None
+            else f", or more pictures than max_images ({self.spec.max_images})"
         )
+        return f"longer than max_tokens ({self.spec.max_tokens:,}){most}"
 
     def count_long(self) -> None:
         """Count a conversation that was left out because it is too long."""
@@ -542,11 +560,10 @@ class BoundTemplate(BoundRendered):
     """
 
     is_derived = True
-    is_uncounted = True
 
     def __init__(self, name: str, spec: Conversation, template: Template, context: FieldContext) -> None:
         super().__init__(name)
-        self.spec = spec
+        self.spec, self._template = spec, template
         self._open_renderer(spec, context)
         has_pictures = bool(self._form.pictures)
         if template.images and not has_pictures:
@@ -554,7 +571,9 @@ class BoundTemplate(BoundRendered):
                 "The template shows images, and the processor or max_images=0 takes text alone."
             )
         self._values = TemplateValues(template, context, self._original)
-        self._eased = context.eased
+        self._context = context
+        if spec.packed:
+            self._counts = self._planned_counts()
 
     @property
     def digests(self) -> Sequence[str]:
@@ -565,6 +584,29 @@ class BoundTemplate(BoundRendered):
     def tables(self) -> Sequence[str]:
         """Names of the attached tables that the template reads."""
         return self._values.tables
+
+    @property
+    def renderer(self) -> Renderer:
+        """Renderer of the conversations; of one thread."""
+        return self._own()
+
+    @property
+    def planned(self) -> PlannedCounts | None:
+        """Counts of the conversations, where a token budget charges for them."""
+        return self._counts
+
+    def counted_by(self) -> list[CountedTemplate]:
+        """Return what decides the conversations of each dataset, see `TemplateValues.counted_by`."""
+        return self._values.counted_by(self.name, self.spec.depends_on, self._context)
+
+    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
+        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
+        self._counts = self._counts or self._planned_counts()
+        return self._counts.lengths(self.name, budget)
+
+    def _planned_counts(self) -> PlannedCounts:
+        entries = tuple(self._form.pictures)
+        return PlannedCounts(self.spec, self._context, self._original, entries, self.counted_by())
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
         """Return nothing: other fields read the sample."""
@@ -589,6 +631,8 @@ class BoundTemplate(BoundRendered):
             IncompleteError: The sample lacks a value.
             ValueError: Turns of one role follow each other.
         """
+        if self._template.draws == "sample":
+            draw = DrawKey(0, 0, row, table_row=row)
         return self._values.compose(component, row, draw, entries)
 
     def derive(
@@ -601,7 +645,7 @@ class BoundTemplate(BoundRendered):
             shown = {str(place): one for place, one in enumerate(pictures)}
             is_put = self.put(arrays, slot, document, shown)
         except IncompleteError as error:
-            if self.spec.missing == "error" or error.name in self._eased:
+            if self.spec.missing == "error" or error.name in self._context.eased:
                 return BadSampleReason.FIELD_MISSING, str(error)
             for name in (INCOMPLETE, f"{INCOMPLETE}.{error.name or 'when'}"):
                 self._counters.add(name, num_items=1)
@@ -611,7 +655,7 @@ class BoundTemplate(BoundRendered):
         if is_put:
             return None
         if self.spec.long == "error":
-            return BadSampleReason.SIZE_MISMATCH, self.too_long
+            return BadSampleReason.CONVERSATION_TOO_LONG, self.too_long
         self.count_long()
         return None
 
@@ -660,5 +704,5 @@ class _SlotConversation:
         if is_put:
             return
         if bound.spec.long == "error":
-            raise shard.bad(BadSampleReason.SIZE_MISMATCH, number, bound.too_long)
+            raise shard.bad(BadSampleReason.CONVERSATION_TOO_LONG, number, bound.too_long)
         bound.count_long()

@@ -18,7 +18,7 @@ from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.stored import check_counts
 from shardflow.fields.field import Arrays, ArraySpec, FieldContext, Slots
 from shardflow.fields.units import PartDataset
-from shardflow.format.counts import ConversationCounts, open_conversation_counts
+from shardflow.format.counts import ConversationCounts, CountedTemplate, open_conversation_counts
 from shardflow.format.dataset import Dataset
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
@@ -141,6 +141,9 @@ class _Settings(Protocol):
     @property
     def member(self) -> str: ...
 
+    @property
+    def missing(self) -> str: ...
+
 
 class PlannedCounts:
     """Counts of the conversations of a selection: what a token budget charges, and how slots are laid out.
@@ -150,25 +153,34 @@ class PlannedCounts:
         context: The samples.
         renderer: Of the processor whose tokens were counted.
         entries: Names of the entries of pictures.
+        templates: For each dataset what makes its conversations; None where they are stored.
 
     Raises:
         ConfigError: The processor's tokens were not counted.
     """
 
     def __init__(
-        self, spec: _Settings, context: FieldContext, renderer: Renderer, entries: tuple[str, ...]
+        self,
+        spec: _Settings,
+        context: FieldContext,
+        renderer: Renderer,
+        entries: tuple[str, ...],
+        templates: Sequence[CountedTemplate] | None = None,
     ) -> None:
         if spec.member != CONVERSATION_FIELD:
             raise ConfigError(f"A token budget counts {CONVERSATION_FIELD}; leave out member, or the budget.")
         self._spec, self._renderer, self._entries = spec, renderer, entries
         self._datasets, self._populations = context.samples.datasets, context.populations
+        self.templates = templates
         opened = {
             id(one): one.counts
             if isinstance(one, PartDataset)
-            else open_conversation_counts(one, renderer.digest)
-            for one in self._datasets
+            else open_conversation_counts(
+                one, renderer.digest, template=None if templates is None else templates[place]
+            )
+            for place, one in enumerate(self._datasets)
         }
-        self._counts = [opened[id(one)] for one in self._datasets]
+        self.counts = [opened[id(one)] for one in self._datasets]
 
     def lengths(self, name: str, budget: TokenBudget) -> list[NDArray[np.int64]]:
         """Return what a budget charges for each row of each dataset's own table, ``(num_rows,)`` each.
@@ -184,9 +196,9 @@ class PlannedCounts:
                 are not.
         """
         spec, found = self._spec, []
-        num_long = num_other = num_used = 0
-        for dataset, counts, used in zip(self._datasets, self._counts, self._populations, strict=True):
-            rows = _counted_rows(dataset, np.arange(dataset.samples.num_samples))
+        num_long = num_other = num_lacking = num_used = 0
+        for dataset, counts, used in zip(self._datasets, self.counts, self._populations, strict=True):
+            rows = self._counted_rows(dataset, np.arange(dataset.samples.num_samples))
             tokens, images = counts.tokens[rows].astype(np.int64), counts.images[rows]
             lengths = tokens[:, 0]
             if spec.pairs:  # padded ones are two rows of the longer sequence
@@ -198,7 +210,12 @@ class PlannedCounts:
             num_long += int((is_long & used).sum())
             num_other += int((is_other & used).sum())
             num_used += int(used.sum())
-            found.append(np.where(is_long, budget.max_tokens + 1, np.maximum(lengths, 1)))
+            is_left_out = is_long
+            if self.templates is not None and spec.missing == "pad":
+                is_lacking = tokens[:, 0] == 0
+                num_lacking += int((is_lacking & used).sum())
+                is_left_out = is_long | is_lacking
+            found.append(np.where(is_left_out, budget.max_tokens + 1, np.maximum(lengths, 1)))
         if num_other:
             raise ConfigError(
                 f"{num_other:,} of {num_used:,} conversations are {'no ' if spec.pairs else ''}preference "
@@ -212,6 +229,13 @@ class PlannedCounts:
             )
         if num_long:
             _LOGGER.info("field %r leaves out %d %s that are too long", name, num_long, self._what)
+        if num_lacking:
+            _LOGGER.info(
+                "field %r leaves out %d of %d samples, of which its template makes no conversation",
+                name,
+                num_lacking,
+                num_used,
+            )
         return found
 
     @property
@@ -219,12 +243,14 @@ class PlannedCounts:
         return "parts of conversations" if self._spec.split_long else "conversations"
 
     def check(self) -> None:
-        """Compare the counts of 64 keyed conversations of each dataset with what the processor renders.
+        """Compare the counts of 64 keyed stored conversations of each dataset with what is rendered.
 
         Raises:
             ConfigError: They differ.
         """
-        for dataset, counts in zip(self._datasets, self._counts, strict=True):
+        if self.templates is not None:  # `shardflow.loading.counting` reads what they are made of
+            return
+        for dataset, counts in zip(self._datasets, self.counts, strict=True):
             split_at = dataset.split_at if isinstance(dataset, PartDataset) else None
             check_counts(self._renderer, dataset, counts, split_at)
 
@@ -232,15 +258,15 @@ class PlannedCounts:
         """Return the counts of each slot that the plan gives a sample, masked or not, ``(B, 2)``."""
         found = ConversationCounts.zeros(len(slots), self._entries)
         planned = np.array(slots.planned, np.int64)
-        for component, (dataset, counts) in enumerate(zip(self._datasets, self._counts, strict=True)):
+        for component, (dataset, counts) in enumerate(zip(self._datasets, self.counts, strict=True)):
             here = planned if len(self._datasets) == 1 else planned[slots.components[planned] == component]
-            taken = counts.take(_counted_rows(dataset, slots.table_rows[here]))
+            taken = counts.take(self._counted_rows(dataset, slots.table_rows[here]))
             found.tokens[here] = taken.tokens
             for name, rows in found.rows.items():
                 rows[here] = taken.rows[name]
         return found
 
-
-def _counted_rows(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row of the counts of each row of a dataset: its own where it is a part, or its study's."""
-    return rows if isinstance(dataset, PartDataset) else dataset.text_rows(rows)
+    def _counted_rows(self, dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the counts of each row of a dataset: its own, or that of its stored study."""
+        is_own = self.templates is not None or isinstance(dataset, PartDataset)
+        return rows if is_own else dataset.text_rows(rows)

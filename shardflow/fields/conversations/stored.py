@@ -31,8 +31,8 @@ _NUM_CHECKED: Final = 64
 Message = Mapping[str, Any]
 Span: TypeAlias = tuple[int, int]
 """First message of a part of a conversation, and the one behind its last."""
-_checked: set[tuple[str, str, int | None]] = set()
-"""Processors and datasets whose counts this process has compared, and where conversations are split."""
+_checked: set[tuple[str, str]] = set()
+"""Names and owners of the counts that this process has compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def count_conversations(
             stored = StoredConversation.parse(json.loads(members[CONVERSATION_FIELD]))
             if split_at is None:
                 one = stored if spans is None else stored.part((int(spans[place, 0]), int(spans[place, 1])))
-                found.append(_counted(renderer, one, members, entries))
+                found.append(count_ends(renderer, one, members, entries))
             else:
                 found += _split(renderer, stored, members, entries, split_at)
         except (RenderError, RecursionError, KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -238,15 +238,26 @@ def _split(
 
     @cache
     def counted(span: Span) -> ConversationCounts:
-        return _counted(renderer, stored.part(span), members, entries)
+        return count_ends(renderer, stored.part(span), members, entries)
 
     spans = stored.split(split_at, lambda span: int(counted(span).tokens.max()))
     return [replace(counted(span), messages=np.array([span], np.uint32)) for span in spans]
 
 
-def _counted(
-    renderer: Renderer, stored: StoredConversation, members: Mapping[str, bytes], entries: tuple[str, ...]
+def count_ends(
+    renderer: Renderer, stored: StoredConversation, members: Mapping[str, Any], entries: tuple[str, ...]
 ) -> ConversationCounts:
+    """Render a conversation, and return the counts of its ends, one row.
+
+    Args:
+        renderer: Of the model.
+        stored: The conversation.
+        members: Its pictures by name, as stored or of Pillow.
+        entries: As of `picture_entries`.
+
+    Raises:
+        RenderError: It cannot be rendered.
+    """
     found = ConversationCounts.zeros(1, entries)
     ends = stored.render(renderer, members, train_on=())
     for number, (pictures, end) in enumerate(zip(stored.shown(), ends, strict=True)):
@@ -272,10 +283,8 @@ def check_counts(
     Raises:
         ConfigError: They differ.
     """
-    if not len(counts) or (renderer.digest, dataset.text_id, split_at) in _checked:
-        return
-    key = int(renderer.digest[:15], 16)
-    rows = np.unique([derive(key, "checked-counts", number) % len(counts) for number in range(_NUM_CHECKED)])
+    name = counts_name(renderer.digest, split_at)
+    rows = rows_to_check(name, dataset.text_id, len(counts))
     samples = np.searchsorted(counts.first_rows(), rows, side="right") - 1
     entries = tuple(counts.rows)
     num_other = 0
@@ -289,15 +298,43 @@ def check_counts(
             ShortReadError,
         ):  # a damaged sample, which is masked when it comes
             continue
-        pairs = [(found.tokens, stored.tokens), (found.images, stored.images)]
-        pairs += [(found.rows[name], stored.rows[name]) for name in entries]
-        num_other += not all(np.array_equal(one, other) for one, other in pairs)
+        num_other += int(found.differs(stored).sum())
+    option = "" if split_at is None else f" --max-tokens {split_at}"
+    note_checked(name, dataset.text_id, num_other, len(rows), option)
+
+
+def rows_to_check(name: str, owner: str, num_rows: int) -> NDArray[np.int64]:
+    """Return 64 keyed rows of the counts of a name and an owner; none if this process has checked them.
+
+    Args:
+        name: Of the counts, see `counts_name`.
+        owner: Digest of what they belong to.
+        num_rows: Their rows.
+    """
+    if not num_rows or (name, owner) in _checked:
+        return np.zeros(0, np.int64)
+    key = int(name[:15], 16)
+    return np.unique([derive(key, "checked-counts", number) % num_rows for number in range(_NUM_CHECKED)])
+
+
+def note_checked(name: str, owner: str, num_other: int, num_rows: int, option: str) -> None:
+    """Refuse counts of which some rows are others than what is rendered; else note that they were checked.
+
+    Args:
+        name: Of the counts.
+        owner: Digest of what they belong to.
+        num_other: Rows that differ.
+        num_rows: Rows that were compared.
+        option: Of the command that makes them, beside the processor.
+
+    Raises:
+        ConfigError: Some differ.
+    """
     if num_other:
         raise ConfigError(
-            f"{num_other:,} of {len(rows):,} conversations have other numbers of tokens or pictures than "
+            f"{num_other:,} of {num_rows:,} conversations have other numbers of tokens or pictures than "
             "were counted, as another version of transformers may render them; install that version, or "
-            "delete the folder conversations/"
-            f"{counts_name(renderer.digest, split_at)} of the dataset and run: shardflow tokenize DATASET "
-            f"--processor DIR{'' if split_at is None else f' --max-tokens {split_at}'}"
+            f"delete the folder conversations/{name} of the dataset and run: shardflow tokenize DATASET "
+            f"--processor DIR{option}"
         )
-    _checked.add((renderer.digest, dataset.text_id, split_at))
+    _checked.add((name, owner))

@@ -3,15 +3,16 @@
 A template is a list of turns. The text of a turn names what fills it: ``{facts.sex}`` a column,
 ``{findings}`` a field of text or of boxes of the same loader, ``<image:frontal>`` the pictures of a field of
 images or slices; ``{{`` and ``}}`` are braces. Of several phrasings one is drawn by the key of the plan.
-``when`` is an expression over columns and fields; a field is true where the sample has it. Nothing is stored:
-a template changes without a byte of the dataset.
+``when`` is an expression over columns and fields; a field is true where the sample has it. Its last turn may
+have a ``chosen`` and a ``rejected`` answer in place of a text, which makes pairs. Nothing is stored: a
+template changes without a byte of the dataset.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -21,9 +22,11 @@ from numpy.typing import NDArray
 
 from shardflow.config import load_config
 from shardflow.errors import ConfigError
-from shardflow.fields.field import FIELD_NAME, DrawKey, check_choice
+from shardflow.fields.field import FIELD_NAME, DrawKey, Field, check_choice, settings_of
+from shardflow.format.keys import Json, canonical_json, sha256_hex
 
 Coordinates: TypeAlias = Literal["thousandths", "pixels", "model"]
+Draws: TypeAlias = Literal["epoch", "sample"]
 _ROLES: Final = ("system", "user", "assistant")
 _PIECE: Final = re.compile(
     r"(?P<brace>\{\{|\}\})|\{(?P<name>[A-Za-z_][\w.]*)(?::(?P<format>[^{}]*))?\}|<image:(?P<image>\w+)>|(?P<slip>[{}])",
@@ -32,6 +35,7 @@ _PIECE: Final = re.compile(
 _FORMAT: Final = re.compile(r"d|(?:\.\d{1,2})?[fg%]", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _EDGES: Final = ("x0", "y0", "x1", "y1")
+_ENDS: Final = ("chosen", "rejected")
 _WORD: Final = 1 << 64
 _MAX_CHARACTERS: Final = 1 << 16
 _ASKED: Final = "..."
@@ -67,20 +71,35 @@ class Turn:
     """Turn of a template."""
 
     role: Literal["system", "user", "assistant"]
-    text: str | tuple[str, ...]
-    """What is said; of several phrasings one is drawn anew for each sample in each epoch."""
+    text: str | tuple[str, ...] = ()
+    """What is said; of several phrasings one is drawn for each sample, see `Template.draws`."""
     when: str = ""
     """Expression that must be true, else the turn is left out; empty for always."""
     weight: float = 1.0
     """Multiplies the weight of its tokens in the loss."""
+    chosen: str | tuple[str, ...] = ()
+    """In place of ``text``, with ``rejected``: the better answer of a pair."""
+    rejected: str | tuple[str, ...] = ()
+    """The worse answer."""
 
     def __post_init__(self) -> None:
         check_choice("role", self.role, _ROLES)
-        texts: Any = (self.text,) if isinstance(self.text, str) else tuple(self.text)
-        if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
-            raise ConfigError("The text of a turn is one phrasing or a list of them, none of them empty.")
-        object.__setattr__(self, "text", texts)
-        for one in texts:
+        for name in ("text", *_ENDS):
+            given: Any = getattr(self, name)
+            texts = (given,) if isinstance(given, str) else tuple(given)
+            if not all(isinstance(one, str) and one.strip() for one in texts):
+                raise ConfigError(
+                    f"The {name} of a turn is one phrasing or a list of them, none of them empty."
+                )
+            object.__setattr__(self, name, texts)
+        if bool(self.text) == self.is_pair or bool(self.chosen) != bool(self.rejected):
+            raise ConfigError(
+                "A turn has a text, or of a pair a chosen and a rejected answer; write text, or both chosen "
+                "and rejected."
+            )
+        if self.is_pair and self.role != "assistant":
+            raise ConfigError(f"chosen and rejected are answers, of the role 'assistant', got {self.role!r}.")
+        for one in self.phrasings:
             parse_text(one)
         if not isinstance(self.when, str):
             raise ConfigError("when of a turn is an expression, such as \"facts.sex == 'F'\".")
@@ -88,16 +107,33 @@ class Turn:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise ConfigError(f"weight of a turn is a number from 0, got {weight!r}.")
 
+    def __repr__(self) -> str:
+        return _repr(self, later=_ENDS)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it has two answers."""
+        return bool(self.chosen or self.rejected)
+
+    @property
+    def phrasings(self) -> tuple[str, ...]:
+        """All phrasings of its text, or of its answers."""
+        return (*self.text, *self.chosen, *self.rejected)
+
     @property
     def pieces(self) -> list[Piece]:
         """Parts of all phrasings."""
-        return [piece for one in self.text for piece in parse_text(one)]
+        return [piece for one in self.phrasings for piece in parse_text(one)]
 
     @property
     def possible_fields(self) -> set[str]:
         """Names that may be those of fields: they have no dot."""
         named = [one.text for one in self.pieces if one.kind != "text"]
         return {name for name in [*named, *_NAME.findall(self.when)] if FIELD_NAME.fullmatch(name)}
+
+    def first(self) -> Turn:
+        """Return the turn with the first phrasing of its text, or of each answer."""
+        return replace(self, text=self.text[:1], chosen=self.chosen[:1], rejected=self.rejected[:1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +162,9 @@ class Template:
     """How a box is written; ``{label}`` is its label."""
     separator: str = ", "
     """Between boxes."""
+    draws: Draws = "epoch"
+    """Of several phrasings one is drawn for each sample: anew in each ``epoch``, or once for each ``sample``,
+    which a token budget needs, since the tokens of one were counted."""
 
     def __post_init__(self) -> None:
         turns: Any = self.turns
@@ -135,6 +174,7 @@ class Template:
             )
         object.__setattr__(self, "turns", tuple(_turn(one) for one in turns))
         check_choice("coordinates", self.coordinates, ("thousandths", "pixels", "model"))
+        check_choice("draws", self.draws, ("epoch", "sample"))
         words: Any = self.words
         if not isinstance(words, Mapping) or not all(
             isinstance(one, str) and one for pair in words.items() for one in pair
@@ -154,6 +194,26 @@ class Template:
             raise ConfigError(
                 "The first turn is of the role 'user' and the last one of 'assistant'; add what is missing."
             )
+        are_pairs = [one.is_pair for one in self.turns]
+        if are_pairs != sorted(are_pairs):
+            raise ConfigError(
+                "chosen and rejected end a conversation, so no turn with a text follows them; move turns "
+                "with a text before them, or write two answers there too."
+            )
+
+    def __repr__(self) -> str:
+        return _repr(self, later=("draws",))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether it makes pairs of a chosen and a rejected conversation."""
+        return self.turns[-1].is_pair
+
+    @property
+    def varies(self) -> bool:
+        """Whether a sample may have other words in another epoch."""
+        answers = ((one.text, one.chosen, one.rejected) for one in self.turns)
+        return self.draws == "epoch" and any(len(texts) > 1 for each in answers for texts in each)
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -183,7 +243,7 @@ class Template:
 
     def first(self) -> Template:
         """Return the template with the first phrasing of each turn, so that nothing is drawn."""
-        return replace(self, turns=tuple(replace(one, text=one.text[0]) for one in self.turns))
+        return replace(self, turns=tuple(one.first() for one in self.turns))
 
     def without_answer(self) -> Template:
         """Return the template for samples without an answer: the last question that is said is left open."""
@@ -213,19 +273,18 @@ class Template:
             IncompleteError: It has no question, or no answer to the last one.
             ValueError: Two turns of one role follow each other.
         """
-        messages: list[dict[str, Any]] = []
         shown: list[Any] = []
         places: dict[str, range] = {}
-        for number in self._said(is_said):
-            turn = self.turns[number]
-            chosen = turn.text[draw.derive(f"template-{number}") * len(turn.text) // _WORD]
+
+        def written(turn: Turn, texts: Sequence[str], choice: str) -> dict[str, Any]:
+            chosen = texts[draw.derive(choice) * len(texts) // _WORD]
             parts: list[dict[str, Any]] = []
             for piece in parse_text(chosen):
                 if piece.kind == "image":
                     if piece.text not in places:
                         found = pictures(piece.text)
                         places[piece.text] = range(len(shown), len(shown) + len(found))
-                        shown += found
+                        shown.extend(found)
                     parts += [{"type": "image", "image": place} for place in places[piece.text]]
                     continue
                 said = piece.text if piece.kind == "text" else value(piece.text, piece.format)
@@ -234,10 +293,30 @@ class Template:
                 else:
                     parts.append({"type": "text", "text": said})
             weight = {} if turn.weight == 1 else {"weight": turn.weight}
-            messages.append({"role": turn.role, "content": parts, **weight})
-        _check_order([one["role"] for one in messages])
+            return {"role": turn.role, "content": parts, **weight}
+
+        messages: list[dict[str, Any]] = []
+        answers: dict[str, list[dict[str, Any]]] = {}
+        roles = []
+        for number in self._said(is_said):
+            turn, choice = self.turns[number], f"template-{number}"
+            roles.append(turn.role)
+            if turn.is_pair:
+                ends = (turn.chosen, turn.rejected)
+                answers = {
+                    name: [written(turn, texts, f"{choice}-{name}")]
+                    for name, texts in zip(_ENDS, ends, strict=True)
+                }
+            else:
+                messages.append(written(turn, turn.text, choice))
+        _check_order(roles)
+        if self.has_pairs and not answers:
+            raise IncompleteError("no pair of the template applies to it")
+        if answers and answers["chosen"] == answers["rejected"]:
+            raise IncompleteError("its chosen and its rejected answer are the same", "rejected")
+        kind = "preference" if answers else "conversation"
         images = [{"member": str(place)} for place in range(len(shown))]
-        return {"format_version": 1, "kind": "conversation", "messages": messages, "images": images}, shown
+        return {"format_version": 1, "kind": kind, "messages": messages, **answers, "images": images}, shown
 
     def _said(self, is_said: Sequence[bool]) -> list[int]:
         """Return the numbers of the turns that are said: up to the last question if its answer is asked."""
@@ -308,6 +387,24 @@ def load_template(given: Any) -> Template:
     raise ConfigError(f"template is the path of a TOML file or an sf.Template, got {type(given).__name__}.")
 
 
+def template_digest(template: Template, named: Mapping[str, Field]) -> str:
+    """Return the identity of a template, with the fields that it names as an evaluation takes them.
+
+    Args:
+        template: The template.
+        named: Those fields, and the fields that they depend on, by name.
+    """
+    fields: dict[str, Json] = {
+        name: {
+            "type": one.type_name or type(one).__qualname__,
+            # What a sample lacks makes no conversation of it, whatever becomes of its slot.
+            "settings": {**settings_of(replace(one.for_evaluation(), missing="pad"))},
+        }
+        for name, one in named.items()
+    }
+    return sha256_hex(canonical_json({"template": repr(template), "fields": fields}))
+
+
 @lru_cache(maxsize=1 << 10)
 def parse_text(text: str) -> tuple[Piece, ...]:
     """Split the text of a turn.
@@ -366,11 +463,11 @@ def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
 def _turn(given: Any) -> Turn:
     if isinstance(given, Turn):
         return given
-    known = ("role", "text", "when", "weight")
-    if not isinstance(given, Mapping) or not {*given} <= {*known} or not {"role", "text"} <= {*given}:
+    known = {one.name for one in fields(Turn)}
+    if not isinstance(given, Mapping) or not {*given} <= known or "role" not in given:
         raise ConfigError(
-            "A turn has role and text, and may have when and weight, such as {'role': 'user', 'text': "
-            "'What is seen?'}."
+            "A turn has role and text, or chosen and rejected, and may have when and weight, such as "
+            "{'role': 'user', 'text': 'What is seen?'}."
         )
     return Turn(**given)
 
@@ -384,3 +481,14 @@ def _check_order(roles: Sequence[str]) -> None:
             raise ValueError("turns of one role follow each other in its template; check their conditions")
     if spoken[-1] == "user":
         raise IncompleteError("no answer of the template applies to it")
+
+
+def _repr(given: Turn | Template, *, later: Sequence[str]) -> str:
+    """Return what identifies a turn or template; a setting that came later is left out at its default.
+
+    Identities of runs hold it, so that those from before the setting can be resumed.
+    """
+    values = {one.name: getattr(given, one.name) for one in fields(given)}
+    defaults = {one.name: one.default for one in fields(given)}
+    shown = [f"{name}={one!r}" for name, one in values.items() if name not in later or one != defaults[name]]
+    return f"{type(given).__name__}({', '.join(shown)})"

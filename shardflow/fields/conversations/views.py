@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -13,14 +14,15 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
-from shardflow.fields.conversations.templates import IncompleteError, Template
-from shardflow.fields.field import BoundField, DrawKey, Field, FieldContext
+from shardflow.fields.conversations.templates import IncompleteError, Template, template_digest
+from shardflow.fields.field import BoundField, DrawKey, Field, FieldContext, with_dependencies
 from shardflow.fields.previous import BoundPrevious
 from shardflow.fields.types.pictures import Image, Slices
 from shardflow.fields.types.regions import Boxes
 from shardflow.fields.types.text import Text
 from shardflow.fields.where import own_columns
 from shardflow.format import Dataset
+from shardflow.format.counts import CountedTemplate
 from shardflow.format.facts.columns import Columns, ColumnValues, open_columns
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
@@ -47,6 +49,7 @@ class TemplateValues:
 
     Attributes:
         digests: SHA-256 of the tables whose columns it names.
+        digests_of: Those of each dataset.
         tables: Names of the attached ones.
 
     Raises:
@@ -78,9 +81,10 @@ class TemplateValues:
                 self._check_boxes(name, one)
         self._check_whole(context)
         columns = [name for name in self._named_columns() if name in every]
-        self.digests: list[str] = list(
-            dict.fromkeys(filter(None, (one.digest(name) for one in self._columns for name in columns)))
-        )
+        self.digests_of: list[tuple[str, ...]] = [
+            tuple(dict.fromkeys(filter(None, map(one.digest, columns)))) for one in self._columns
+        ]
+        self.digests: list[str] = list(dict.fromkeys(chain.from_iterable(self.digests_of)))
         owners = dict.fromkeys(name.partition(".")[0] for name in columns)
         self.tables: list[str] = [name for name in owners if any(name in one.tables for one in datasets)]
 
@@ -96,6 +100,37 @@ class TemplateValues:
             lambda name, form: self._written(name, form, sample),
             lambda name: self._pictures(name, entries),
         )
+
+    def counted_by(self, name: str, names: Sequence[str], context: FieldContext) -> list[CountedTemplate]:
+        """Return what decides the conversations of each dataset.
+
+        Args:
+            name: Of the field of conversations, for messages.
+            names: Fields that it depends on.
+            context: The fields that are already bound.
+
+        Raises:
+            ConfigError: A sample may be of another length in another epoch.
+        """
+        if self._template.varies:
+            raise ConfigError(
+                f"The template of the field {name!r} has several phrasings and draws one anew in each epoch, "
+                'while a token budget knows the tokens of one; write draws = "sample" in it.'
+            )
+        named = _named_specs(names, context)
+        drawn = next((one for one, spec in named.items() if getattr(spec, "sizes", ())), None)
+        if drawn is not None:
+            raise ConfigError(
+                f"The field {drawn!r} draws a size in each epoch, while a token budget knows the tokens of "
+                "one; write num_slices and size in place of sizes."
+            )
+        digest = template_digest(self._template, named)
+        bound = (context.bound[one] for one in named)
+        others = [one.named_by for one in bound if isinstance(one, BoundPrevious)][:1]
+        return [
+            CountedTemplate(digest=digest, tables=(*tables, *(each[place] for each in others)))
+            for place, tables in enumerate(self.digests_of)
+        ]
 
     def _named_columns(self) -> list[str]:
         asked = [name for one in self._conditions if one is not None for name in sorted(one.names)]
@@ -227,6 +262,17 @@ def _spec(bound: BoundField) -> Field | None:
     found: Any = bound.of if isinstance(bound, BoundPrevious) else bound
     spec: Field | None = getattr(found, "spec", None)
     return spec
+
+
+def _named_specs(names: Sequence[str], context: FieldContext) -> dict[str, Field]:
+    """Return the bound fields of some names, and those that they depend on, by name."""
+    found = {}
+    for name, bound in context.bound.items():
+        spec = _spec(bound)
+        if spec is not None:
+            # What a field of another study was bound from is that study's own.
+            found[name] = replace(spec, study=bound.study) if isinstance(bound, BoundPrevious) else spec
+    return {name: found[name] for name in sorted(with_dependencies(found, names))}
 
 
 def _check_name(name: str, known: Sequence[str], what: str) -> None:

@@ -276,7 +276,16 @@ class ConversationReader:
         raise LineError(LineReason.MISSING_FIELD)
 
     def _alpaca(self, fields: Mapping[str, Any]) -> tuple[Turn, ...]:
-        turns = list(self._system(fields))
+        output = _text(self._value(fields, "output"))
+        return (
+            *self._system(fields),
+            *self._instruction(fields),
+            Turn("assistant", self._content(output)),
+        )
+
+    def _instruction(self, fields: Mapping[str, Any]) -> tuple[Turn, ...]:
+        """Read what comes before the answer of a line of Alpaca."""
+        turns: list[Turn] = []
         history = self._value(fields, "history") or []
         if not isinstance(history, list):
             raise LineError(LineReason.WRONG_TYPE)
@@ -286,8 +295,7 @@ class ConversationReader:
             turns += [Turn("user", self._content(pair[0])), Turn("assistant", self._content(pair[1]))]
         instruction, given = _text(self._value(fields, "instruction")), self._value(fields, "input")
         asked = f"{instruction}\n\n{_text(given)}" if given else instruction
-        output = _text(self._value(fields, "output"))
-        return (*turns, Turn("user", self._content(asked)), Turn("assistant", self._content(output)))
+        return (*turns, Turn("user", self._content(asked)))
 
     def _preference(self, fields: Mapping[str, Any], form: str) -> Conversation:
         answers = self._value(fields, "chosen"), self._value(fields, "rejected")
@@ -318,11 +326,11 @@ class ConversationReader:
         return Conversation(form=form, kind="prompt", messages=before, answer=answer)
 
     def _before(self, fields: Mapping[str, Any]) -> tuple[Turn, ...]:
-        """Read the prompt of an answer, else its messages; empty if there is neither."""
+        """Read what comes before an answer: a prompt, messages or an instruction; empty if there is none."""
         for what, role in (("prompt", "user"), ("turns", None)):
             if self._has(fields, what):
                 return self._turns(self._value(fields, what), role)
-        return ()
+        return self._instruction(fields) if self._has(fields, "instruction") else ()
 
     def _document(self, fields: Mapping[str, Any], form: str) -> Conversation:
         texts = self._value(fields, "texts")

@@ -7,6 +7,7 @@ for each part and each shard.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,9 @@ from shardflow.format.reasons import OUTCOMES, OutcomeCounts
 from shardflow.format.samples import SamplesTable
 from shardflow.format.shard_files import write_file, write_samples
 from shardflow.format.table import Table
-from shardflow.packing.corpora.config import IMAGE_REASONS, REASON_TABLE
+from shardflow.packing.corpora.config import IMAGE_REASONS, PACKED, REASON_TABLE, REASONS, LineReason
 from shardflow.packing.corpora.duplicates import ResolveTask, ScanDone, num_buckets, write_existing
-from shardflow.packing.corpora.inputs import InputFile, PartTask, list_path, write_list
+from shardflow.packing.corpora.inputs import InputFile, PartTask, bad_lines_path, list_path, write_list
 from shardflow.packing.corpora.parts import (
     Finished,
     NumberTask,
@@ -43,7 +44,7 @@ from shardflow.packing.engines.base import Task, TaskDone, decode
 from shardflow.packing.versions.base import shard_number
 from shardflow.packing.versions.files import remove_strangers, samples_path, shard_order
 from shardflow.packing.workspace import CrashLog, reason_of_failure
-from shardflow.storage import LocalStore
+from shardflow.storage import LocalStore, write_atomic
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 _CLASSES: Final = dict(REASON_TABLE)
 _BLOCK_ROWS: Final = 1 << 20
+_MAX_LISTED: Final = 10_000
+"""Lines of each reason in the list of bad lines."""
 _COUNT: Final = "/count"
 """Suffix of the key of a part in the crash log: counting its lines failed as well."""
 
@@ -210,8 +213,10 @@ class Execution:
             StorageError: Something cannot be written.
         """
         if not tally.counts["PACKED"]:
+            listed = bad_lines_path(self.workspace.private, self.plan.digest).name
             raise ConfigError(
-                f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them."
+                f"the inputs hold no line that can be packed ({unpacked(tally.counts)}); correct them. "
+                f"{listed} in private_dir lists them, with what to do."
             )
         output, base = self.workspace.output, self.base
         number = 1 if base is None else base.manifest_version + 1
@@ -272,6 +277,54 @@ class Execution:
         self.progress.phase("manifest", 0)
         commit(store, manifest)
         return manifest
+
+    def list_bad_lines(self, tally: Tally) -> None:
+        """Write the list of the lines that are not packed, with what to do, into the private folder.
+
+        It has the first ones of each reason; the others are counted.
+
+        Raises:
+            StorageError: It cannot be written, or the outcomes cannot be read.
+        """
+        path = bad_lines_path(self.workspace.private, self.plan.digest)
+        if not unpacked(tally.counts):
+            path.unlink(missing_ok=True)
+            return
+        found: Counter[int] = Counter()
+        lines = (f"{json.dumps(line)}\n".encode("ascii") for line in self._bad_lines(tally, found))
+        write_atomic(path, lines, replace=True, mode=0o600)
+
+    def _bad_lines(self, tally: Tally, found: Counter[int]) -> Iterator[dict[str, Any]]:
+        """Yield what the list says of each line, and at the end how many it leaves out."""
+        before: Counter[int] = Counter()
+        for part, (pieces, record) in enumerate(zip(self.plan.parts, tally.records, strict=True), start=1):
+            stops, start = np.cumsum(record.num_lines), 0
+            for block in outcome_blocks(part_folder(self.workspace.work / "parts", part), record):
+                codes = np.frombuffer(block, np.uint8)
+                listed: list[int] = []
+                for code in np.unique(codes[codes != PACKED]).tolist():
+                    here = np.flatnonzero(codes == code)
+                    listed += here[: max(_MAX_LISTED - found[code], 0)].tolist()
+                    found[code] += len(here)
+                for place in sorted(listed):
+                    number = int(np.searchsorted(stops, start + place, side="right"))
+                    piece, first = pieces[number], int(stops[number]) - record.num_lines[number]
+                    name, outcome = REASON_TABLE[int(codes[place])]
+                    info = REASONS[LineReason(name)]
+                    yield {
+                        "path": piece.path,
+                        "line": before[piece.index] + start + place - first + 1,
+                        "outcome": outcome,
+                        "reason": name,
+                        "problem": info.meaning,
+                        "remedy": info.remedy,
+                    }
+                start += len(codes)
+            for piece, count in zip(pieces, record.num_lines, strict=True):
+                before[piece.index] += count
+        for code, count in sorted(found.items()):
+            if count > _MAX_LISTED:
+                yield {"reason": REASON_TABLE[code][0], "num_not_listed": count - _MAX_LISTED}
 
     @property
     def _has_scan(self) -> bool:

@@ -318,6 +318,11 @@ def list_path(private: Path, plan_digest: str) -> Path:
     return private / f"corpus-{plan_digest[:16]}.jsonl"
 
 
+def bad_lines_path(private: Path, plan_digest: str) -> Path:
+    """Return the path of the list of a version's lines that are not packed."""
+    return private / f"bad-lines-{plan_digest[:16]}.jsonl"
+
+
 def write_list(path: Path, files: Iterable[InputFile]) -> None:
     """Write the list of a version's files.
 

@@ -16,7 +16,14 @@ from shardflow.errors import ConfigError
 from shardflow.format.manifest import Manifest, load, versions
 from shardflow.format.shard_files import package_versions
 from shardflow.packing.corpora.execution import Execution, run_all, unpacked
-from shardflow.packing.corpora.inputs import InputFile, build_plan, discover, list_path, read_list
+from shardflow.packing.corpora.inputs import (
+    InputFile,
+    bad_lines_path,
+    build_plan,
+    discover,
+    list_path,
+    read_list,
+)
 from shardflow.packing.corpora.parts import HANDLERS, CorpusSetup, InspectDone, InspectTask
 from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
@@ -60,6 +67,8 @@ class CorpusSummary:
     """Lines by reason code, for those that are not packed."""
     forms: dict[str, int] = field(default_factory=dict)
     """Packed conversations by form."""
+    bad_lines: str = ""
+    """Name of the list of the lines that are not packed, in the private folder; empty if all are."""
     dataset_id: str | None = None
     manifest_version: int | None = None
     splits: dict[str, int] = field(default_factory=dict)
@@ -234,6 +243,7 @@ class _Job:
             known=known,
         )
         tally = execution.pack()
+        execution.list_bad_lines(tally)
         facts: dict[str, Any] = {"num_parts": len(plan.parts), "num_parts_kept": tally.num_kept}
         if tally.is_over(self.config.policy.max_quarantined_share):
             self.progress.phase("done", 0)
@@ -241,6 +251,7 @@ class _Job:
                 status="quarantine_limit",
                 inputs={"total": tally.num_lines, **tally.outcomes},
                 reasons=unpacked(tally.counts),
+                bad_lines=self._bad_lines(plan.digest),
                 **self._costs(len(files)),
                 **facts,
             )
@@ -262,7 +273,14 @@ class _Job:
     ) -> CorpusSummary:
         self.workspace.remove_work()
         self.progress.phase("done", 0)
-        return CorpusSummary.of_manifest(status, manifest, **self._costs(num_files), **facts)
+        listed = self._bad_lines(str(manifest.extra["plan_digest"]))
+        return CorpusSummary.of_manifest(
+            status, manifest, bad_lines=listed, **self._costs(num_files), **facts
+        )
+
+    def _bad_lines(self, plan_digest: str) -> str:
+        path = bad_lines_path(self.workspace.private, plan_digest)
+        return path.name if path.exists() else ""
 
     def _costs(self, num_files: int) -> dict[str, Any]:
         return {

@@ -143,6 +143,7 @@ def test_an_earlier_exchange_of_alpaca_comes_first() -> None:
 
 PREFERENCES: list[dict[str, Any]] = [
     {"prompt": "Effusion?", "chosen": "Yes.", "rejected": "No."},
+    {"instruction": "Effusion?", "input": "", "chosen": "Yes.", "rejected": "No."},
     {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
     {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]},
     {"chosen": [USER, YES], "rejected": [USER, NO]},
