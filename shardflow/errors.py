@@ -10,6 +10,7 @@
     |   +-- ShortReadError       an object ends before the requested range
     |   +-- ObjectChangedError   an object changed since it was first read
     |   +-- NoListingError       the store cannot list its objects (plain HTTP)
+    |   +-- ProofError           a store holds other bytes than those that were signed; exit code 2
     +-- FormatError              the bytes of a dataset violate its format
     |   +-- ChecksumError        a digest or crc32c differs
     |   +-- ManifestError        the manifest is missing, unreadable or not trustworthy
@@ -94,6 +95,12 @@ class ObjectChangedError(StorageError):
 
 class NoListingError(StorageError):
     """The store cannot list its objects."""
+
+
+class ProofError(StorageError):
+    """A store holds other bytes than those that were signed (exit code 2)."""
+
+    exit_code = 2
 
 
 class FormatError(ShardflowError):

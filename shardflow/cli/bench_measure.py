@@ -17,7 +17,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +29,7 @@ from shardflow.fields.registry import FieldSet
 from shardflow.fields.types.members import is_image_field
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format import Dataset, array_header, decode_array
+from shardflow.format.opencv import opencv
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.binding import bind_fields, bind_transform
 from shardflow.loading.selection import Selection
@@ -286,6 +286,7 @@ class _Bench:
 def _decode(payload: tuple[str, NDArray[np.uint8]], out: NDArray[np.uint8] | None = None) -> NDArray[Any]:
     codec, data = payload
     if codec == _IMAGE:
+        cv2 = opencv()
         picture = cv2.imdecode(data, cv2.IMREAD_COLOR)
         if picture is None:
             raise ChecksumError(_DAMAGED)

@@ -23,7 +23,7 @@ from typing import Final
 
 from shardflow._version import __version__
 from shardflow.cli.common import CommandParser, HelpFormatter
-from shardflow.errors import ConfigError, PlanError, ShardflowError, SignatureError
+from shardflow.errors import ConfigError, PlanError, ProofError, ShardflowError, SignatureError
 from shardflow.logs import describe_exception
 
 EXIT_FAILED = 1
@@ -147,7 +147,7 @@ COMMANDS: Final = {
     ),
 }
 EXTRAS: Final = {
-    "pack": "ahocorasick edfio highdicom imagecodecs nibabel pyarrow pydicom rapidfuzz",
+    "pack": "ahocorasick cv2 edfio highdicom imagecodecs nibabel pyarrow pydicom rapidfuzz",
     "view": "PIL",
     "wfdb": "wfdb",
     "train": "safetensors tensorboard tokenizers torch transformers",
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = build_parser(name).parse_args(arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
-    except (ConfigError, PlanError, SignatureError) as error:
+    except (ConfigError, PlanError, ProofError, SignatureError) as error:
         return _fail(error.message, EXIT_CONFIGURATION, as_json=as_json)
     except ShardflowError as error:
         return _fail(error.message, EXIT_FAILED, as_json=as_json)

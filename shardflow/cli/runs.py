@@ -17,13 +17,13 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
-from shardflow.monitoring import MetricsServer, parse_address, read_metrics_text, require_prometheus
+from shardflow.monitoring import MetricsServer, read_metrics_text, require_prometheus
 from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.history import RunFile, read_settings
 from shardflow.monitoring.lines import MetricsTail, damage_note, refuse_dataset
 from shardflow.monitoring.verdict.judging import judge_each
 from shardflow.telemetry import Verdict
-from shardflow.viewing.web import is_loopback, new_token, read_token
+from shardflow.viewing.web import new_token, read_token
 
 GOODPUT_DESCRIPTION = """\
 Splits the time of a training run, over all its starts, into steps that count, waiting for data, checkpoints,
@@ -134,12 +134,14 @@ def _judge(found: Iterable[list[Verdict]]) -> tuple[list[Verdict], list[tuple[in
 METRICS_DESCRIPTION = """\
 Serves the numbers of a training run under /metrics, as a run with [monitor] prometheus does itself: for a run
 that was started without it, from another machine that sees its folder, and on after the run has ended. The
-folder may still be empty. Only numbers are served. On an address beyond this machine (--listen) scrapers need
-a token: the one in the printed address, that of --token-file, or, with --no-token, none.
+folder may still be empty. Only numbers are served. Scrapers need a token, because other users of this machine
+reach its ports too: the one in the printed address, which is new at each start, or that of --token-file, for
+a scrape configuration; with --no-token none.
 """
 METRICS_EXAMPLES = """\
 examples:
   shardflow metrics run
+  shardflow metrics run --token-file scrape.token
   shardflow metrics run --listen 0.0.0.0:9464 --token-file scrape.token
   shardflow metrics run --once
 """
@@ -157,7 +159,7 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument(
-        "--token-file", metavar="FILE", help="ask scrapers for the token in this file, on any address"
+        "--token-file", metavar="FILE", help="ask scrapers for the token in this file, not for a new one"
     )
     tokens.add_argument("--no-token", action="store_true", help="serve everybody who reaches the address")
     parser.add_argument(
@@ -179,8 +181,7 @@ def run_metrics(arguments: argparse.Namespace) -> int:
     if arguments.token_file is not None:
         token = read_token(arguments.token_file, "--token-file")
     else:
-        is_open = arguments.no_token or is_loopback(parse_address(arguments.listen, "--listen")[0])
-        token = "" if is_open else new_token()
+        token = "" if arguments.no_token else new_token()
     with MetricsServer(arguments.folder, arguments.listen, asked_by="--listen", token=token) as server:
         show_lines([f"Metrics are at {server.url} until Ctrl-C."])
         sys.stdout.flush()

@@ -22,10 +22,15 @@ and its signature beside it; plain ssh-keygen and sha256sum check both.
 A next version (append, remove, compact) is not signed, and a table that is attached later is not covered:
 sign again after that. Readers that trust keys (signed_by=, data.trusted_keys, verify --signature) refuse what
 no trusted key has signed.
+
+A signature covers shards as a whole, and training reads fields of them. With --fields the SHA-256 of each
+field is signed too: readers that trust keys and have a cache compare it, so that a block that somebody forged
+in a cache, its crc32c included, is found. Every shard is read once for that.
 """
 EXAMPLES = """\
 examples:
   shardflow sign my-dataset --key release-key
+  shardflow sign my-dataset --key release-key --fields
   shardflow sign s3://bucket/my-dataset --key ~/.ssh/id_ed25519.pub
 
 A key is made by ssh-keygen -t ed25519 -f release-key. Plain tools check a signature in the dataset's folder:
@@ -44,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="private Ed25519 key of OpenSSH, or the .pub file of one in ssh-agent",
     )
     parser.add_argument("--version", type=positive_number, metavar="N", help="version to sign (the newest)")
+    parser.add_argument("--fields", action="store_true", help="sign a digest of each field too")
     add_json(parser)
 
 
@@ -53,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     from shardflow.storage import open_store
 
     store = open_store(existing_dataset(arguments.dataset))
-    report = sign_dataset(store, arguments.key, version=arguments.version)
+    report = sign_dataset(store, arguments.key, version=arguments.version, with_digests=arguments.fields)
     lines = [
         f"version {report.manifest_version}: {report.dataset_id}",
         f"signed: {counted(report.num_files, 'manifest')} with {report.signer}",
+        f"digests of fields: {'signed' if report.has_digests else 'none (--fields)'}",
         report.path if report.is_new else f"nothing to do: {report.path} says the same",
     ]
     write_result(arguments, asdict(report), lines)

@@ -7,19 +7,23 @@ interpreter's lock meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
 
 import blosc2  # noqa: F401 - 0.3 s, which neither the first batch nor every forked worker should wait for
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import ConfigError, FormatError
 from shardflow.format import array_header, decode_array
 from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
+from shardflow.format.opencv import opencv
 from shardflow.format.slice_codecs.png16 import PNG_SIGNATURE, holds_its_chunks
+
+with contextlib.suppress(ConfigError):  # likewise, where it is installed
+    opencv()
 
 _STEP = 1 << 20
 
@@ -153,6 +157,7 @@ def convert_slice(source: NDArray[Any], target: NDArray[Any], scratch: Scratch) 
     if source.shape != target.shape:
         if source.dtype not in _CV_RESIZE_DTYPES:
             source = source.astype(np.float64)
+        cv2 = opencv()
         # First shrink, by area, so that nothing aliases; then grow.
         common = (min(source.shape[0], target.shape[0]), min(source.shape[1], target.shape[1]))
         if common not in (source.shape, target.shape):
@@ -225,6 +230,7 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
         raise FormatError("no JPEG or PNG of a known size")
     if payload[:8].tobytes() == PNG_SIGNATURE and not holds_its_chunks(payload.data):
         raise FormatError("a PNG that ends early")
+    cv2 = opencv()
     flags = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
     flags |= cv2.IMREAD_COLOR if header.has_color else cv2.IMREAD_GRAYSCALE
     try:
@@ -238,7 +244,7 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 def _resize(source: NDArray[Any], target: NDArray[Any], interpolation: int) -> NDArray[Any]:
-    cv2.resize(source, (target.shape[1], target.shape[0]), dst=target, interpolation=interpolation)
+    opencv().resize(source, (target.shape[1], target.shape[0]), dst=target, interpolation=interpolation)
     return target
 
 
@@ -248,6 +254,7 @@ def _luminance(source: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
     if source.dtype not in _CV_COLOUR_DTYPES:
         source = source.astype(np.float32)
     grey = scratch.array("grey", source.shape[:2], source.dtype)
+    cv2 = opencv()
     cv2.cvtColor(source, cv2.COLOR_RGB2GRAY, dst=grey)
     return grey
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format.opencv import opencv
 from shardflow.format.slice_codecs import b2nd, htj2k, npy, png16
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -235,6 +236,8 @@ def decode_field(field: str, data: Payload) -> Any:
             return bytes(data).decode("utf-8")
         if kind in {"jpg", "webp"}:
             return _decode_picture(bytes(data))
+    except ConfigError:  # a ValueError as well
+        raise
     except (ValueError, RecursionError) as error:
         raise FormatError(f"a .{kind} field must decode, got {type(error).__name__}.") from None
     if _offered_codec(kind) is not None:
@@ -244,9 +247,7 @@ def decode_field(field: str, data: Payload) -> Any:
 
 def _decode_picture(data: bytes) -> NDArray[np.uint8]:
     """Decode a thumbnail, JPEG or WebP: ``(rows, columns)`` gray or ``(rows, columns, 3)`` RGB."""
-    # The import takes 0.2 s, which only users of pictures should pay.
-    import cv2
-
+    cv2 = opencv()
     pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
     if pixels is None:
         raise ValueError

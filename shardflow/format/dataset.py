@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
+from shardflow.format.field_digests import FieldDigests
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import parse_slice_field, slice_field, volume_field
@@ -61,10 +62,11 @@ class DatasetBlocks:
     Args:
         dataset: The dataset; its samples table need not be open yet.
         block_bytes: Largest block of several fields.
+        digests: With which what is read is proven; None proves nothing.
     """
 
-    def __init__(self, dataset: Dataset, *, block_bytes: int) -> None:
-        self._dataset, self._manifest = dataset, dataset.manifest
+    def __init__(self, dataset: Dataset, *, block_bytes: int, digests: FieldDigests | None) -> None:
+        self._dataset, self._manifest, self._digests = dataset, dataset.manifest, digests
         self._block_bytes = block_bytes
         shards = dataset.manifest.shards
         self._shards = {entry.path: place for place, entry in enumerate(shards)}
@@ -80,6 +82,9 @@ class DatasetBlocks:
             index, rows = self._manifest.shards[place].index, self._rows(place)
             units = (rows.start, rows.stop)
             return ObjectBlocks.whole(index.sha256, index.num_bytes, space=space, units=units)
+        table = None if self._digests is None else self._digests.paths.get(path)
+        if table is not None:
+            return ObjectBlocks.whole(table.sha256, table.num_bytes, space=space)
         place = self._shards.get(path)
         return None if place is None else self._of_shard(place)
 
@@ -97,31 +102,19 @@ class DatasetBlocks:
         row_of_sample[inside[known]] = np.arange(rows.start, rows.stop)[known]
         first: NDArray[np.int64] = index.first_field.astype(np.int64)
         units = np.repeat(row_of_sample, first[1:] - first[:-1])
-        offsets, sizes = index.field_offsets.astype(np.int64), index.field_num_bytes.astype(np.int64)
-        checksums, block_bytes = index.field_crc32c, self._block_bytes
+        pieces, block_bytes = index.pieces(), self._block_bytes
         if index.bricks is not None:
             block_bytes = max(block_bytes // _BRICK_BLOCK_PART, 1)
-            # The pieces of a volume are its bricks, so that a crop fetches few others.
-            volumes = index.bricks.fields
-            others = np.setdiff1d(np.arange(index.num_fields), volumes)
-            bricks = [index.volume(field) for field in volumes.tolist()]
-            counts = [len(volume.starts) for volume in bricks]
-            offsets = np.concatenate([offsets[others], *(volume.starts for volume in bricks)])
-            stored = [volume.columns["num_bytes"].astype(np.int64) for volume in bricks]
-            sizes = np.concatenate([sizes[others], *stored])
-            checksums = np.concatenate([checksums[others], *(volume.columns["crc32c"] for volume in bricks)])
-            units = np.concatenate([units[others], np.repeat(units[volumes], counts)])
-            has_bytes = sizes > 0
-            offsets, sizes = offsets[has_bytes], sizes[has_bytes]
-            checksums, units = checksums[has_bytes], units[has_bytes]
+        digests = None if self._digests is None else self._digests.of_shard(place, len(pieces.offsets))
         return ObjectBlocks.of_pieces(
             self._manifest.shards[place].sha256,
-            offsets,
-            sizes,
-            checksums,
+            pieces.offsets,
+            pieces.num_bytes,
+            pieces.crc32c,
+            digests=digests,
             block_bytes=block_bytes,
             space=self._manifest.dataset_id,
-            units=units,
+            units=units[pieces.fields],
         )
 
     def _rows(self, place: int) -> range:
@@ -172,14 +165,15 @@ class Dataset:
 
     def __init__(self, store: ByteStore, manifest: Manifest, tables: AttachedTables | None = None) -> None:
         trust = trust_of(store)
-        if trust is not None:
-            trust.admit(store, manifest)  # before anything that the manifest names is read
+        signed = {} if trust is None else trust.admit(store, manifest).files  # before anything named is read
         self.store = _located(store, manifest)
         self.manifest = manifest
         self.dataset_id = manifest.dataset_id
         self.manifest_version = manifest.manifest_version
         if isinstance(self.store, CachedStore):
-            self.store.bind(DatasetBlocks(self, block_bytes=self.store.cache.config.block_bytes))
+            digests = FieldDigests.where_signed(self.store, self.dataset_id, signed)
+            block_bytes = self.store.cache.config.block_bytes
+            self.store.bind(DatasetBlocks(self, block_bytes=block_bytes, digests=digests))
         entry = manifest.samples
         buffer = own_bytes(self.store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
         self.studies = self.samples = SamplesTable(Table(buffer, name=entry.path))

@@ -52,6 +52,17 @@ class FieldLocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """What readers of a shard read by itself and check, in no order: four arrays of one length."""
+
+    offsets: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+    crc32c: NDArray[np.uint32]
+    fields: NDArray[np.int64]
+    """Number of the field that each one belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextPlaces:
     """Places of the texts of some samples in their shards."""
 
@@ -294,6 +305,24 @@ class ShardIndex:
             np.where(fields >= 0, self.field_num_bytes[fields], 0).astype(np.int64),
             self.field_crc32c[fields],
         )
+
+    def pieces(self) -> Pieces:
+        """Return what readers read by itself and check: fields; of a volume in bricks, each stored brick."""
+        offsets, sizes = self.field_offsets.astype(np.int64), self.field_num_bytes.astype(np.int64)
+        fields, checksums = np.arange(self.num_fields), self.field_crc32c
+        if self.bricks is None:
+            return Pieces(offsets, sizes, checksums, fields)
+        volumes = self.bricks.fields.astype(np.int64)
+        others = np.setdiff1d(fields, volumes)
+        bricks = [self.volume(field) for field in volumes.tolist()]
+        counts = [len(volume.starts) for volume in bricks]
+        offsets = np.concatenate([offsets[others], *(volume.starts for volume in bricks)])
+        stored = [volume.columns["num_bytes"].astype(np.int64) for volume in bricks]
+        sizes = np.concatenate([sizes[others], *stored])
+        checksums = np.concatenate([checksums[others], *(volume.columns["crc32c"] for volume in bricks)])
+        fields = np.concatenate([others, np.repeat(volumes, counts)])
+        has_bytes = sizes > 0
+        return Pieces(offsets[has_bytes], sizes[has_bytes], checksums[has_bytes], fields[has_bytes])
 
     def volume(self, field: int) -> BrickVolume:
         """Return the bricks of a volume by the number of its field.

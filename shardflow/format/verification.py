@@ -26,6 +26,7 @@ from shardflow.format.entities import EntityManifest, EntityTable
 from shardflow.format.facts.series import SeriesManifest, SeriesTable
 from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
+from shardflow.format.field_digests import FieldDigestsManifest, digests_of
 from shardflow.format.foreign.places import located
 from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LineOutcomes, verify_ledger
@@ -488,6 +489,12 @@ def _check_beside(
         elif isinstance(manifest, TableManifest):
             with _Collecting(damages):
                 _check_table(store, sidecar, manifest, samples.get(manifest.dataset_id))
+        elif isinstance(manifest, FieldDigestsManifest):
+            for number, expected in enumerate(_expected_tables(sidecar, manifest)):
+                with _Collecting(damages):
+                    table = open_table(store, expected)
+                    with checking(expected.path):
+                        digests_of(table, manifest.dataset_id, number)
 
 
 def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:

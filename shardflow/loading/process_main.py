@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from shardflow.errors import ConfigError
+from shardflow.format.opencv import opencv
 from shardflow.loading.batch import Batch
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedPool, error_to_json
 from shardflow.loading.loader import Loader
@@ -54,9 +56,8 @@ def main(fileno: int, parent: int, *, dies_with_thread: bool) -> None:
 def _serve(channel: Channel, trainer: int) -> None:
     try:
         setup = channel.receive_setup()
-        import cv2
-
-        cv2.setNumThreads(1)  # parallelism comes from our own threads
+        with suppress(ConfigError):  # not installed
+            opencv().setNumThreads(1)  # parallelism comes from our own threads
         loader = Loader(**setup["loader"])
         # Only from here on: what a loader logs when it is made, the trainer's own has logged.
         logging.getLogger().addHandler(_Forwarding(channel))

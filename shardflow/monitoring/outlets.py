@@ -31,7 +31,7 @@ from shardflow.monitoring.lines import MetricsLine, MetricsTail
 from shardflow.monitoring.prometheus import MetricsServer, parse_address, require_prometheus
 from shardflow.storage import write_atomic
 from shardflow.telemetry import Interval, Verdict
-from shardflow.viewing.web import is_loopback, read_token
+from shardflow.viewing.web import is_loopback, kept_token, read_token
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -388,6 +388,8 @@ class MlflowSink:
 _ADDRESS = "monitor.prometheus"
 _TOKEN_SETTING = "monitor.prometheus_token_file"  # noqa: S105 - its name
 _EVERYBODY = "none"
+TOKEN_NAME: Final = "scrape.token"  # noqa: S105 - the name of a file
+"""File in the run folder with the token of scrapers of this machine, unless a setting names another."""
 
 
 def check_metrics_address(prometheus: str, token_file: str) -> None:
@@ -420,6 +422,14 @@ def _read_token(token_file: str) -> str:
     return read_token(token_file, _TOKEN_SETTING) if token_file not in ("", _EVERYBODY) else ""
 
 
+def _serve(run: Path, prometheus: str, token_file: str) -> MetricsServer:
+    # A port of this machine is open to all of its users.
+    token = (
+        _read_token(token_file) if token_file else kept_token(run / TOKEN_NAME, f"{TOKEN_NAME} of the run")
+    )
+    return MetricsServer(run, prometheus, asked_by=_ADDRESS, token=token)
+
+
 @contextmanager
 def open_outlets(run: Path, prometheus: str, sinks: Sequence[str], token_file: str = "") -> Iterator[None]:
     """Export the measurements of a run until the block ends; for rank 0.
@@ -428,18 +438,18 @@ def open_outlets(run: Path, prometheus: str, sinks: Sequence[str], token_file: s
         run: The run folder, in which this start has begun to write.
         prometheus: Where to serve numbers; empty for nowhere.
         sinks: Names of `SINKS`.
-        token_file: Holds the token that scrapers must send; ``none`` or empty asks for none.
+        token_file: Holds the token that scrapers must send; ``none`` asks for none. If empty, the address is
+            of this machine, and the token is in `TOKEN_NAME` in the run folder, the same at each start.
     """
     with ExitStack() as stack:
         if prometheus:
             try:
-                server = stack.enter_context(
-                    MetricsServer(run, prometheus, asked_by=_ADDRESS, token=_read_token(token_file))
-                )
+                server = stack.enter_context(_serve(run, prometheus, token_file))
             except ConfigError as error:
                 _LOGGER.warning("%s The run continues without it.", error.message)
             else:
-                _LOGGER.info("metrics for Prometheus at %s", server.url.partition("?")[0])
+                where = "" if token_file else f" with the token in {TOKEN_NAME} of the run folder"
+                _LOGGER.info("metrics for Prometheus at %s%s", server.url.partition("?")[0], where)
         if sinks:
             stack.enter_context(SinkFollower(run, {name: _sink(name) for name in sinks}))
         yield

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
@@ -38,6 +39,7 @@ from shardflow.storage.client import (
     REMOTE_SCHEMES,
     check_process,
     check_remote_url,
+    endpoint_of,
     make_client,
     require_client,
 )
@@ -381,7 +383,7 @@ class RemoteStore:
         self._reader: ObjectStore | None = None
         self._thread: EventLoopThread | None = None
         self._versions = Versions()
-        self._retrying = Retrying(self._options.retry)
+        self._retrying = Retrying(self._options.retry, server=partial(endpoint_of, self._url))
         self._reads = RangedReads(self._client, self._versions, self._retrying, self._options)
         self._uploader = Uploader(
             self._client,

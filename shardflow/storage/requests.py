@@ -49,6 +49,13 @@ _FEW_ATTEMPTS: Final = 3
 _PLAIN_HTTP: Final = "builder error"
 # Queried for the role of the machine, the last possible source of credentials.
 _METADATA_SERVERS: Final = ("169.254.169.254", "metadata.google.internal")
+# Nothing takes the connection, by what the client says of it.
+_UNREACHED: Final = {
+    "ConnectionRefused": "a refused connection",
+    "dns error": "a name that is not known here",
+    "HostUnreachable": "a host that cannot be reached",
+    "NetworkUnreachable": "a network that cannot be reached",
+}
 _NO_SUCH_RANGE: Final = "416"
 _NOT_IMPLEMENTED: Final = "501"
 _LENGTH_REQUIRED: Final = "411"
@@ -61,12 +68,21 @@ class PassingFaultError(StorageError):
     Attributes:
         max_attempts: Attempts after which it counts as permanent; None for those of the policy.
         is_refusal: Whether the store reports overload.
+        is_unreached: Whether nothing was there to take the connection, as at a wrong address.
     """
 
-    def __init__(self, message: str, *, max_attempts: int | None = None, is_refusal: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        max_attempts: int | None = None,
+        is_refusal: bool = False,
+        is_unreached: bool = False,
+    ) -> None:
         super().__init__(message)
         self.max_attempts = max_attempts
         self.is_refusal = is_refusal
+        self.is_unreached = is_unreached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,19 +106,31 @@ class RetryPolicy:
 class Retrying:
     """Runs requests under a retry policy and keeps its budget. Thread-safe.
 
+    A store that has answered before is waited for as the policy says. Where none has, and nothing takes the
+    connection, the address is rather wrong: three attempts are enough to say so.
+
     Attributes:
         num_retries: Attempts beyond the first, of all requests so far.
 
     Args:
         policy: The limits.
         sleep: Waits for so many seconds between two attempts in a thread.
+        server: Names the server for the message: ``https://host:port``.
     """
 
-    def __init__(self, policy: RetryPolicy, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        sleep: Callable[[float], object] = time.sleep,
+        *,
+        server: Callable[[], str] = str,
+    ) -> None:
         self._policy = policy
         self._sleep = sleep
+        self._server = server
         self._budget = policy.budget * _COST
         self._lock = threading.Lock()
+        self._has_answered = False
         self.num_retries = 0
 
     def __call__(self, what: str, attempt: Callable[[int], _Value]) -> _Value:
@@ -122,6 +150,9 @@ class Retrying:
                 value = attempt(number)
             except PassingFaultError as fault:
                 wait_s = self._next_wait_s(what, fault, number, start)
+            except StorageError:
+                self._has_answered = True
+                raise
             else:
                 self._earn()
                 return value
@@ -143,6 +174,9 @@ class Retrying:
                 wait_s = self._next_wait_s(what, PassingFaultError("a timeout"), number, start)
             except PassingFaultError as fault:
                 wait_s = self._next_wait_s(what, fault, number, start)
+            except StorageError:
+                self._has_answered = True
+                raise
             else:
                 self._earn()
                 return value
@@ -150,6 +184,7 @@ class Retrying:
             number += 1
 
     def _earn(self) -> None:
+        self._has_answered = True
         with self._lock:
             self._budget = min(self._budget + 1, self._policy.budget * _COST)
 
@@ -162,8 +197,12 @@ class Retrying:
         policy = self._policy
         passed_s = time.monotonic() - start
         wait_s = _RANDOM.uniform(0, min(policy.max_wait_s, policy.first_wait_s * 2**number))
+        is_first_contact = fault.is_unreached and not self._has_answered
+        most = min(policy.max_attempts, fault.max_attempts or policy.max_attempts)
         with self._lock:
-            if number + 1 >= min(policy.max_attempts, fault.max_attempts or policy.max_attempts):
+            if is_first_contact and number + 1 >= min(most, _FEW_ATTEMPTS):
+                limit = f"nothing answers at {self._server() or 'the address'}: is it right?"
+            elif number + 1 >= most:
                 limit = "no attempts left"
             elif passed_s + wait_s >= policy.deadline_s:
                 limit = f"deadline {policy.deadline_s:g} s"
@@ -403,6 +442,9 @@ def _of_text(text: str, action: str, path: str) -> StorageError:
         return _mismatched()
     if "timed out" in text or "TimedOut" in text:
         return PassingFaultError("a timeout")
+    for sign, name in _UNREACHED.items():
+        if sign in text:
+            return PassingFaultError(name, is_unreached=True)
     return PassingFaultError("a broken connection")
 
 

@@ -432,8 +432,8 @@ class MonitorConfig:
     """``ADDRESS:PORT`` where rank 0 serves its numbers to Prometheus during the run, see
     docs/monitoring.md: ``127.0.0.1:9464``; port 0 is any free one, and logged. Empty serves none."""
     prometheus_token_file: str = ""
-    """File with the token that scrapers must send, needed where `prometheus` is an address beyond this
-    machine; ``none`` serves everybody who reaches it."""
+    """File with the token of scrapers, needed where `prometheus` is an address beyond this machine; empty for
+    one of this machine writes a new one to ``scrape.token`` in the run folder; ``none`` serves everybody."""
     first_sample: bool = False
     """Write the first sample of the first step as text into ``first_sample.txt`` of the run folder, with what
     its loss counts marked: for tasks of reports and conversations. Words of a patient may be in it, so only

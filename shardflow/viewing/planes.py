@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format.opencv import opencv
 
 # Positive and negative direction of the axes of LPS: x to the patient's left, y to the back, z to the head.
 _SIDES = (("L", "R"), ("P", "A"), ("H", "F"))
@@ -113,6 +113,7 @@ def _map_to_gray(pixels: NDArray[Any], window: Window | None) -> NDArray[np.uint
 
 def to_size(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize a picture: by area if it shrinks, linearly if it grows, to the nearest pixel if it is tiny."""
+    cv2 = opencv()
     rows, columns = pixels.shape[:2]
     if rows >= height and columns >= width:
         method = cv2.INTER_AREA
@@ -171,13 +172,6 @@ def scale_bar_mm(width_mm: float) -> float:
     return max(step * power for step in (1, 2, 5) if step * power <= largest)
 
 
-_PARAMETERS: Final = (
-    *(cv2.IMWRITE_JPEG_QUALITY, 85),
-    *(cv2.IMWRITE_JPEG_PROGRESSIVE, 0),
-    *(cv2.IMWRITE_JPEG_OPTIMIZE, 0),
-    *(cv2.IMWRITE_JPEG_RST_INTERVAL, 0),
-    *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444),
-)
 # Largest ratio of the two pixel spacings that is believed.
 _MAX_STRETCH: Final = 50.0
 _MIN_SIDE: Final = 8
@@ -224,7 +218,15 @@ def encode_thumbnail(
     gray = to_size(to_gray(pixels, window), height, width)
     # OpenCV writes colors as blue, green, red.
     plain = np.ascontiguousarray(gray[..., ::-1] if gray.ndim == 3 else gray)
-    ok, encoded = cv2.imencode(".jpg", plain, _PARAMETERS)
+    cv2 = opencv()
+    parameters = (
+        *(cv2.IMWRITE_JPEG_QUALITY, 85),
+        *(cv2.IMWRITE_JPEG_PROGRESSIVE, 0),
+        *(cv2.IMWRITE_JPEG_OPTIMIZE, 0),
+        *(cv2.IMWRITE_JPEG_RST_INTERVAL, 0),
+        *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444),
+    )
+    ok, encoded = cv2.imencode(".jpg", plain, parameters)
     if not ok:
         raise FormatError("a slice must have one or three samples per pixel to be shown as a picture.")
     return Picture(encoded.tobytes(), width, height)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import os
 import re
 import secrets
 import socket
@@ -103,6 +104,30 @@ def read_token(path: str | Path, name: str) -> str:
             "nothing else; write one with `openssl rand -hex 24`."
         )
     return text
+
+
+def kept_token(path: Path, name: str) -> str:
+    """Return the token in a file that only its owner reads; a new one if there is no such file yet.
+
+    Args:
+        path: The file; its folder exists.
+        name: What errors call it.
+
+    Raises:
+        ConfigError: It cannot be read or written, or holds no token.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token(path, name)
+    except OSError as error:
+        raise ConfigError(
+            f"{name} must be written for scrapers ({os_reason(error)}); correct the folder."
+        ) from None
+    token = new_token()
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    return token
 
 
 def is_loopback(host: str) -> bool:

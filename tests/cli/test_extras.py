@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.cli.main import COMMANDS, EXTRAS, extra_of
+from tests.factories import make_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LACKS_PACK = "shardflow pack needs the extra 'pack': pip install 'shardflow[pack]'"
@@ -70,6 +71,48 @@ def test_a_package_of_no_extra_is_a_mistake_of_ours() -> None:
     assert set(EXTRAS) <= set(project["optional-dependencies"])
 
 
+_READS = """
+import shardflow as sf
+def batches(folder, **image):
+    fields = {"image": sf.Slices(num_slices=2, dtype="int16", **image), "report": sf.Text()}
+    spec = sf.BatchSpec.simple(global_batch_size=2, micro_batch_size=2)
+    with sf.Loader(sf.open(folder), split="train", seed=7, batch=spec, fields=fields) as loader:
+        return [(batch["image"].sum(), batch["report"]) for batch in loader], loader.quarantined
+def needed(*arguments, **image):
+    try:
+        batches(*arguments, **image)
+    except sf.ConfigError as error:
+        return error.message
+"""
+
+
+@pytest.mark.fast
+def test_a_dataset_is_read_without_extras_and_an_image_names_its_own(tmp_path: Path) -> None:
+    for codec in ("b2nd", "png16", "htj2k"):
+        make_dataset(tmp_path / codec, codec=codec, slices=3, facts=True)
+    script = (
+        _READS
+        + f"""
+folder = {str(tmp_path / "b2nd")!r}
+plan = "--split train --micro-batch-size 2 --micro-batches-per-step 2 --seed 1 --epoch 0 --world-size 1"
+for command in ("info", "verify", "plan " + plan):
+    name, *options = command.split()
+    assert code_of([name, folder, *options]) == 0, command
+found, bad = batches(folder, size=(16, 16))
+assert len(found) == 6 and all(total and text for total, text in found) and not bad
+print(needed(folder, size=(8, 8)))
+for codec in ("png16", "htj2k"):
+    print(needed({str(tmp_path)!r} + "/" + codec, size=(16, 16)))
+"""
+    )
+    done = _run(script)
+    assert (done.returncode, done.stderr) == (0, "")
+    resized, png, jpeg2000 = done.stdout.splitlines()[-3:]
+    assert "need OpenCV, which is not installed; run: pip install 'shardflow[images]'" in resized
+    assert png == resized
+    assert "pip install 'shardflow[htj2k]'" in jpeg2000
+
+
 @pytest.mark.slow
 def test_a_minimal_install_runs_every_help(tmp_path: Path) -> None:
     """The wheel with the base dependencies alone, in an environment of its own."""
@@ -82,6 +125,12 @@ def test_a_minimal_install_runs_every_help(tmp_path: Path) -> None:
     ]
     for command in commands:
         subprocess.run(command, check=True, timeout=300)
+    packages = python.parents[1] / "lib"
+    num_bytes = sum(path.lstat().st_blocks * 512 for path in packages.rglob("*"))
+    assert num_bytes < 150e6, f"a minimal install takes {num_bytes / 1e6:.0f} MB"
+    make_dataset(tmp_path / "data", slices=3, facts=True)
+    reading = _READS + "assert len(batches('data', size=(16, 16))[0]) == 6"
+    subprocess.run([python, "-c", reading], cwd=tmp_path, check=True, timeout=300)
     shardflow = python.with_name("shardflow")
     for name in ("", *COMMANDS):
         done = subprocess.run(

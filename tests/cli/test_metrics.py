@@ -42,7 +42,8 @@ def test_a_folder_that_is_none_and_an_address_that_is_none(
 @pytest.mark.parametrize(
     ("options", "has_token"),
     [
-        (["--listen", "127.0.0.1:0"], False),
+        (["--listen", "127.0.0.1:0"], True),
+        (["--listen", "127.0.0.1:0", "--no-token"], False),
         (["--listen", "0.0.0.0:0"], True),
         (["--listen", "0.0.0.0:0", "--no-token"], False),
         (["--listen", "127.0.0.1:0", "--token-file"], True),

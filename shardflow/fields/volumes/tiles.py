@@ -36,6 +36,7 @@ from shardflow.fields.volumes.settings import checked_share
 from shardflow.fields.volumes.windows import checked_overlap, step_of
 from shardflow.format.facts.units import WindowTable
 from shardflow.format.keys import level_field
+from shardflow.format.opencv import opencv
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan
 from shardflow.format.volumes.tiles import COLORS, WHITE
 
@@ -454,9 +455,7 @@ class BoundTiles(BoundField):
         thread.enter("transform", place)
         with self._counters.timed("transform", target.nbytes):
             if pixels.shape[:2] != self.spec.size:
-                # The import takes 0.2 s, which only users of slides should pay.
-                import cv2
-
+                cv2 = opencv()
                 (rows, columns), (height, width) = pixels.shape[:2], self.spec.size
                 shrinks = height <= rows and width <= columns
                 mode = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR

@@ -6,9 +6,10 @@ Only files named by a manifest are copied, so nothing private is.
 
 Sidecars are entity views (``views/<name>/<dataset_id>/``), stored tokens
 (``tokens/<tokenizer>/<dataset_id>/``), tables of facts (``facts/series/<dataset_id>/`` and
-``facts/study/<dataset_id>/``) and attached tables (``tables/<name>-<number>/<dataset_id>/``), which no
-manifest of the dataset names. Tokens may belong to a view, whose digest then takes the place of the
-``dataset_id``. Layouts: docs/format.md, sections 13 and 16 to 19.
+``facts/study/<dataset_id>/``), attached tables (``tables/<name>-<number>/<dataset_id>/``) and digests of
+fields (``digests/fields/<dataset_id>/``), which no manifest of the dataset names. Tokens may belong to a
+view, whose digest then takes the place of the ``dataset_id``. Layouts: docs/format.md, sections 13, 16 to 19
+and 24.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from shardflow.format.entities import EntityManifest
 from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
 from shardflow.format.facts.voxels import VoxelsManifest
+from shardflow.format.field_digests import FieldDigestsManifest
 from shardflow.format.foreign.places import located
 from shardflow.format.keys import DIGEST_PATTERN, sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest, load, manifest_path, versions
@@ -55,6 +57,7 @@ SIDECAR_KINDS: Final[tuple[type[SidecarManifest], ...]] = (
     CountsManifest,
     *FACTS_KINDS,
     TableManifest,
+    FieldDigestsManifest,
 )
 """Views come first: tokens may belong to one."""
 _NUM_PARTS: Final = 4

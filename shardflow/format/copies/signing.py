@@ -14,6 +14,8 @@ from typing import Final
 
 from shardflow.errors import AlreadyExistsError, ConfigError, SignatureError
 from shardflow.format.copies.copying import find_sidecars
+from shardflow.format.dataset import Dataset
+from shardflow.format.field_digests import FieldDigestsManifest, write_digests
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import load, manifest_path
 from shardflow.format.signatures import (
@@ -44,10 +46,12 @@ class SigningReport:
     """Manifests on the list: that of the version and those of its sidecars."""
     is_new: bool
     """Whether the newest signature was of another key or covered something else."""
+    has_digests: bool
+    """Whether digests of fields are among what is signed."""
 
 
 def sign_dataset(
-    store: ByteStore, key: str | os.PathLike[str], *, version: int | None = None
+    store: ByteStore, key: str | os.PathLike[str], *, version: int | None = None, with_digests: bool = False
 ) -> SigningReport:
     """Sign a version of a dataset and every sidecar beside it that is finished.
 
@@ -55,17 +59,24 @@ def sign_dataset(
         store: Of the dataset.
         key: Private Ed25519 key of OpenSSH, or the ``.pub`` file of one that an agent holds.
         version: The version; by default the newest.
+        with_digests: Write the digest of each field first, if the version has none: every shard is read.
 
     Raises:
+        ChecksumError: A shard is not the one that the manifest names.
         ManifestError: There is no such version, or it cannot be trusted.
         ConfigError: The key cannot be used, or a program or package is missing.
         NoListingError: The store cannot list what is beside the shards.
         StorageError: Reading or writing failed.
     """
     manifest = load(store, version)
+    if with_digests:
+        dataset = Dataset(store, manifest)
+        write_digests(dataset.store, manifest, dataset.shard_index, num_threads=os.cpu_count() or 1)
     files = {manifest_path(manifest.manifest_version): sha256_hex(manifest.encode())}
+    has_digests = False
     for sidecar in find_sidecars(store, [manifest]):
         if sidecar.manifest is not None:
+            has_digests = has_digests or sidecar.kind is FieldDigestsManifest
             files[sidecar.manifest_path] = sha256_hex(sidecar.manifest.encode())
     message = SignedList(dataset_id=manifest.dataset_id, files=files).encode()
     signature = _signature(message, key)
@@ -83,6 +94,7 @@ def sign_dataset(
         signer=signer,
         num_files=len(files),
         is_new=is_new,
+        has_digests=has_digests,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import ConfigError, FormatError
 
 # Of the SIZ segment (ITU-T T.800, A.5.1), which follows the start of the codestream: its length,
 # capabilities, then sizes and offsets of image and tiles, and the number of components; a byte of depth and
@@ -132,12 +132,12 @@ def _imagecodecs() -> Any:
     """Import the decoder for the first slice: training on other codecs does not need it installed.
 
     Raises:
-        FormatError: It is not installed.
+        ConfigError: It is not installed.
     """
     try:
         import imagecodecs
     except ImportError:
-        raise FormatError(
+        raise ConfigError(
             "imagecodecs must be installed for htj2k slices, got none; run: pip install 'shardflow[htj2k]'."
         ) from None
     return imagecodecs

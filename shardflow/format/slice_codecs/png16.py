@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
+from shardflow.format.opencv import opencv
 
 # Of a PNG (ISO/IEC 15948): signature, then the chunk IHDR with width, height, depth and color type, and its
 # checksum. Ours has the chunk tEXt behind it where values are moved.
@@ -37,7 +38,7 @@ def holds(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 def encode(array: NDArray[Any]) -> bytes:
     """Encode a C-contiguous array that the codec `holds`."""
-    cv2 = _cv2()
+    cv2 = opencv()
     is_signed = array.dtype.kind == "i"
     plain = np.bitwise_xor(array.view(np.uint16), _OFFSET) if is_signed else array
     is_written, found = cv2.imencode(".png", plain[..., ::-1] if plain.ndim == _COLORS else plain)
@@ -79,7 +80,7 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     shape, dtype = read_header(payload)
     if shape != out.shape or dtype != out.dtype:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
-    cv2 = _cv2()
+    cv2 = opencv()
     found = None
     if holds_its_chunks(payload):
         with contextlib.suppress(cv2.error):
@@ -116,11 +117,3 @@ def holds_its_chunks(payload: memoryview) -> bool:
 def _offset_chunk() -> bytes:
     body = b"tEXt" + _OFFSET_TEXT
     return struct.pack(">I", len(_OFFSET_TEXT)) + body + struct.pack(">I", zlib.crc32(body))
-
-
-@functools.cache
-def _cv2() -> Any:
-    """Import OpenCV for the first slice: 0.2 s that listing a dataset need not pay."""
-    import cv2
-
-    return cv2

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
+from shardflow.format.opencv import opencv
 
 TILES_CODEC: Final = "tiles"
 """Codec of a slide, in ``study.json`` and the series table."""
@@ -118,9 +119,7 @@ def decode_tile(payload: memoryview | bytes, out: NDArray[np.uint8]) -> None:
     if payload[:2] != _JPEG_START:
         _inflate_tile(payload, out)
         return
-    # The import takes 0.2 s, which only users of slides should pay.
-    import cv2
-
+    cv2 = opencv()
     try:
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
         if pixels is None or pixels.shape != out.shape or pixels.dtype != np.uint8:

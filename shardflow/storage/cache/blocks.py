@@ -64,6 +64,8 @@ class ObjectBlocks:
     piece_offsets: Int64Array
     piece_num_bytes: Int64Array
     piece_crc32c: NDArray[np.uint32]
+    piece_sha256: NDArray[np.uint8] | None = None
+    """``(p, 32)`` digests that someone vouches for, with which a read is proven; None for none."""
     sha256: str = ""
     """Digest of an object that is one block without pieces; empty otherwise."""
     space: str = ""
@@ -109,6 +111,7 @@ class ObjectBlocks:
         num_bytes: Int64Array,
         crc32c: NDArray[np.uint32],
         *,
+        digests: NDArray[np.uint8] | None = None,
         block_bytes: int,
         space: str = "",
         units: Int64Array | None = None,
@@ -120,6 +123,7 @@ class ObjectBlocks:
             offsets: ``(p,)`` start of each piece, in any order.
             num_bytes: ``(p,)`` sizes of the pieces.
             crc32c: ``(p,)`` checksums of the pieces.
+            digests: ``(p, 32)`` their SHA-256, to prove what is read.
             block_bytes: Largest block of more than one piece.
             space: Name of the numbering of units.
             units: ``(p,)`` the unit of each piece, negative for none.
@@ -148,6 +152,7 @@ class ObjectBlocks:
             piece_offsets=starts,
             piece_num_bytes=sizes,
             piece_crc32c=crc32c[order],
+            piece_sha256=None if digests is None else digests[order],
             space=space if units is not None else "",
             unit_first=unit_first,
             unit_stop=unit_stop,
@@ -169,6 +174,28 @@ class ObjectBlocks:
         found = np.searchsorted(self.starts, offsets, side="right") - 1
         is_inside = (found >= 0) & (ends <= self.stops[found])
         return np.where(is_inside, found, -1).tolist()  # type: ignore[no-any-return]
+
+    def pieces_in(self, ranges: Sequence[ByteRange]) -> list[range]:
+        """Return the pieces that each range has bytes of; the headers between pieces belong to none."""
+        offsets = np.array([span.offset for span in ranges], np.int64)
+        ends = offsets + np.array([span.num_bytes for span in ranges], np.int64)
+        first = np.maximum(np.searchsorted(self.piece_offsets, offsets, side="right") - 1, 0)
+        first += self.piece_offsets[first] + self.piece_num_bytes[first] <= offsets
+        stop = np.searchsorted(self.piece_offsets, ends, side="left")
+        return list(map(range, first.tolist(), stop.tolist()))
+
+    def piece(self, number: int) -> ByteRange:
+        """Return the bytes of a piece."""
+        return ByteRange(int(self.piece_offsets[number]), int(self.piece_num_bytes[number]))
+
+    def is_proven(self, number: int, payload: memoryview) -> bool:
+        """Return whether a piece has its digest; there must be digests."""
+        assert self.piece_sha256 is not None  # noqa: S101
+        return hashlib.sha256(payload).digest() == bytes(self.piece_sha256[number])
+
+    def has_checksum(self, number: int, payload: memoryview) -> bool:
+        """Return whether a piece has its crc32c."""
+        return bool(google_crc32c.value(np.frombuffer(payload, np.uint8)) == self.piece_crc32c[number])
 
     def is_sound(self, number: int, payload: memoryview) -> bool:
         """Return whether every piece of a block has its checksum.

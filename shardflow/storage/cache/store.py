@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from shardflow.errors import ConfigError, ShortReadError
+from shardflow.errors import ConfigError, ProofError, ShortReadError
 from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, Tier, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.disk import DiskTier
@@ -240,6 +240,8 @@ class CachedStore:
             # Bytes without a checksum, such as tar headers.
             self.origin.read_ranges(path, [ranges[at] for at in around], [buffers[at] for at in around])
         self._read_blocks(path, blocks, wanted)
+        if blocks.piece_sha256 is not None:
+            self._prove(path, blocks, ranges, buffers)
 
     def map(self, path: str) -> memoryview:
         """Return a read-only view of an object; processes of a node share the memory of a cached file."""
@@ -340,6 +342,48 @@ class CachedStore:
             if len(self._known) > _MAX_OBJECTS:
                 self._known.popitem(last=False)
         return blocks
+
+    def _prove(
+        self, path: str, blocks: ObjectBlocks, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
+    ) -> None:
+        """Compare what was read with the digests of its pieces, whatever tier or origin it came from."""
+        start = time.perf_counter()
+        num_bytes = num_pieces = 0
+        for span, buffer, numbers in zip(ranges, buffers, blocks.pieces_in(ranges), strict=True):
+            view = buffer.cast("B")
+            for number in numbers:
+                piece = blocks.piece(number)
+                first, stop = piece.offset - span.offset, piece.offset - span.offset + piece.num_bytes
+                if first < 0 or stop > span.num_bytes:
+                    # A part of a piece proves nothing.
+                    whole = np.empty(piece.num_bytes, np.uint8).data
+                    self.read_ranges(path, [piece], [whole])
+                    begin, end = max(first, 0), min(stop, span.num_bytes)
+                    view[begin:end] = whole[begin - first : end - first]
+                    continue
+                if not blocks.is_proven(number, view[first:stop]):
+                    self._read_forged(path, blocks, number, view[first:stop])
+                num_bytes += piece.num_bytes
+                num_pieces += 1
+        self.cache.counters.add("cache_proof", time.perf_counter() - start, num_bytes, num_pieces)
+
+    def _read_forged(self, path: str, blocks: ObjectBlocks, number: int, payload: memoryview) -> None:
+        """Read a piece without its digest once more from the origin.
+
+        What is merely damaged there is left to the reader, which finds it by its checksum.
+
+        Raises:
+            ProofError: The origin has bytes that were made to fit the checksum.
+        """
+        piece = blocks.piece(number)
+        self.drop(path, [piece])
+        self._read_origin(path, [(piece.offset, payload)], 0)
+        if not blocks.is_proven(number, payload) and blocks.has_checksum(number, payload):
+            raise ProofError(
+                f"{path} must hold the signed bytes at offset {piece.offset} ({piece.num_bytes} bytes), got "
+                "others that were made to have their crc32c, from the store itself; find out who wrote the "
+                "shard, run `shardflow verify`, and fetch it again from where it was signed."
+            )
 
     def _drop(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> None:
         for number in numbers:

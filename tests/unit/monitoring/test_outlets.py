@@ -12,17 +12,38 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring import MetricsServer
-from shardflow.monitoring.outlets import check_outlets, open_outlets
+from shardflow.monitoring.outlets import TOKEN_NAME, check_outlets, open_outlets
 from tests.run_factory import write_run
 
 pytestmark = pytest.mark.fast
 
 
 def test_the_port_that_was_chosen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), open_outlets(write_run(tmp_path), "127.0.0.1:0", ()):
+    with caplog.at_level(logging.INFO), open_outlets(write_run(tmp_path), "127.0.0.1:0", (), "none"):
         (url,) = re.findall(r"http://\S+", caplog.text)
         with urllib.request.urlopen(url, timeout=300) as answer:
             assert b"shardflow_steps_total 60.0\n" in answer.read()
+
+
+def test_users_of_the_same_machine_need_the_token_that_the_run_keeps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path)
+    tokens = set()
+    for _ in range(2):  # a start and its next one, for which no scrape configuration changes
+        caplog.clear()
+        with caplog.at_level(logging.INFO), open_outlets(run, "127.0.0.1:0", ()):
+            (url,) = re.findall(r"http://\S+", caplog.text)
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(url, timeout=300)
+            token = (run / TOKEN_NAME).read_text().strip()
+            asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(asked, timeout=300) as answer:
+                assert answer.status == 200
+        tokens.add(token)
+        assert token not in caplog.text
+    assert len(tokens) == 1
+    assert (run / TOKEN_NAME).stat().st_mode & 0o077 == 0
 
 
 def test_a_token_is_asked_for_and_never_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

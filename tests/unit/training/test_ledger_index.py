@@ -220,3 +220,16 @@ def test_a_slip_is_one_sentence(
     names = {"RUN": str(run), "EMPTY": str(tmp_path / "empty")}
     assert cli.main(["ledger", *(names.get(one, one) for one in arguments)]) != 0
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5000])
+def test_a_hash_is_found_where_a_bisection_finds_it(num_rows: int) -> None:
+    draws = np.random.default_rng(num_rows)
+    hashes = np.sort(draws.integers(0, 1 << 64, num_rows, dtype=np.uint64))
+    hashes[num_rows // 3 : num_rows // 2] = hashes[
+        num_rows // 3 : num_rows // 3 + 1
+    ]  # one that is drawn often
+    ends = np.array([0, (1 << 64) - 1], np.uint64)
+    for wanted in (*ends, *hashes[::7], *draws.integers(0, 1 << 64, 50, dtype=np.uint64)):
+        found = ledger_index._equal_range(hashes, wanted)
+        assert found == tuple(np.searchsorted(hashes, wanted, side=side) for side in ("left", "right"))

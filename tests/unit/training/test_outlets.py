@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring import MetricsServer
-from shardflow.monitoring.outlets import SINKS
+from shardflow.monitoring.outlets import SINKS, TOKEN_NAME
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import train
 from tests.tiny_runs import TinyInput, tiny_config
@@ -22,13 +22,14 @@ from tests.tiny_runs import TinyInput, tiny_config
 class _Scrapes:
     """Scrapes after every step what the run serves."""
 
-    def __init__(self, log: pytest.LogCaptureFixture) -> None:
-        self._log = log
+    def __init__(self, run: Path, log: pytest.LogCaptureFixture) -> None:
+        self._run, self._log = run, log
         self.pages: list[str] = []
 
     @property
     def url(self) -> str:
-        return str(re.findall(r"metrics for Prometheus at (\S+)", self._log.text)[-1])
+        url = re.findall(r"metrics for Prometheus at (\S+)", self._log.text)[-1]
+        return f"{url}?token={(self._run / TOKEN_NAME).read_text().strip()}"
 
     def __call__(self, metrics: StepMetrics, num_steps: int) -> None:
         with urllib.request.urlopen(self.url, timeout=300) as answer:
@@ -44,7 +45,7 @@ def test_a_run_serves_its_numbers_from_start_to_end_and_goes_on_with_them(
 ) -> None:
     caplog.set_level(logging.INFO)
     settings = ("monitor.prometheus=127.0.0.1:0", "monitor.interval_s=0.01", "run.tensorboard=true")
-    scrapes = _Scrapes(caplog)
+    scrapes = _Scrapes(tmp_path / "run", caplog)
     train(tiny_config(tiny, tmp_path / "run", *settings, "run.max_steps=4"), on_step=scrapes)
     train(tiny_config(tiny, tmp_path / "run", *settings, "run.max_steps=7"), on_step=scrapes)
     assert scrapes.values("shardflow_steps_total") == [1, 2, 3, 4, 5, 6, 7]
