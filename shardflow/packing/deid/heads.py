@@ -54,7 +54,7 @@ _NUM_RAYS: Final = 72
 _ANGLES: Final = np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)[:, None]
 _MAX_SKIN_MM: Final = 24.0
 _MIN_RING: Final = 0.8
-_MAX_RING: Final = 1.3
+_MAX_RING: Final = 1.5
 """Width from which an outline is no skull's, as a share of the widest head."""
 _SMALL: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
 _LARGE: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (9, 9))

@@ -1,8 +1,9 @@
 """The strict mode: words that are on no list, and names that are words beside them.
 
 A word in lower case passes in Spanish, German and French, whose names have capitals; in English, where lists
-are long, it must be known. A capital in the middle of a Spanish or French sentence is a name unless it is an
-eponym. Chinese has neither spaces nor capitals: `text_chinese` finds its names by context alone.
+are long, it must be known, but for a slip of the keyboard. A capital in the middle of a Spanish or French
+sentence is a name unless it is an eponym. Chinese has neither spaces nor capitals: `text_chinese` finds its
+names by context alone.
 """
 
 from __future__ import annotations
