@@ -155,11 +155,16 @@ class BodyFinder:
         whole = pixels.reshape(sides)
         if any(more for _, more in missing):
             whole = np.pad(whole, missing, mode="edge")
-        # Rows first, and integers where they are exact: a fifteenth of the time of a mean over both axes.
-        rows = whole.reshape(-1, _CELL_PIXELS, whole.shape[1]).sum(
-            axis=1, dtype=np.float64 if whole.dtype.kind == "f" else np.int64
-        )
-        self._means[index] = rows.reshape(len(rows), -1, _CELL_PIXELS).sum(axis=2) / _CELL_PIXELS**2
+        if whole.dtype.kind in "iu" and whole.itemsize <= 2:
+            # Sums of 64 such integers are exact in 32-bit floats: a third of the time of integer sums.
+            ones = np.ones(_CELL_PIXELS, np.float32)
+            rows = ones @ whole.astype(np.float32).reshape(-1, _CELL_PIXELS, whole.shape[1])
+            sums = (rows.reshape(len(rows), -1, _CELL_PIXELS) @ ones).astype(np.float64)
+        else:
+            kind = np.float64 if whole.dtype.kind == "f" else np.int64
+            rows = whole.reshape(-1, _CELL_PIXELS, whole.shape[1]).sum(axis=1, dtype=kind)
+            sums = rows.reshape(len(rows), -1, _CELL_PIXELS).sum(axis=2)
+        self._means[index] = sums / _CELL_PIXELS**2
 
     def entry(self, series: int, key: str) -> ClassVoxels | None:
         """Return middles of cells of the body, and the box around these; None if there is nothing but air.

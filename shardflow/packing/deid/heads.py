@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import cv2
 import numpy as np
@@ -31,6 +31,7 @@ MIN_SLICES: Final = 12
 _GRID_MM: Final = 4.0
 _PIXEL_MM: Final = 2.5
 _MAX_PLANES: Final = 320
+_MIN_SIDE: Final = 8
 _MAX_SIDE: Final = 224
 MAX_SAMPLED: Final = 64
 """Slices of a volume that are looked at."""
@@ -41,13 +42,20 @@ _WIDTH_MM: Final = (95.0, 190.0)
 _LENGTH_MM: Final = (120.0, 250.0)
 _RATIO: Final = (1.04, 1.65)
 _MIN_SOLIDITY: Final = 0.88
+_MIN_SHARE: Final = 0.8
 _MAX_BORDER: Final = 0.12
 _MIN_HEIGHT_MM: Final = 40.0
 _MIN_RING_MM: Final = 16.0
+_FIRST_STEP: Final = 3
+"""Every so many planes are looked at first; the others only if one of them may be of a head."""
+_SLACK: Final = 0.15
+"""Share by which limits are wider for planes beside which a head may be."""
 _NUM_RAYS: Final = 72
 _ANGLES: Final = np.linspace(0, 2 * math.pi, _NUM_RAYS, endpoint=False)[:, None]
 _MAX_SKIN_MM: Final = 24.0
 _MIN_RING: Final = 0.8
+_MAX_RING: Final = 1.5
+"""Width from which an outline is no skull's, as a share of the widest head."""
 _SMALL: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
 _LARGE: Final = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (9, 9))
 _CLOSING: Final = 0.75
@@ -122,8 +130,35 @@ class _Outline:
     length_mm: float
     area_mm2: float
     front_mm: float
+    may_be_head: bool
+    """Whether a head may be near, by wider limits."""
     is_head_like: bool
     has_ring: bool
+
+
+class _Shape(NamedTuple):
+    """Measures of an outline."""
+
+    width_mm: float
+    length_mm: float
+    ratio: float
+    solidity: float
+    share: float
+    """Of all that is in the plane."""
+    border: float
+    """Share of the outline where the image ends instead of the body."""
+
+    def is_head(self, slack: float) -> bool:
+        """Return whether the measures are a head's, with limits that are wider by a share."""
+        less, more = 1 - slack, 1 + slack
+        return (
+            less * _WIDTH_MM[0] <= self.width_mm <= more * _WIDTH_MM[1]
+            and less * _LENGTH_MM[0] <= self.length_mm <= more * _LENGTH_MM[1]
+            and less * _RATIO[0] <= self.ratio <= more * _RATIO[1]
+            and self.solidity >= less * _MIN_SOLIDITY
+            and self.share > less * _MIN_SHARE
+            and self.border <= _MAX_BORDER + slack
+        )
 
 
 class HeadFinder:
@@ -143,20 +178,34 @@ class HeadFinder:
         self._modality = modality
         rows, columns = shape
         spacing = np.linalg.norm(self._affine[:3, :2], axis=0)
-        self._scale = [
-            min(1.0, max(8, math.ceil(size * mm / _PIXEL_MM)) / size, _MAX_SIDE / size)
-            for size, mm in ((columns, spacing[0]), (rows, spacing[1]))
-        ]
-        self._size = (max(1, round(columns * self._scale[0])), max(1, round(rows * self._scale[1])))
+        self._halvings = _halvings(shape, float(spacing.mean()))
+        if self._halvings:
+            self._size = (columns >> self._halvings, rows >> self._halvings)
+        else:
+            scale = [
+                min(1.0, max(_MIN_SIDE, math.ceil(size * mm / _PIXEL_MM)) / size, _MAX_SIDE / size)
+                for size, mm in ((columns, spacing[0]), (rows, spacing[1]))
+            ]
+            self._size = (max(1, round(columns * scale[0])), max(1, round(rows * scale[1])))
         self._scale = [self._size[0] / columns, self._size[1] / rows]
-        count = min(num_slices, MAX_SAMPLED)
+        # Slices closer than the planes of the grid show nothing more.
+        depth = float(np.linalg.norm(self._affine[:3, 2])) * (num_slices - 1)
+        count = min(num_slices, MAX_SAMPLED, max(MIN_SLICES, math.ceil(depth / _GRID_MM) + 1))
         self.indices: list[int] = sorted({round(one) for one in np.linspace(0, num_slices - 1, count)})
         """Slices to add."""
         self._slices: dict[int, Plane] = {}
 
     def add(self, index: int, pixels: NDArray[Any]) -> None:
         """Add a slice of `indices`, ``(rows, columns)`` in modality units."""
-        small = cv2.resize(pixels.astype(np.float32), self._size, interpolation=cv2.INTER_AREA)
+        # Rounded in between, HU stay what they are; other units may be small numbers.
+        is_whole = self._modality == "CT" and pixels.dtype in (np.int16, np.uint16)
+        small = pixels if is_whole else pixels.astype(np.float32)
+        for _ in range(self._halvings):
+            halves = small.shape[1] // 2, small.shape[0] // 2
+            small = cv2.resize(small, halves, interpolation=cv2.INTER_AREA)
+        small = small.astype(np.float32, copy=False)
+        if not self._halvings:
+            small = cv2.resize(small, self._size, interpolation=cv2.INTER_AREA)
         self._slices[index] = np.nan_to_num(small) if pixels.dtype.kind == "f" else small
 
     def find(self) -> Head | None:
@@ -170,14 +219,29 @@ class HeadFinder:
             return []
         volume = np.stack([self._slices[index] for index in indices.tolist()])
         grid = _Grid.of(self._affine, self._size, self._scale, indices)
-        skin = _SKIN_HU if self._modality == "CT" else _surface_level(volume, self._modality)
-        found = []
-        for z in grid.heights():
-            plane, inside = grid.sample(volume, z)
-            outline = _outline(plane, inside, skin, grid, z, is_ct=self._modality == "CT")
-            if outline is not None:
-                found.append(outline)
-        return found
+        is_ct = self._modality == "CT"
+        skin = _SKIN_HU if is_ct else _surface_level(volume, self._modality)
+        heights = grid.heights()
+        found: dict[int, _Outline | None] = {}
+        for step in (_FIRST_STEP, 1):
+            for number in range(0, len(heights), step):
+                if number not in found:
+                    z = float(heights[number])
+                    found[number] = _outline(*grid.sample(volume, z), skin, grid, z, is_ct=is_ct)
+            if not any(one is not None and one.may_be_head for one in found.values()):
+                return []  # no run of planes is a head
+        return [one for _, one in sorted(found.items()) if one is not None]
+
+
+def _halvings(shape: tuple[int, int], spacing_mm: float) -> int:
+    """Return how often a slice is halved for pixels of about `_PIXEL_MM`; 0 if that comes out uneven.
+
+    Means of four pixels cost a tenth of what other means do.
+    """
+    wanted = max(0, round(math.log2(_PIXEL_MM / max(spacing_mm, 1e-3))))
+    smallest, largest = (side >> wanted for side in (min(shape), max(shape)))
+    is_even = not any(side % (1 << wanted) for side in shape)
+    return wanted if is_even and smallest >= _MIN_SIDE and largest <= _MAX_SIDE else 0
 
 
 @dataclass(frozen=True)
@@ -284,16 +348,10 @@ def _outline(
     padded = cv2.erode(known, np.ones((3, 3), np.uint8), borderType=cv2.BORDER_CONSTANT, borderValue=0)
     at = contour[:, 0, :]
     border = float((padded[at[:, 1], at[:, 0]] == 0).mean())
-    ratio = length / max(width, 1.0)
-    is_head_like = bool(
-        _WIDTH_MM[0] <= width <= _WIDTH_MM[1]
-        and _LENGTH_MM[0] <= length <= _LENGTH_MM[1]
-        and _RATIO[0] <= ratio <= _RATIO[1]
-        and is_long
-        and area / max(hull, 1.0) >= _MIN_SOLIDITY
-        and area / total > 0.8
-        and border <= _MAX_BORDER
-    )
+    shape = _Shape(width, length, length / max(width, 1.0), area / max(hull, 1.0), area / total, border)
+    is_head_like = is_long and shape.is_head(0.0)
+    is_small = width <= _MAX_RING * _WIDTH_MM[1]
+    has_ring = is_ct and is_small and border <= 0.5 and _has_ring(plane, contour)
     rows, columns = points[:, 1], points[:, 0]
     center = (
         float(grid.low[0] + _GRID_MM * (columns.min() + columns.max()) / 2),
@@ -306,8 +364,9 @@ def _outline(
         length_mm=length,
         area_mm2=area,
         front_mm=float(grid.low[1] + _GRID_MM * rows.min()),
+        may_be_head=has_ring or shape.is_head(_SLACK),
         is_head_like=is_head_like,
-        has_ring=is_ct and border <= 0.5 and _has_ring(plane, contour),
+        has_ring=has_ring,
     )
 
 

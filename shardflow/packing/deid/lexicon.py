@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Final, NamedTuple
+
+from rapidfuzz.distance import OSA
+from rapidfuzz.process import extractOne
 
 # Without -er and -y, which would turn Mayer and Hilly into words.
 _SUFFIXES: Final = ("'s", "s", "es", "ed", "d", "ing", "ly", "ally", "ness", "ment")
@@ -27,6 +30,28 @@ _AFFIXED: Final = re.compile(
     r"|stomies|ostomies|tripsy|pulmonary|vascular|cardial|cranial)"
 )
 """Forms of medical words, which no list covers completely; applied only to words in lower case."""
+_TERMS: Final = re.compile(
+    # English
+    r"[a-z]{3,}(?:ectomy|ectomies|[aeio]stomy|otomy|otomies|ography|ographic|oscopy|oscopic|oplasty|omegaly|lithiasis"
+    r"|ectasis|ectases|ectatic|openia|opathy|opathic|ology|ological|ologically|algia|plegia|uria|rrhagic"
+    r"|sclerosis|sclerotic|fibrosis|fibrotic|stenosis|stenotic|thrombosis|calcinosis|trophic|plastic|plasia"
+    r"|pulmonary|vascular|thoracic|pleural|mediastinal|vertebral|phrenic|diaphragmatic|bronchial|cardiac|inflated"
+    r"|inflation|expansion|aeration|lucency|lucencies|opacity|opacities|scoliosis)"
+    # German
+    r"|[a-z]{4,}(?:gra(?:ph|f)ie|gra(?:ph|f)isch(?:e[mns]?)?|skopie|skopisch(?:e[mns]?)?|ektomie|otomie|ostomie|opathie"
+    r"|plasie|trophie|stenosen?|sklerosen?|nekrosen?|thrombosen?|fibrosen?|zirrhosen?|arthrosen?|skoliosen?|lordosen?"
+    r"|kyphosen?|ektasien?|algien?|megalie|karzinome?|sarkome?|adenome?|angiome?|hamatome?|ismus|itat(?:en)?|[a-z]heit(?:en)?"
+    r"|keit(?:en)?|ation(?:en)?|(?:form|art|grad|seit|fleck|knot|wand|bas|bog|streck|halt)ige?[mnrs]?|[a-z]liche[mnrs]?"
+    r"|ische[mns]?|logisch|bare[mnrs]?|frakturen?|ergusse?)"
+    # French
+    r"|[a-z]{4,}(?:graphies?|graphiques?|scopies?|scopiques?|ectomies?|otomies?|ostomies?|opathies?|plasties?|plasies?"
+    r"|megalies?|ectasies?|ectasiques?|algies?|thrombotiques?|stenoses?|scleroses?|necroses?|fibroses?|thromboses?"
+    r"|arthroses?|scolioses?|pneumopathies?|issements?|logiques?|logie|carcinomes?|adenomes?|angiomes?|hematomes?)"
+    # Spanish
+    r"|[a-z]{4,}(?:grafias?|grafic[oa]s?|scopias?|scopic[oa]s?|ectomias?|ostomias?|otomias?|opatias?|plastias?|megalias?"
+    r"|ectasias?|ectasic[oa]s?|algias?|urias?|logic[oa]s?|miento|mientos)"
+)
+"""Forms of medical words that no name has, in lower case or not."""
 _PREFIXED: Final = re.compile(
     r"(?:hypo|peri|post|pre|sub|infra|inter|retro|para|micro|macro|non|un|re|multi|dextro|levo|mid|trans|hemi|hemo"
     r"|endo|vaso|angio|under)([a-z]{5,})|([a-z]{4,})like|([a-z]{3,})iness"
@@ -34,18 +59,26 @@ _PREFIXED: Final = re.compile(
 """Prefixes and endings of a known word. Names have the prefixes too (*Middleton*, *Reynolds*)."""
 _NAMES_LIKE_TERMS: Final = frozenset(
     """
-    annunciation anunciacion ascension assumption carnation chastity clemente coloma consolacion eufemia
-    euphemia felicity incarnation ingram noemia paloma reagain reinert sonoma theodosis vehemente
+    annunciation anunciacion ascension assumption carnation carpentier chastity clemente coloma
+    consolacion constanta eufemia euphemia felicity incarnation ingram marchand metastasio noemia paloma
+    reagain reinert sonoma theodosis vehemente
     """.split()  # noqa: SIM905
 )
 
 
+_JOINED: Final = ("the", "and", "with", "without", "are", "has", "have", "was", "were")
+"""Words that people write without the space beside them; none begins or ends names that are words, too."""
 _NAMES_LIKE_ABBREVIATIONS: Final = frozenset(
     """
     aca aki alif alp ami asa cea cop dah dai dea ed eva fe hap ica ige ira la lad las li ma mas men mos pi ris
     sal ti tru us vih yr za
     """.split()  # noqa: SIM905
 )
+
+
+_VOWELS: Final = frozenset("aeiouy")
+_MIN_MISSPELLED: Final = 9, 11
+"""Letters of a misspelled word in lower case, and of one with capitals; shorter ones are near to names."""
 
 
 class Lexicon(NamedTuple):
@@ -95,14 +128,18 @@ class Lexicon(NamedTuple):
             or self._is_romance(word)
             or self._is_german(word)
             or self._is_prefixed(word)
+            or _is_term(word)
         )
 
     def is_acronym(self, written: str) -> bool:
         """Return whether a word is an abbreviation, and written as one."""
         if fold(written) not in self.acronyms:
             return False
-        return sum(map(str.isupper, written)) > 1 or (
-            written.islower() and fold(written) not in _NAMES_LIKE_ABBREVIATIONS
+        if sum(map(str.isupper, written)) > 1:
+            return True
+        # No name of those here is without a vowel: *Pt*, *Hx*.
+        return fold(written) not in _NAMES_LIKE_ABBREVIATIONS and (
+            written.islower() or not _VOWELS.intersection(fold(written))
         )
 
     def is_name_too(self, word: str) -> bool:
@@ -135,6 +172,34 @@ class Lexicon(NamedTuple):
             len(stem) > 3 and (self.is_common(stem) or stem in self.english) for stem in _roots(word)
         )
 
+    def is_misspelled(self, written: str) -> bool:
+        """Return whether a word is a long, common one but for one letter, or two that changed places.
+
+        Example:
+            >>> lexicon().is_misspelled("pneumothroax"), lexicon().is_misspelled("okaforsen")
+            (True, False)
+        """
+        word = fold(written)
+        if len(word) < _MIN_MISSPELLED[not written.islower()] or not word.isalpha():
+            return False
+        return word not in _NAMES_LIKE_TERMS and _is_near(word, self.common)
+
+    def is_joined(self, word: str) -> bool:
+        """Return whether a word in lower case is a function word and a common one without the space between.
+
+        Example:
+            >>> lexicon().is_joined("thelungs"), lexicon().is_joined("whitehead")
+            (True, False)
+        """
+        return word not in _NAMES_LIKE_TERMS and any(
+            (word.startswith(one) and self._is_long(word.removeprefix(one)))
+            or (word.endswith(one) and self._is_long(word.removesuffix(one)))
+            for one in _JOINED
+        )
+
+    def _is_long(self, word: str) -> bool:
+        return len(word) > 4 and self.is_common(word) and not self.is_name_too(word)
+
     def _is_prefixed(self, word: str) -> bool:
         """Return whether a word is a known one with a prefix or ending that names do not have."""
         match = None if word in _NAMES_LIKE_TERMS else _PREFIXED.fullmatch(word)
@@ -142,6 +207,22 @@ class Lexicon(NamedTuple):
 
     def _is_part(self, word: str) -> bool:
         return (self.is_common(word) or word in self.english) and not self.is_name_too(word)
+
+
+@cache
+def _long_words(words: frozenset[str], least: int) -> list[str]:
+    return sorted(word for word in words if len(word) >= least)
+
+
+@lru_cache(maxsize=4096)
+def _is_near(word: str, words: frozenset[str]) -> bool:
+    long = _long_words(words, _MIN_MISSPELLED[0] - 1)
+    return extractOne(word, long, scorer=OSA.distance, score_cutoff=1) is not None
+
+
+def _is_term(word: str) -> bool:
+    """Return whether a folded word is a medical one by its form, in whatever case it was written."""
+    return word not in _NAMES_LIKE_TERMS and _TERMS.fullmatch(word) is not None
 
 
 def fold(word: str) -> str:

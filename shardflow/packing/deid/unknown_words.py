@@ -1,8 +1,9 @@
 """The strict mode: words that are on no list, and names that are words beside them.
 
 A word in lower case passes in Spanish, German and French, whose names have capitals; in English, where lists
-are long, it must be known. A capital in the middle of a Spanish or French sentence is a name unless it is an
-eponym. Chinese has neither spaces nor capitals: `text_chinese` finds its names by context alone.
+are long, it must be known, but for a slip of the keyboard. A capital in the middle of a Spanish or French
+sentence is a name unless it is an eponym. Chinese has neither spaces nor capitals: `text_chinese` finds its
+names by context alone.
 """
 
 from __future__ import annotations
@@ -117,15 +118,37 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     word = fold(written)
     if len(word) == 1 or set(word) == {"x"}:
         return False  # XXXX: somebody removed a name before
+    if word == "weder" and _NEITHER.match(text, end) and _START.search(text, max(0, start - 12), start):
+        return False
+    if "XXX" in written:
+        return _is_unknown_word(written.strip("X"), known)
+    if _ENTITY.fullmatch(text, start - 1, end + 1):
+        return False
+    if _CONTRACTED.fullmatch(word) and known.is_common(_CONTRACTED.sub(r"\1", word)):
+        return False
     if written.islower():
-        return not (language != "en" or known.may_pass(written) or known.is_medical(word))
+        return language == "en" and _is_unknown_word(written, known)
     if word in known.eponyms and word in known.names and not _is_eponym_here(text, start, end, known):
         return True
     is_title = written[0].isupper() and not written.isupper()
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
         is_term = word in known.eponyms or known.is_acronym(written) or word in _TITLES
         return not (is_term or text[end : end + 2].strip()[:1] == ":")
-    return not known.may_pass(written)
+    return _is_unknown_word(written, known)
+
+
+def _is_unknown_word(written: str, known: Lexicon) -> bool:
+    """Return whether a word is on no list, and has no form of a term; in lower case more forms are terms."""
+    if known.may_pass(written) or known.is_misspelled(written):
+        return False
+    return not (written.islower() and (known.is_medical(fold(written)) or known.is_joined(written)))
+
+
+_NEITHER: Final = re.compile(r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w")
+_ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|li|ul)>", re.IGNORECASE)
+_CONTRACTED: Final = re.compile(
+    r"(.{2,})(?:n['\N{RIGHT SINGLE QUOTATION MARK}]t|['\N{RIGHT SINGLE QUOTATION MARK}](?:re|ve|ll|d))"
+)
 
 
 def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,22 @@ def test_the_brain_without_a_vertex_cannot_be_cut() -> None:
 @pytest.mark.parametrize("contrast", ["CT", "T2"])
 def test_other_parts_are_no_heads(shapes: Any, contrast: str) -> None:
     assert _find(scan(shapes, contrast=contrast, spacing=(3.5, 3.5, 5.0), count=(128, 128, 48))) is None
+
+
+@pytest.mark.parametrize("offset", [0.0, 4.0, 8.0])
+@pytest.mark.parametrize("side", [128, 251, 256])
+def test_a_low_slab_of_a_skull_is_found_at_any_height_and_size(offset: float, side: int) -> None:
+    """Not every plane is looked at first, and slices of even size are reduced in another way."""
+    spacing = (256 / side, 256 / side, 2.0)
+    slab = scan(head(), contrast="CT", center=(0, 0, 20 + offset), spacing=spacing, count=(side, side, 13))
+    assert _find(slab) is not None
+    stored = dataclasses.replace(slab, pixels=slab.pixels.astype(np.int16))
+    assert _find(stored) is not None
+
+
+def test_slices_closer_than_the_planes_are_not_all_taken() -> None:
+    finder = HeadFinder(np.diag([1.0, 1.0, 1.0, 1.0]).tolist(), 61, (64, 64), "CT")
+    assert finder.indices == list(range(0, 61, 4))
 
 
 def test_an_empty_volume_is_no_head() -> None:

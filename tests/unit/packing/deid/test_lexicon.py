@@ -101,6 +101,42 @@ def test_words_that_are_names_too_are_masked_where_they_have_a_capital(name: str
         assert name not in scrub(text, KnownValues(()), mode="strict").text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "They're stable; the patient hasn't had surgery. HR &gt; 90.<BR>Pt denies pain.",
+        "No pneumothroax, cardiomegalyy or consolidaton; thelungs are clear.",
+        "Weder Infiltrat noch Erguss. Kraniokaudale Ausdehnung 3 cm. Verschwielung. Bronchiolektasien.",
+        "Épaississement pariétal. Hémicolectomie droite. Aérobilie. Pneumopathie basale.",
+        "Hepatomegalia leve. Engrosamiento cortical.",
+        "Angulated fracture; Hepatosplenomegaly. PYELOPLASTY.",
+    ],
+)
+def test_words_that_are_no_names_in_any_form_survive(text: str) -> None:
+    """Contractions, entities, slips of the keyboard, and endings that no name has."""
+    assert scrub(text, KnownValues(()), mode="strict").text == text
+
+
+@pytest.mark.parametrize(
+    "name",
+    """
+    Carpentier Marchand Metastasio Durand Ferrand Withers Haskell Theroux Mochlichen Osterwald
+    Underhill Peterson Hendersen Sandersen Thorwald Bergmann Breitenbach Pfleiderer Sternheim
+    """.split(),  # noqa: SIM905
+)
+def test_names_near_to_words_are_masked_in_lower_case_and_capitals(name: str) -> None:
+    """What lets slips and endings pass lets no name pass that is near to a word."""
+    for written in (name, name.upper(), name.lower()):
+        cleaned = scrub(f"The nodule that {written} had seen is stable.", KnownValues(()), mode="strict").text
+        assert written not in cleaned
+    assert name not in scrub(f"{name} wurde noch am Abend untersucht.", KnownValues(()), mode="strict").text
+
+
+def test_everyday_words_of_another_language_are_masked_where_they_begin_a_sentence_alone() -> None:
+    for text in ("Weder kommt noch am Abend.", "Weder wurde entlassen.", "Ist Weder da, noch nicht?"):
+        assert "Weder" not in scrub(text, KnownValues(()), mode="strict").text
+
+
 def test_abbreviations_that_are_names_pass_in_capitals_alone() -> None:
     passing = [
         word
