@@ -135,7 +135,8 @@ class ClientMemory:
             return None
         with self._lock:
             memory = self._map(pid, descriptor)
-        if memory is None or not hmac.compare_digest(memory[-_SECRET_NUM_BYTES:].hex(), secret):
+        expected = b"" if memory is None else memory[-_SECRET_NUM_BYTES:].hex().encode()
+        if memory is None or not hmac.compare_digest(expected, secret.encode("utf-8", "replace")):
             return None
         return np.frombuffer(memory, np.uint8)
 

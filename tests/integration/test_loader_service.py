@@ -583,6 +583,7 @@ def test_a_buffer_that_a_server_may_still_write_to_is_never_lent_again() -> None
     # A ticket names memory by a secret, and no other file; what is freed is unmapped.
     place = buffers.place_of(fresh)
     assert server.find({**place, "secret": "0" * len(place["secret"])}) is None
+    assert server.find({**place, "secret": "\ud800"}) is None
     assert server.find({**place, "descriptor": 0}) is None
     assert server.find({**place, "pid": "self"}) is None
     assert server.find(place) is not None
