@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -212,7 +212,7 @@ class _Bench:
                 for field in fields.tolist():
                     start = int(shard.index.field_offsets[field])
                     self.fields.append((shard.path, start, start + shard.num_bytes(field)))
-                for place, payload in reader.read(shard, fields, thread):
+                for place, payload in chain.from_iterable(reader.read(shard, fields, thread)):
                     if not isinstance(payload, np.ndarray):
                         raise ChecksumError(_DAMAGED)
                     name = shard.field_name(fields[place])
@@ -411,7 +411,7 @@ def time_transform(selection: Selection, fields: FieldSet, transform: str) -> di
         bound.run(copy.deepcopy(sample), key, draw, component, row)
     seconds: list[float] = []
     began = time.perf_counter()
-    probe = ProcessProbe()
+    probe = ProcessProbe(every_s=_TIMED_S)
     try:
         for sample, key, draw, component, row in cycle(samples):
             own = copy.deepcopy(sample)  # a transform may change what it gets

@@ -185,6 +185,9 @@ def convert_picture(source: NDArray[Any], target: NDArray[Any], scratch: Scratch
     """
     if len(target) == 1 and target.flags.c_contiguous:
         return convert_slice(source, target[0], scratch)
+    if source.shape == target.shape[1:] and source.dtype == target.dtype:
+        np.copyto(target, source)
+        return 0
     plane = scratch.array("plane", target.shape[1:], target.dtype)
     if source.ndim == 2 or source.shape[2] != len(target):
         num_saturated = convert_slice(source, plane, scratch)

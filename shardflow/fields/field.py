@@ -181,6 +181,28 @@ class SlotContent(Protocol):
         """Finish the slot, after all fields."""
 
 
+class StackContent(ABC):
+    """Content of a slot that takes many stored fields at once, which costs less than one by one."""
+
+    fields: Sequence[int]
+
+    @abstractmethod
+    def put(self, place: int, payload: NDArray[np.uint8], thread: ThreadState) -> None:
+        """Take the bytes of a stored field; see `SlotContent`."""
+
+    @abstractmethod
+    def put_all(self, payloads: Sequence[tuple[int, NDArray[np.uint8]]], thread: ThreadState) -> None:
+        """Take the bytes of several fields, each with its place, as `put` takes those of one.
+
+        Raises:
+            BadSample: The bytes of one are invalid.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the slot, after all fields."""
+
+
 class RegionContent(ABC):
     """Content of a slot that takes regions of volumes in bricks, beside its stored fields."""
 

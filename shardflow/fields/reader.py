@@ -1,8 +1,8 @@
 """Field reader: finds the fields of a sample in its shard, reads only those, and checks every byte.
 
 Place and crc32c of a field come from the shard's index; no tar is walked. The byte store gets many ranges per
-call, in ascending order, and joins adjacent ones, since it knows what a request costs. A payload is checked
-as soon as it is read, while it is in the processor's cache.
+call, in ascending order, and joins adjacent ones, since it knows what a request costs. Payloads are checked
+as soon as they are read, while they are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ _LOCAL_GAP_BYTES = 4096
 _MAX_SHARDS = 4096
 Resolution: TypeAlias = Literal["full", "small"]
 """Versions of stored slices."""
+Payload: TypeAlias = tuple[int, NDArray[np.uint8] | BadSample]
+"""Position of a field among those to read, and its bytes, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,20 +352,18 @@ class FieldReader:
         place = f"shard {name}, tier {self._tiers[component]}"
         return f"component {component + 1}, {place}" if self._samples.is_blend else place
 
-    def read(
-        self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState
-    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
-        """Read fields in the order of the shard.
+    def read(self, shard: Shard, fields: NDArray[np.int64], thread: ThreadState) -> Iterator[list[Payload]]:
+        """Read fields in the order of the shard, some at a time.
 
         Args:
             shard: From `open_shard`.
             fields: ``(n,)`` distinct numbers of fields, in any order.
-            thread: Of the caller; a payload is in its scratch memory, valid until the next one is
+            thread: Of the caller; payloads are in its scratch memory, valid until the next ones are
                 requested.
 
         Yields:
-            The position in ``fields``, and the field's bytes, checked against the crc32c of the index; or
-            what is wrong with the field.
+            For each of some fields its position in ``fields``, and its bytes, checked against the crc32c of
+            the index; or what is wrong with the field.
 
         Raises:
             StorageError: The store cannot read the shard.
@@ -388,20 +388,22 @@ class FieldReader:
 
     def _read_slabs(
         self, shard: Shard, fields: NDArray[np.int64], positions: NDArray[np.int64], thread: ThreadState
-    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
+    ) -> Iterator[list[Payload]]:
         """Read slices of bricks; their payloads are NumPy files. A layer of bricks is decoded once."""
         positions = positions[np.argsort(fields[positions], kind="stable")]
         done = 0
         for plan, numbers in shard.slabs(fields[positions]):
             found = self._read_slab(shard, plan, thread)
+            payloads: list[Payload] = []
             for number in numbers.tolist():
                 position = int(positions[done])
                 done += 1
                 if isinstance(found, BadSample):
-                    yield position, found
+                    payloads.append((position, found))
                 else:
                     index = int(shard.slice_places(np.array([number]))[1][0])
-                    yield position, found[index - int(plan.start[0])]
+                    payloads.append((position, found[index - int(plan.start[0])]))
+            yield payloads
 
     def _read_slab(
         self, shard: Shard, plan: RegionPlan, thread: ThreadState
@@ -460,8 +462,9 @@ class FieldReader:
         positions: NDArray[np.int64],
         sizes: list[int],
         thread: ThreadState,
-    ) -> Iterator[tuple[int, NDArray[np.uint8] | BadSample]]:
+    ) -> Iterator[list[Payload]]:
         numbers = fields[positions]
+        wanted = positions.tolist()
         offsets = shard.index.field_offsets[numbers].tolist()
         checksums = shard.index.field_crc32c[numbers].tolist()
         is_local = isinstance(shard.store, LocalStore)
@@ -479,23 +482,28 @@ class FieldReader:
                 shard.store.read_ranges(shard.path, spans, buffers)
         except ShortReadError:
             if len(positions) == 1:
-                yield int(positions[0]), shard.bad(BadSampleReason.FIELD_TRUNCATED, int(numbers[0]))
+                yield [(wanted[0], shard.bad(BadSampleReason.FIELD_TRUNCATED, int(numbers[0])))]
                 return
             # The shard ends inside one of the fields; the earlier ones are complete.
             for place in range(len(positions)):
                 one = slice(place, place + 1)
                 yield from self._read_group(shard, fields, positions[one], sizes[one], thread)
             return
-        for place, payload in enumerate(payloads):
-            thread.enter("check", where)
-            with self._counters.timed("check", sizes[place]):
-                is_right = google_crc32c.value(payload) == checksums[place]
+        thread.enter("check", where)
+        with self._counters.timed("check", sum(sizes), len(sizes)):
+            are_right = [
+                google_crc32c.value(payload) == checksum
+                for payload, checksum in zip(payloads, checksums, strict=True)
+            ]
+        found: list[Payload] = list(zip(wanted, payloads, strict=True))
+        for place, is_right in enumerate(are_right):
+            # Retry once at the origin: a cache or the transfer may have corrupted the data.
             if not is_right:
-                # Retry once at the origin: a cache or the transfer may have corrupted the data.
-                alone = ByteRange(offsets[place], sizes[place])
-                is_right = self._read_again(shard, alone, payload, checksums[place])
-            bad = None if is_right else shard.bad(BadSampleReason.CHECKSUM_MISMATCH, int(numbers[place]))
-            yield int(positions[place]), bad or payload
+                span = ByteRange(offsets[place], sizes[place])
+                if not self._read_again(shard, span, payloads[place], checksums[place]):
+                    number = int(numbers[place])
+                    found[place] = wanted[place], shard.bad(BadSampleReason.CHECKSUM_MISMATCH, number)
+        yield found
 
     def _read_again(self, shard: Shard, span: ByteRange, payload: NDArray[np.uint8], checksum: int) -> bool:
         try:

@@ -6,14 +6,22 @@ many samples at once. A bad sample affects its own slot alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.fields.decode import ThreadState
-from shardflow.fields.field import Arrays, BoundField, RegionContent, SlotContent, SlotRequest
+from shardflow.fields.field import (
+    Arrays,
+    BoundField,
+    RegionContent,
+    SlotContent,
+    SlotRequest,
+    StackContent,
+)
 from shardflow.fields.quarantine import BadSample, BadSampleReason
-from shardflow.fields.reader import FieldReader, Shard
+from shardflow.fields.reader import FieldReader, Payload, Shard
 from shardflow.format.entities import entity_key
 
 
@@ -59,14 +67,11 @@ class SlotAssembler:
                 bad_slots[request.slot] = bad
         wanted = _by_field(opened)
         numbers = list(wanted)
-        for position, payload in self._reader.read(shard, np.array(numbers, np.int64), thread):
-            for slot, content, place in wanted[numbers[position]]:
-                if slot in bad_slots:
-                    continue
+        for payloads in self._reader.read(shard, np.array(numbers, np.int64), thread):
+            for slot, content, parts in _by_content(wanted, numbers, payloads):
                 try:
-                    if isinstance(payload, BadSample):
-                        raise payload
-                    content.put(place, payload, thread)
+                    if slot not in bad_slots:
+                        _put(content, parts, thread)
                 except BadSample as bad:
                     bad_slots[slot] = bad
         for slot in sorted(opened.keys() - bad_slots.keys()):
@@ -93,6 +98,41 @@ class SlotAssembler:
     def _open(self, shard: Shard, request: SlotRequest, arrays: Arrays) -> list[SlotContent]:
         _check_row(shard, request)
         return [field.open(shard, request, arrays) for field in self._fields]
+
+
+def _by_content(
+    wanted: Mapping[int, Sequence[tuple[int, SlotContent, int]]],
+    numbers: Sequence[int],
+    payloads: Sequence[Payload],
+) -> Iterable[tuple[int, SlotContent, list[Payload]]]:
+    """Return what each content gets of some payloads, with the places of the fields in the content."""
+    found: dict[int, tuple[int, SlotContent, list[Payload]]] = {}
+    for position, payload in payloads:
+        for slot, content, place in wanted[numbers[position]]:
+            found.setdefault(id(content), (slot, content, []))[2].append((place, payload))
+    return found.values()
+
+
+def _put(content: SlotContent, parts: Sequence[Payload], thread: ThreadState) -> None:
+    """Give a content the bytes of some of its fields.
+
+    Raises:
+        BadSample: One of them is bad.
+    """
+    good: list[tuple[int, NDArray[np.uint8]]] = []
+    bad: BadSample | None = None
+    for place, payload in parts:
+        if isinstance(payload, BadSample):
+            bad = payload
+            break
+        good.append((place, payload))
+    if isinstance(content, StackContent) and len(good) > 1:
+        content.put_all(good, thread)
+    else:
+        for place, payload in good:
+            content.put(place, payload, thread)
+    if bad is not None:
+        raise bad
 
 
 def _by_field(opened: Mapping[int, list[SlotContent]]) -> dict[int, list[tuple[int, SlotContent, int]]]:

@@ -11,7 +11,7 @@ it. `decode_field` and `webdataset_decoder` serve readers with their own loop, s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -43,12 +43,15 @@ class Codec:
         read_header: Shape and dtype, without decoding.
         decode: Into a C-contiguous array of exactly that shape and dtype.
         holds: Whether it can store an array of a shape and dtype.
+        decode_all: Several slices as `decode`, where that is faster than one by one; returns what is wrong
+            with some, by their places.
     """
 
     encode: Callable[[NDArray[Any]], bytes]
     read_header: Callable[[memoryview], ArrayHeader]
     decode: Callable[[memoryview, NDArray[Any]], None]
     holds: Callable[[tuple[int, ...], np.dtype[Any]], bool]
+    decode_all: Callable[[Sequence[memoryview], Sequence[NDArray[Any]]], dict[int, FormatError]] | None = None
 
 
 def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
@@ -132,6 +135,31 @@ def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) 
     return out
 
 
+def decode_arrays(
+    codec: str, payloads: Sequence[Payload], outs: Sequence[NDArray[Any]]
+) -> dict[int, FormatError]:
+    """Decode several slices; one that cannot be decoded does not affect the others.
+
+    Args:
+        codec: As of `decode_array`.
+        payloads: As of `decode_array`, of one codec.
+        outs: Where to decode them to; C-contiguous, writable, each of its payload's shape and dtype.
+
+    Returns:
+        What is wrong with a slice, by its place in ``payloads``.
+    """
+    functions = _reader(codec)
+    if functions.decode_all is not None:
+        return functions.decode_all([_view(payload) for payload in payloads], outs)
+    errors: dict[int, FormatError] = {}
+    for place, (payload, out) in enumerate(zip(payloads, outs, strict=True)):
+        try:
+            functions.decode(_view(payload), out)
+        except FormatError as error:
+            errors[place] = error
+    return errors
+
+
 def _view(payload: Payload) -> memoryview:
     if isinstance(payload, np.ndarray):
         return payload.data.cast("B")
@@ -152,7 +180,7 @@ def _holds_all(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:  # noqa: A
 # A reader that finds a slice in several codecs takes the first of them.
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
-        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode, _holds_all),
+        "b2nd": Codec(b2nd.encode, b2nd.read_header, b2nd.decode, _holds_all, b2nd.decode_all),
         "npy": Codec(npy.encode, npy.read_header, npy.decode, _holds_all),
         "htj2k": Codec(htj2k.encode, htj2k.read_header, htj2k.decode, htj2k.holds),
         "png16": Codec(png16.encode, png16.read_header, png16.decode, png16.holds),
@@ -199,7 +227,9 @@ def _offered_codec(name: str) -> Codec | None:
                 f"The codec {name!r} of an installed package is {type(codec).__name__}; its entry point must "
                 "name a shardflow.format.codecs.Codec."
             )
-        return replace(codec, read_header=_guarded(codec.read_header), decode=_guarded(codec.decode))
+        return replace(
+            codec, read_header=_guarded(codec.read_header), decode=_guarded(codec.decode), decode_all=None
+        )
     return None
 
 

@@ -355,6 +355,11 @@ class MicroBatchTask:
         masks = [self._bad[slot].to_json() for slot in sorted(self._bad)]
         return {"epoch": self._source.plan.epoch, "step": self._step, "micro": self._micro, "masks": masks}
 
+    @property
+    def known_num_bytes(self) -> int | None:
+        """Size of the batch, as it follows from the tables; None if only a transform will tell."""
+        return None if self._is_held else self._layout.num_bytes
+
     def received(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory, ``(num_bytes,)`` uint8, for what another machine made of it.
 

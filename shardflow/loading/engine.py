@@ -111,18 +111,23 @@ class BufferPool:
         Returns:
             ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when its last view is freed.
         """
-        size = self.size_of(num_bytes)
+        memory = self._take(self.size_of(num_bytes))
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        return np.asarray(Lease(address, len(memory), partial(self.take_back, memory)))[:num_bytes]
+
+    def _take(self, size: int) -> mmap.mmap:
         with self._lock:
             self._drain()
             memory = self._pop(size)
             self._num_allocated += memory is None
         self._settle()  # buffers returned while the lock was held
-        if memory is None:
-            memory = mmap.mmap(-1, size, **_PRIVATE)
-            if size >= _MIN_HUGE_BYTES:
-                _ask_for_huge_pages(memory)
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        return np.asarray(Lease(address, size, partial(self.take_back, memory)))[:num_bytes]
+        return self._allocate(size) if memory is None else memory
+
+    def _allocate(self, size: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, size, **_PRIVATE)
+        if size >= _MIN_HUGE_BYTES:
+            _ask_for_huge_pages(memory)
+        return memory
 
     def bound(self, max_free_bytes: int) -> None:
         """Change how much memory may be idle; the rest returns to the system."""

@@ -532,7 +532,7 @@ class Loader:
     @property
     def num_buffers_allocated(self) -> int:
         """Batch buffers allocated so far; constant once iteration has reached its steady state."""
-        return self._runtime.pool.num_allocated
+        return self._runtime.num_buffers_allocated
 
     @property
     def quarantined(self) -> list[QuarantineRow]:

@@ -360,6 +360,12 @@ class LoaderRuntime:
         if self.pid == os.getpid() and not self.planner.join(_JOIN_TIMEOUT_S):
             _LOGGER.debug("prefetching continues after close, until its requests end")
 
+    @property
+    def num_buffers_allocated(self) -> int:
+        """Batch buffers allocated so far."""
+        shared = 0 if self.servers is None else self.servers.buffers.num_allocated
+        return self.pool.num_allocated + shared
+
     # ---- tunables --------------------------------------------------------------------------------
 
     def values(self) -> dict[str, int | str]:
@@ -451,6 +457,8 @@ class LoaderRuntime:
             for store in self._remotes if "store.max_concurrency" in others else ():
                 store.bound(int(others["store.max_concurrency"]))
             self.pool.bound(self.config.prefetch_bytes)
+            if self.servers is not None:
+                self.servers.buffers.bound(self.config.prefetch_bytes)
             self._part_size.divide_among(self.config.num_threads)
             for stream in list(self.streams):
                 stream.change(self.config)

@@ -17,14 +17,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, SampleError, ShardflowError, os_reason
 from shardflow.fields.decode import ThreadState
-from shardflow.format.table import crc32c
 from shardflow.loading.assembly import MicroBatchTask
 from shardflow.loading.batch import Batch
 from shardflow.loading.config import LoaderConfig, parse_server
+from shardflow.loading.service_memory import SharedBuffers, is_of_this_host
 from shardflow.loading.service_wire import (
     OPEN_RUN,
     UNKNOWN_RUN,
@@ -69,6 +71,7 @@ class _Server:
         self.host, self.address, self.port = host, address, port
         self.name = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self.client: Any = None
+        self.shares_memory = is_of_this_host(address)
         self.opening = threading.Lock()
         self.has_run = False
         self.num_requests = 0
@@ -96,6 +99,9 @@ class DataServers:
             ``service_local``.
         changed: Weakly refers to a function that is called when there are other servers than before.
 
+    Attributes:
+        buffers: Memory of batches that servers of this host make.
+
     Raises:
         ConfigError: The token or the certificate cannot be read.
     """
@@ -115,6 +121,7 @@ class DataServers:
         self._authority = _read_authority(config.server_tls_ca)
         self._starting, self._lock = threading.Lock(), threading.Lock()
         self._servers: dict[tuple[str, int], _Server] = {}
+        self.buffers = SharedBuffers(config.prefetch_bytes)
         self._slowest_s = 0.0
         self._was_accepted = False
         self._is_alone = False
@@ -187,15 +194,18 @@ class DataServers:
 
     def _ask(self, server: _Server, task: MicroBatchTask, requests: Requests, patience_s: float) -> Batch:
         start = time.monotonic()
-        ticket = flight.Ticket(encode_ticket(self._run.name, task.request()))
         for is_second in (False, True):
             self._open_run(server, start + patience_s)
             options = self._options(start + patience_s - time.monotonic())
             client = self._connected(server)  # kept to the end of the answer, whoever sets the server aside
             try:
-                reader = client.do_get(ticket, options)
-                with requests.under_way(reader):
-                    return self._receive(reader, task, start)
+                with self._shared(server, task) as buffer:
+                    request = task.request()
+                    if buffer is not None:
+                        request["memory"] = self.buffers.place_of(buffer)
+                    reader = client.do_get(flight.Ticket(encode_ticket(self._run.name, request)), options)
+                    with requests.under_way(reader):
+                        return self._receive(server, reader, task, start, buffer)
             except flight.FlightError as error:
                 known = decode_error(error.extra_info, server.name)
                 if known is None:
@@ -207,12 +217,39 @@ class DataServers:
                 raise found from None
         raise FormatError("a data server must know a run that it was told, got none.")
 
-    def _receive(self, reader: Any, task: MicroBatchTask, start: float) -> Batch:
+    @contextmanager
+    def _shared(self, server: _Server, task: MicroBatchTask) -> Iterator[NDArray[np.uint8] | None]:
+        """Lend memory that a server of this host may write to; None for others, or if the size is unknown."""
+        num_bytes = task.known_num_bytes if server.shares_memory else None
+        if num_bytes is None:
+            yield None
+            return
+        buffer = self.buffers.lend(num_bytes)
+        try:
+            yield buffer
+        except BaseException:
+            self.buffers.forget(buffer)
+            raise
+
+    def _receive(
+        self,
+        server: _Server,
+        reader: Any,
+        task: MicroBatchTask,
+        start: float,
+        buffer: NDArray[np.uint8] | None,
+    ) -> Batch:
         piece = reader.read_chunk()
         head = json.loads(piece.app_metadata.to_pybytes())
         num_bytes = check_piece(head["num_bytes"])
-        buffer = task.received(num_bytes)[:num_bytes]
-        end = 0
+        is_there = buffer is not None and head["crc32c"] is None
+        if buffer is None:
+            buffer = task.received(num_bytes)[:num_bytes]
+        elif num_bytes != len(buffer):
+            raise FormatError(f"{task.describe()} must have {len(buffer)} bytes, got {num_bytes}.")
+        else:
+            server.shares_memory = is_there  # a server of another user or container is not asked again
+        end = checksum = 0
         while True:
             data = np.asarray(piece.data.column(0))
             if end + len(data) > num_bytes or data.dtype != np.uint8:
@@ -221,11 +258,13 @@ class DataServers:
                 )
             buffer[end : end + len(data)] = data
             end += len(data)
+            if len(data):
+                checksum = google_crc32c.extend(checksum, data)  # while it is in the processor's cache
             try:
                 piece = reader.read_chunk()
             except StopIteration:
                 break
-        if end != num_bytes or crc32c(buffer) != head["crc32c"]:
+        if not is_there and (end != num_bytes or checksum != head["crc32c"]):
             raise FormatError(f"{task.describe()} must come as a data server sent it, got other bytes.")
         batch = task.batch_of(buffer, head["batch"])
         self.counters.add("service_queue", float(head["queued_s"]), 0, 1)

@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardflow.errors import ConfigError, ShardflowError, os_reason
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import Quarantine
@@ -28,8 +31,9 @@ from shardflow.format.keys import sha256_hex
 from shardflow.format.table import crc32c
 from shardflow.loading.assembly import BatchSource, MicroBatchTask
 from shardflow.loading.batch import Batch
-from shardflow.loading.engine import BufferPool
+from shardflow.loading.engine import BufferPool, Pool
 from shardflow.loading.loader import Loader
+from shardflow.loading.service_memory import ClientMemory
 from shardflow.loading.service_wire import (
     MAX_RUN_BYTES,
     OPEN_RUN,
@@ -125,8 +129,15 @@ class _Run:
         self.num_calls = 0
         self.used_at = time.monotonic()
 
-    def task(self, epoch: int, step: int, micro: int, masks: list[dict[str, Any]]) -> MicroBatchTask:
-        """Return the task of a micro-batch.
+    def task(
+        self,
+        epoch: int,
+        step: int,
+        micro: int,
+        masks: list[dict[str, Any]],
+        memory: NDArray[np.uint8] | None = None,
+    ) -> MicroBatchTask:
+        """Return the task of a micro-batch, to be made in some memory if it has the size for it.
 
         Raises:
             PlanError: The run has no such place.
@@ -139,11 +150,36 @@ class _Run:
                 del self._sources[next(iter(self._sources))]
         known = Quarantine(0)
         known.load(masks)
-        return MicroBatchTask(replace(source, known_masks=known), step, micro)
+        pool: Pool = self._pool if memory is None else _Given(memory, self._pool)
+        return MicroBatchTask(replace(source, known_masks=known, pool=pool), step, micro)
 
     def close(self) -> None:
         """End the loader."""
         self._loader.close()
+
+
+class _Given:
+    """Pool that first lends the memory of a client, for the batch, and then that of another pool."""
+
+    def __init__(self, memory: NDArray[np.uint8], pool: BufferPool) -> None:
+        self._memory: NDArray[np.uint8] | None = memory
+        self._pool = pool
+
+    @staticmethod
+    def size_of(num_bytes: int) -> int:
+        """Return how much memory a buffer takes; see `Pool`."""
+        return BufferPool.size_of(num_bytes)
+
+    def bound(self, max_free_bytes: int) -> None:
+        """Change how much memory of the other pool may be idle; see `Pool`."""
+        self._pool.bound(max_free_bytes)
+
+    def lend(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a buffer; see `Pool`."""
+        memory, self._memory = self._memory, None
+        if memory is not None and num_bytes <= len(memory):
+            return memory[:num_bytes]
+        return self._pool.lend(num_bytes)
 
 
 class _Room:
@@ -215,6 +251,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
         self._served = tuple(datasets)
         self.token, self._allowed, self._idle_s = token, tuple(allowed), idle_s
         self._pool, self._room = BufferPool(max_bytes), _Room(max_bytes)
+        self._memory = ClientMemory()
         self._threads = ThreadPoolExecutor(num_threads, "shardflow-serving")
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -269,26 +306,31 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Return the stream of a micro-batch."""
         with _told():
-            name, epoch, step, micro, masks = decode_ticket(ticket.ticket)
-        return flight.GeneratorStream(_SCHEMA, self._answer(context, name, (epoch, step, micro), masks))
+            asked = decode_ticket(ticket.ticket)
+        return flight.GeneratorStream(_SCHEMA, self._answer(context, *asked))
 
     def _answer(
-        self, context: Any, name: str, place: tuple[int, int, int], masks: list[dict[str, Any]]
+        self, context: Any, name: str, place: tuple[int, int, int], masks: list[dict[str, Any]], memory: Any
     ) -> Iterator[Any]:
-        """Yield a micro-batch in pieces; its room is held until the last is sent or the client is gone."""
+        """Yield a micro-batch in pieces; its room is held until the last is sent or the client is gone.
+
+        One that was made in the client's memory is not sent.
+        """
         with self._call(), _told(), self._used(name) as run:
             asked_at = time.monotonic()
-            task = run.task(*place, masks)
+            given = None if memory is None else self._memory.find(memory)
+            task = run.task(*place, masks, given)
             with self._room.reserved(task.num_bytes, context):
                 batch, queued_s = self._made(task, context, asked_at)
+                is_there = given is not None and np.may_share_memory(given, batch.buffer)
                 head = {
                     "num_bytes": len(batch.buffer),
-                    "crc32c": crc32c(batch.buffer),
+                    "crc32c": None if is_there else crc32c(batch.buffer),
                     "queued_s": queued_s,
                     "batch": batch.descriptor,
                 }
                 metadata: bytes | None = json.dumps(head, separators=(",", ":")).encode()
-                data = pa.py_buffer(batch.buffer)
+                data = pa.py_buffer(b"" if is_there else batch.buffer)
                 for start in range(0, max(1, data.size), PIECE_BYTES):
                     piece = data.slice(start, min(PIECE_BYTES, data.size - start))
                     array = pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])
@@ -403,6 +445,7 @@ class DataServer(flight.FlightServerBase):  # type: ignore[misc]
     def _keep_house(self) -> None:
         while not self._closing.wait(min(_HOUSEKEEPING_S, self._idle_s)):
             until = time.monotonic() - self._idle_s
+            self._memory.collect()
             with self._lock:
                 idle = [name for name, run in self._runs.items() if not run.num_calls and run.used_at < until]
                 gone = [self._runs.pop(name) for name in idle]

@@ -3,6 +3,7 @@
 Arrow Flight carries two kinds of calls. The action ``open`` has a run as JSON: its lock, and its settings as
 a TOML text, which the server reads as it reads any settings file. A ticket has the address of a micro-batch
 as JSON; the answer is the flat buffer of the batch in pieces, and its descriptor as JSON with the first one.
+On the host of the loader the batch is made in memory that the ticket names, and its descriptor is the answer.
 No object of Python crosses the wire. Datasets travel by digest, transforms by name. With a run come digests
 of the code that makes its batches, since a server with other code would make other ones.
 """
@@ -47,7 +48,7 @@ MAX_RUN_BYTES: Final = 64 << 20
 MAX_TICKET_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
 """Bytes of a batch in one message, so that a slow network holds up no more than that."""
-_WIRE_VERSION: Final = 2
+_WIRE_VERSION: Final = 3
 _PACKAGE: Final = __name__.partition(".")[0]
 _CODE_SUFFIXES: Final = (".py", ".csv", ".toml", ".txt")
 _MAX_COUNTER: Final = 1 << 62
@@ -397,8 +398,10 @@ def encode_ticket(run: str, request: Mapping[str, Any]) -> bytes:
     return canonical_json({"run": run, **request})
 
 
-def decode_ticket(ticket: bytes) -> tuple[str, int, int, int, list[dict[str, Any]]]:
-    """Return run, epoch, step, micro-batch and known masks of a ticket.
+def decode_ticket(ticket: bytes) -> tuple[str, tuple[int, int, int], list[dict[str, Any]], Any]:
+    """Return run, address (epoch, step and micro-batch), known masks and memory of a ticket.
+
+    The memory is None, or as `SharedBuffers.place_of` describes it.
 
     Raises:
         ConfigError: It is malformed.
@@ -410,7 +413,7 @@ def decode_ticket(ticket: bytes) -> tuple[str, int, int, int, list[dict[str, Any
     is_right &= isinstance(masks, list) and all(isinstance(one, dict) for one in masks)
     if not is_right or not isinstance(run, str):
         raise ConfigError("a ticket must have run, epoch, step, micro and masks.")
-    return run, *places, masks  # type: ignore[return-value]
+    return run, tuple(places), masks, found.get("memory")  # type: ignore[return-value]
 
 
 def encode_error(error: BaseException) -> bytes:

@@ -1,6 +1,7 @@
 """Process probe: CPU and memory limits of the machine, and what this process and its children use of them.
 
-`ProcessProbe` runs a thread that wakes every 20 ms and measures how late it is. A thread that needs the GIL
+`ProcessProbe` runs a thread that wakes every 20 to 100 ms and measures how late it is: each time costs a step
+on a busy processor up to 0.1 ms, so that longer intervals are probed less often. A thread that needs the GIL
 waits for the interpreter's switch interval (5 ms) if another one runs Python, or until a library call
 returns; time spent waiting for a CPU, which the kernel reports, is not counted. Nothing here runs on the
 path of a step. Numbers come from ``/proc`` and cgroups; they are 0 where the kernel does not report them or
@@ -31,8 +32,11 @@ _MEMORY_FILES: Final = (
 )
 """Of cgroup v2 and v1: limit, usage, and the file and key of the part of the usage that is reclaimable."""
 _PROC: Final = Path("/proc")
+_READ_NUM_BYTES: Final = 1 << 16
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_PERIOD_S: Final = 0.02
+_PROBES_PER_INTERVAL: Final = 50
+_SHORTEST_PERIOD_S: Final = 0.02
+_LONGEST_PERIOD_S: Final = 0.1
 _HELD_S: Final = 1e-3
 """A longer wait after a sleep means that the GIL was held; a shorter one is timer inaccuracy."""
 _UPDATES_PER_INTERVAL: Final = 5
@@ -92,12 +96,22 @@ def _number_of(text: str, name: str) -> int:
     return 0
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | str) -> str:
     """Return the text of a kernel file; empty if it does not exist or its process has ended."""
+    # Without the layers of a file object: there is a file for each thread.
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return ""
+    try:
+        parts = []
+        while part := os.read(descriptor, _READ_NUM_BYTES):
+            parts.append(part)
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+    return b"".join(parts).decode("ascii", "replace").strip()
 
 
 def processor_s(pid: int, *, proc: Path = _PROC) -> float:
@@ -149,14 +163,14 @@ class ProcessTimes:
         self._ran, self._waited = ran, waited
 
     def _delays(self, pid: int) -> Iterable[tuple[str, float]]:
-        folder = self._proc / str(pid) / "task"
+        folder = f"{self._proc}/{pid}/task"
         try:
-            tasks = [entry.name for entry in folder.iterdir()]
+            tasks = os.listdir(folder)  # noqa: PTH208 - without an object for each
         except OSError:
             return
         for task in tasks:
             # Nanoseconds running, nanoseconds runnable but waiting, and the number of time slices.
-            fields = _read(folder / task / "schedstat").split()
+            fields = _read(f"{folder}/{task}/schedstat").split()
             if len(fields) == 3:
                 yield task, int(fields[1]) / 1e9
 
@@ -178,12 +192,14 @@ class ProcessProbe:
 
     Args:
         children: Returns the process ids of the loader processes.
-        every_s: Approximate time between calls of `take`: memory is read once in it, CPU times five times.
+        every_s: Approximate time between calls of `take`: memory is read once in it, CPU times five times,
+            and the GIL is probed up to fifty times.
     """
 
     def __init__(self, children: Callable[[], Sequence[int]] | None = None, *, every_s: float = 5.0) -> None:
         self._children = children or (lambda: ())
         self._every_s = every_s
+        self._period_s = min(max(every_s / _PROBES_PER_INTERVAL, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
         self._lock = threading.Lock()
         self._held_s = 0.0
         self._probed_s = 0.0
@@ -260,9 +276,9 @@ class ProcessProbe:
         """
         began = time.perf_counter()
         # Not an event wait, which takes a lock and the GIL twice.
-        time.sleep(_PERIOD_S)
+        time.sleep(self._period_s)
         probed_s = time.perf_counter() - began
-        waited_s = probed_s - _PERIOD_S - delay.since()
+        waited_s = probed_s - self._period_s - delay.since()
         with self._lock:
             self._probed_s += probed_s
             if waited_s > _HELD_S and _has_gil():

@@ -31,6 +31,7 @@ from shardflow.format.table import crc32c
 from shardflow.loading import Batch, Loader, World, open_blend, service, service_main
 from shardflow.loading.engine import BufferPool
 from shardflow.loading.service_main import DataServer, ServerOptions
+from shardflow.loading.service_memory import ClientMemory, SharedBuffers
 from shardflow.loading.service_wire import OPEN_RUN, encode_ticket, loader_arguments
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.distributed.data_servers import Chaos, server_processes
@@ -104,7 +105,7 @@ def _num(loader: Loader, name: str) -> int:
     ids=["transformed", "native, ragged", "no fields"],
 )
 def test_ranks_and_resumes_get_the_batches_of_local_loading(
-    url: str, server: DataServer, fields: Any, spec: BatchSpec, transform: str | None
+    url: str, server: DataServer, is_shared: bool, fields: Any, spec: BatchSpec, transform: str | None
 ) -> None:
     arguments: dict[str, Any] = {"spec": spec, "fields": fields, "transform": transform}
     for rank, world_size in ((0, 1), (0, 2), (1, 2)):
@@ -299,6 +300,15 @@ def test_a_dataset_that_is_not_served_is_refused(other_url: str, server: DataSer
 # ---- servers that come and go --------------------------------------------------------------------
 
 
+@pytest.fixture(params=[True, False], ids=["in the loader's memory", "over the network"])
+def is_shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether servers make batches in the loader's memory, as on one host, or send them."""
+    if not request.param:
+        monkeypatch.setattr(service, "is_of_this_host", lambda _: False)
+    is_shared: bool = request.param
+    return is_shared
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that look for servers often."""
@@ -309,7 +319,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_kills", sampled([3, 100], always=[3]))
 def test_kills_and_additions_lose_and_double_nothing(
-    url: str, tmp_path: Path, quick: None, num_kills: int
+    url: str, tmp_path: Path, quick: None, is_shared: bool, num_kills: int
 ) -> None:
     file = tmp_path / "servers"
     with server_processes(url) as processes:
@@ -350,7 +360,7 @@ def test_without_any_server_batches_are_made_here_until_one_is_back(
                 assert _digests(served) == _digests(local)
 
 
-def test_a_server_that_stands_still_is_passed_over(url: str, quick: None) -> None:
+def test_a_server_that_stands_still_is_passed_over(url: str, quick: None, is_shared: bool) -> None:
     with server_processes(url) as processes:
         stopped = processes.start()
         processes.start()
@@ -528,6 +538,70 @@ def test_bytes_under_way_are_bounded_on_both_sides(url: str) -> None:
         assert 0 < max(reserved) <= bound
         assert 0 < held <= bound
         assert num_allocated <= 3 + 2  # those of the bound, and those that the consumer held
+
+
+def test_on_one_host_batches_are_made_in_the_loaders_memory(
+    url: str, server: DataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bool] = []
+    real = service.DataServers._receive
+
+    def receive(*arguments: Any) -> Batch:
+        batch = real(*arguments)
+        buffers = arguments[0].buffers
+        sent.append(batch.buffer.ctypes.data not in buffers._by_address)
+        return batch
+
+    monkeypatch.setattr(service.DataServers, "_receive", receive)
+    with _loader(url, address_of(server)) as served, _local(url) as local:
+        assert _digests(served) == _digests(local)
+        assert sent
+        assert not any(sent)
+        assert _digests(served) == _digests(local)
+        num_buffers = served.num_buffers_allocated
+        assert _digests(served) == _digests(local)
+        assert served.num_buffers_allocated == num_buffers  # they are used again
+        # A server that cannot open them, such as one of another user, sends.
+        monkeypatch.setattr(server._memory, "find", lambda _: None)
+        assert _digests(served) == _digests(local)
+        assert not _num(served, "service_local")
+
+
+def test_a_buffer_that_a_server_may_still_write_to_is_never_lent_again() -> None:
+    buffers, server = SharedBuffers(1 << 30), ClientMemory()
+    lent = buffers.lend(1000)
+    place = buffers.place_of(lent)
+    written = server.find(place)
+    assert written is not None
+    written[:4] = [1, 2, 3, 4]
+    assert lent[:4].tolist() == [1, 2, 3, 4]
+    buffers.forget(lent)
+    del lent
+    fresh = buffers.lend(1000)
+    written[:4] = 9
+    assert not fresh[:4].any()
+    # A ticket names memory by a secret, and no other file; what is freed is unmapped.
+    place = buffers.place_of(fresh)
+    assert server.find({**place, "secret": "0" * len(place["secret"])}) is None
+    assert server.find({**place, "secret": "\ud800"}) is None
+    assert server.find({**place, "descriptor": 0}) is None
+    assert server.find({**place, "pid": "self"}) is None
+    assert server.find(place) is not None
+    buffers.forget(fresh)
+    del fresh
+    server.collect()
+    assert not server._mapped
+
+
+def test_memory_that_could_be_cut_off_is_not_written_to() -> None:
+    """A file that shrinks under a writer would end it with SIGBUS."""
+    descriptor = os.memfd_create("shardflow-batch", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(descriptor, bytes(1 << 16))
+        told = {"pid": os.getpid(), "descriptor": descriptor, "secret": "00" * 16}
+        assert ClientMemory().find(told) is None
+    finally:
+        os.close(descriptor)
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
@@ -721,6 +795,7 @@ def test_a_reply_that_was_changed_is_asked_for_again(
     url: str, server: DataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that sends wrong bytes, or another micro-batch, is passed over."""
+    monkeypatch.setattr(service, "is_of_this_host", lambda _: False)
     real = crc32c
     answers = iter([True, False, False] * 1000)
     monkeypatch.setattr(service_main, "crc32c", lambda data: real(data) ^ next(answers))

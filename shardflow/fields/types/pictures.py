@@ -562,7 +562,9 @@ class BoundImageMember(BoundMember):
             self._loss.warn(stored)
         arrays[f"{self.name}_mask"][slot] = 1
         arrays[f"{self.name}_index"][slot] = 0
-        arrays[f"{self.name}_range"][slot] = target.min(), target.max()
+        # Gray is the same in all channels.
+        pixels = target[:1] if decoded.ndim == 2 else target
+        arrays[f"{self.name}_range"][slot] = pixels.min(), pixels.max()
 
     def _target(
         self, shard: Shard, number: int, shape: tuple[int, int], arrays: Arrays, slot: int

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -29,6 +31,7 @@ from shardflow.fields.field import (
     FieldContext,
     SlotRequest,
     Slots,
+    StackContent,
 )
 from shardflow.fields.layout import (
     WINDOWS,
@@ -42,6 +45,7 @@ from shardflow.fields.reader import Shard
 from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.types.pixel_field import DEFAULT_SERIES, PixelField
 from shardflow.format import Dataset, array_header, decode_array
+from shardflow.format.codecs import decode_arrays
 from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
@@ -384,17 +388,18 @@ class BoundPixels(BoundField):
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
         """Return the numbers of the stored fields of pictures, and behind them that of the study."""
         found: list[int] = []
-        by_series: dict[int, NDArray[np.int64]] = {}
+        by_series: dict[int, list[int]] = {}
         for picture in pictures:
-            if picture.series not in by_series:
-                by_series[picture.series] = self.stored(shard, request, picture.series)[0]
-            stored = by_series[picture.series]
+            stored = by_series.get(picture.series)
+            if stored is None:
+                stored = self.stored(shard, request, picture.series)[0].tolist()
+                by_series[picture.series] = stored
             if picture.index >= len(stored):
                 detail = (
                     f"image {picture.index} of series {picture.series}, of which {len(stored)} are stored"
                 )
                 raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
-            found.append(int(stored[picture.index]))
+            found.append(stored[picture.index])
         study = shard.study(request.row_in_shard) if found else None
         return found if study is None else [*found, study]
 
@@ -420,22 +425,26 @@ class BoundPixels(BoundField):
         """
         scratch, codec, num_saturated = thread.scratch, shard.codec(number), 0
         thread.enter("decode", f"shard {shard.name}")
+        is_direct = self.channels == 1 and target.flags.c_contiguous
+        plane = target[0] if is_direct else scratch.array("plane", target.shape[1:], target.dtype)
+        started_s = time.perf_counter()
         try:
             has_color = False
             if self.channels == _COLOR:
                 shape, _ = array_header(codec, payload)
                 has_color = len(shape) == _COLOR and shape[2] == _COLOR
-            is_direct = self.channels == 1 and target.flags.c_contiguous
-            plane = target[0] if is_direct else scratch.array("plane", target.shape[1:], target.dtype)
-            with self._counters.timed("decode", target.nbytes):
-                decoded = self._decode(codec, payload, plane, thread, has_color=has_color)
+            decoded = self._decode(codec, payload, plane, thread, has_color=has_color)
         except FormatError as error:
             raise shard.bad(BadSampleReason.DECODE_FAILED, number, error.message) from None
+        finally:
+            self._counters.add("decode", time.perf_counter() - started_s, target.nbytes, 1)
+        if decoded is None and is_direct:
+            return
         thread.enter("transform", f"shard {shard.name}")
         with self._counters.timed("transform", target.nbytes):
             if decoded is not None:
                 num_saturated = convert_picture(decoded, target, scratch)
-            elif not is_direct:
+            else:
                 np.copyto(target, plane)
         if num_saturated:
             self._counters.add("saturated", num_items=num_saturated)
@@ -443,6 +452,47 @@ class BoundPixels(BoundField):
             num_saturated or (decoded.dtype.kind == "f" and target.dtype.kind != "f")
         ):
             self._loss.warn(decoded.dtype)
+
+    def decode_all(
+        self,
+        shard: Shard,
+        numbers: Sequence[int],
+        payloads: Sequence[NDArray[np.uint8]],
+        targets: Sequence[NDArray[Any]],
+        thread: ThreadState,
+    ) -> None:
+        """Decode pictures into their places ``(C, H, W)``; those stored as they are delivered all at once.
+
+        Raises:
+            BadSample: As of `decode`.
+        """
+        left: Sequence[int] = range(len(numbers))
+        codecs = {shard.codec(number) for number in numbers}
+        is_direct = self.channels == 1 and all(target.flags.c_contiguous for target in targets)
+        if is_direct and len(codecs) == 1:
+            left = self._decode_together(shard, codecs.pop(), payloads, [one[0] for one in targets], thread)
+        for place in left:
+            self.decode(shard, numbers[place], payloads[place], targets[place], thread)
+
+    def _decode_together(
+        self,
+        shard: Shard,
+        codec: str,
+        payloads: Sequence[NDArray[np.uint8]],
+        planes: Sequence[NDArray[Any]],
+        thread: ThreadState,
+    ) -> Sequence[int]:
+        """Decode pictures of the size and dtype of their places; returns the places of those that are not."""
+        every = range(len(payloads))
+        with suppress(FormatError):  # `decode` says what is wrong with it
+            if array_header(codec, payloads[0]) != (planes[0].shape, planes[0].dtype):
+                return every
+        thread.enter("decode", f"shard {shard.name}")
+        started_s = time.perf_counter()
+        left = decode_arrays(codec, payloads, planes).keys()
+        num_bytes = sum(plane.nbytes for place, plane in enumerate(planes) if place not in left)
+        self._counters.add("decode", time.perf_counter() - started_s, num_bytes, len(planes) - len(left))
+        return sorted(left)
 
     def _decode(
         self,
@@ -462,7 +512,7 @@ class BoundPixels(BoundField):
         return decode_array(codec, payload, out=thread.scratch.array("slice", shape, dtype))
 
 
-class SlotPixels:
+class SlotPixels(StackContent):
     """Pictures of one slot."""
 
     __slots__ = ("_arrays", "_field", "_pictures", "_ranges", "_request", "_shard", "_spans", "fields")
@@ -479,20 +529,24 @@ class SlotPixels:
         self._field, self._shard, self._request, self._arrays = field, shard, request, arrays
         self._pictures, self.fields = pictures, fields
         self._ranges: dict[int, tuple[float, float]] = {}
+        self._spans: Sequence[slice] | None = None  # of the tiles of each picture, where pictures are cut
         name, slot, rule = field.name, request.slot, field.tile_rule
-        self._spans = [slice(place, place + 1) for place in range(len(pictures))]
+        num_places = len(pictures)
+        indexes = [picture.index for picture in pictures]
         if rule is not None and pictures:
             shapes = np.array([picture.shape for picture in pictures], np.int64)
-            stops = np.cumsum(rule.num_places(shapes[:, 0], shapes[:, 1])).tolist()
+            counts = rule.num_places(shapes[:, 0], shapes[:, 1])
+            stops = np.cumsum(counts).tolist()
             self._spans = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+            num_places, indexes = stops[-1], np.repeat(indexes, counts).tolist()
             grids = np.stack(rule.grids(shapes[:, 0], shapes[:, 1]), axis=1)
             arrays[f"{name}_grid"][slot, : len(pictures)] = grids
         if field.size is not None:
-            arrays[name][slot, self._spans[-1].stop if pictures else 0 :] = field.fill
-        for place, picture in enumerate(pictures):
-            arrays[f"{name}_mask"][slot, self._spans[place]] = 1
-            arrays[f"{name}_index"][slot, self._spans[place]] = picture.index
-            if field.spec.fit == "letterbox":
+            arrays[name][slot, num_places:] = field.fill
+        arrays[f"{name}_mask"][slot, :num_places] = 1
+        arrays[f"{name}_index"][slot, :num_places] = indexes
+        if field.spec.fit == "letterbox":
+            for place, picture in enumerate(pictures):
                 arrays[f"{name}_box"][slot, place] = field.windows(picture)[0].box
                 field.layout.place(arrays, slot, place)[:] = field.fill
 
@@ -501,36 +555,60 @@ class SlotPixels:
         if place == len(self._pictures):
             self._read_study(payload)
             return
-        if self._field.tile_rule is None:
+        if self._spans is None:
             self._field.decode(self._shard, self.fields[place], payload, self._target(place), thread)
             return
-        name, slot = self._field.name, self._request.slot
-        tiles: NDArray[Any] = self._arrays[name][slot, self._spans[place]]
-        high, wide = self._arrays[f"{name}_grid"][slot, place].tolist()
+        tiles = self._tiles(place, self._spans)
+        high, wide = self._arrays[f"{self._field.name}_grid"][self._request.slot, place].tolist()
         _, channels, rows, columns = tiles.shape
         canvas = thread.scratch.array("canvas", (channels, high * rows, wide * columns), tiles.dtype)
         self._field.decode(self._shard, self.fields[place], payload, canvas, thread)
         cut_tiles(canvas, tiles, thread.scratch)
 
+    def put_all(self, payloads: Sequence[tuple[int, NDArray[np.uint8]]], thread: ThreadState) -> None:
+        """Decode pictures into their places, and read the display ranges of the study if it is there."""
+        pictures = [one for one in payloads if self._spans is None and one[0] < len(self._pictures)]
+        if pictures:
+            self._field.decode_all(
+                self._shard,
+                [self.fields[place] for place, _ in pictures],
+                [payload for _, payload in pictures],
+                [self._target(place) for place, _ in pictures],
+                thread,
+            )
+        for place, payload in payloads if len(pictures) < len(payloads) else ():
+            if self._spans is not None or place == len(self._pictures):
+                self.put(place, payload, thread)
+
     def close(self) -> None:
         """Set the display ranges: those of the series, or else extremes of the pixels; slices share one."""
-        name, slot = self._field.name, self._request.slot
-        ranges = self._arrays[f"{name}_range"][slot]
-        for place, picture in enumerate(self._pictures):
-            found = self._ranges.get(picture.series)
-            if found is None:
-                pixels = self._pixels(place)
-                found = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
-            ranges[self._spans[place]] = found
-        if self._field.is_stack and self._pictures:
-            delivered = ranges[: self._spans[-1].stop]
-            delivered[:] = delivered[:, 0].min(), delivered[:, 1].max()
+        if not self._pictures:
+            return
+        found = np.array([self._range(place, picture) for place, picture in enumerate(self._pictures)])
+        ranges = self._arrays[f"{self._field.name}_range"][self._request.slot]
+        if self._field.is_stack:
+            found[:] = found[:, 0].min(), found[:, 1].max()
+        if self._spans is None:
+            ranges[: len(found)] = found
+            return
+        for span, extremes in zip(self._spans, found, strict=True):
+            ranges[span] = extremes
+
+    def _range(self, place: int, picture: Picture) -> tuple[float, float]:
+        """Return the display range of a picture."""
+        found = self._ranges.get(picture.series)
+        if found is None:
+            pixels = self._pixels(place)
+            found = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
+        return found
 
     def _pixels(self, place: int) -> NDArray[Any]:
         """Return the pixels of a picture, or of its tiles."""
-        if self._field.tile_rule is None:
-            return self._target(place)
-        tiles: NDArray[Any] = self._arrays[self._field.name][self._request.slot, self._spans[place]]
+        return self._target(place) if self._spans is None else self._tiles(place, self._spans)
+
+    def _tiles(self, place: int, spans: Sequence[slice]) -> NDArray[Any]:
+        """Return the places of the tiles of a picture, ``(T, C, H, W)``."""
+        tiles: NDArray[Any] = self._arrays[self._field.name][self._request.slot, spans[place]]
         return tiles
 
     def _target(self, place: int) -> NDArray[Any]:

@@ -35,7 +35,7 @@ _MIN_BLOCK_NUM_BYTES = 16 * 1024
 _FRAME_MAGIC = b"\x9e\xa8b2frame\0\xd2"
 _HEADER_NUM_BYTES = struct.Struct(">i")
 _FRAME_NUM_BYTES = struct.Struct(">Q")
-_CHUNK_SIZES = struct.Struct(">qxq")
+_FRAME_HEAD = struct.Struct(">11sixQ6x8xxq")
 _FRAME_NUM_BYTES_AT, _COMPRESSED_NUM_BYTES_AT = 16, 39
 _AFTER_LENGTHS = _COMPRESSED_NUM_BYTES_AT + 8
 _NUM_BYTES = struct.Struct(">q")
@@ -122,6 +122,33 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
             out[...] = blosc2.ndarray_from_cframe(bytes(payload))[...]
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
+
+
+def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> dict[int, FormatError]:
+    """Decode several slices as `decode` does, and return by their places what is wrong with some.
+
+    All frames are taken apart first: between two slices the processor's cache holds pixels, and each step of
+    Python there has to be fetched again.
+    """
+    chunks: list[tuple[int, memoryview, NDArray[Any]]] = []
+    errors: dict[int, FormatError] = {}
+    for place, (payload, out) in enumerate(zip(payloads, outs, strict=True)):
+        try:
+            frame = _parse(payload)
+            if (frame.shape, frame.dtype) == (out.shape, out.dtype) and _is_one_chunk_in_c_order(frame):
+                chunks.append((place, _chunk(frame, payload, out.nbytes), out))
+            else:
+                decode(payload, out)
+        except FormatError as error:
+            errors[place] = error
+    decompress = _blosc2().decompress2
+    for place, chunk, out in chunks:
+        try:
+            decompress(chunk, dst=out, nthreads=1)
+        except (RuntimeError, ValueError, TypeError) as error:
+            name = type(error).__name__
+            errors[place] = FormatError(f"a b2nd payload must decode, got {name} from blosc2.")
+    return errors
 
 
 @functools.cache
@@ -445,11 +472,9 @@ def _parse(payload: memoryview) -> _Frame:
 
 
 def _parse_unguarded(payload: memoryview) -> _Frame:
-    (frame_num_bytes,) = _FRAME_NUM_BYTES.unpack_from(payload, 16)
-    if bytes(payload[:11]) != _FRAME_MAGIC or frame_num_bytes != payload.nbytes:
+    magic, chunk_start, frame_num_bytes, chunk_num_bytes = _FRAME_HEAD.unpack_from(payload)
+    if magic != _FRAME_MAGIC or frame_num_bytes != payload.nbytes:
         raise ValueError
-    (chunk_start,) = _HEADER_NUM_BYTES.unpack_from(payload, 11)
-    _, chunk_num_bytes = _CHUNK_SIZES.unpack_from(payload, 30)
     layout = _array_layout(bytes(payload[_AFTER_LENGTHS:chunk_start]))
     return _Frame(*layout, chunk_start, chunk_num_bytes)
 

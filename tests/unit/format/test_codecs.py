@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shardflow.errors import FormatError
-from shardflow.format.codecs import CODECS, FAST, array_header, codec_for, decode_array, encode_array
+from shardflow.format.codecs import (
+    CODECS,
+    FAST,
+    array_header,
+    codec_for,
+    decode_array,
+    decode_arrays,
+    encode_array,
+)
 from shardflow.format.slice_codecs import b2nd
 
 pytestmark = pytest.mark.fast
@@ -418,6 +426,23 @@ def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     decode_array("b2nd", encode_array("b2nd", np.arange(256, dtype="<i2").reshape(16, 16)))
     assert calls == [{"nthreads": 1}]
     assert blosc2.set_releasegil(True) is True  # returns the value before
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_of_several_slices_a_bad_one_affects_no_other(codec: str) -> None:
+    slices = [np.arange(256, dtype="<u2").reshape(16, 16) + number for number in range(5)]
+    payloads = [encode_array(codec, one) for one in slices]
+    payloads[1] = payloads[1][:-40]
+    payloads[3] = encode_array(codec, slices[3][:8])  # of another size than its place
+    outs = [np.zeros((16, 16), "<u2") for _ in slices]
+    errors = decode_arrays(codec, payloads, outs)
+    assert sorted(errors) == [1, 3]
+    for place in (0, 2, 4):
+        np.testing.assert_array_equal(outs[place], slices[place])
+    for place, error in errors.items():
+        with pytest.raises(FormatError) as caught:
+            decode_array(codec, payloads[place], out=outs[place])
+        assert str(caught.value) == str(error)
 
 
 def test_what_decodes_nothing_imports_no_blosc2() -> None:
