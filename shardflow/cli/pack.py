@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -330,14 +331,23 @@ _TITLES: Final = {
 }
 
 
+_PACE_LINES: Final = 6
+"""Lines over which the pace is taken."""
+
+
 class LineProgress:
-    """Plain lines: one for each phase, and one every ten seconds of a long one."""
+    """Plain lines: one for each phase, and one every ten seconds of a long one.
+
+    The remaining time is that of the pace of the last minute: a job that is resumed rushes through what an
+    earlier run has done.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._title = ""
         self._total = self._count = 0
-        self._said_at = self._began_at = 0.0
+        self._said_at = 0.0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_PACE_LINES)
 
     def __enter__(self) -> Self:
         return self
@@ -350,7 +360,8 @@ class LineProgress:
     def phase(self, name: str, total: int) -> None:
         """Begin a phase."""
         self._title, self._total, self._count = _TITLES[name], total, 0
-        self._began_at = time.monotonic()
+        self._marks.clear()
+        self._marks.append((time.monotonic(), 0))
         self._say(f"{self._title} ({total})" if total else self._title)
 
     def advance(self, count: int = 1) -> None:
@@ -358,7 +369,9 @@ class LineProgress:
         self._count += count
         now = time.monotonic()
         if now - self._said_at >= LINE_EVERY_S:
-            rest = time_left(self._count, self._total, now - self._began_at)
+            since, before = self._marks[0]
+            rest = time_left(self._count - before, self._total - before, now - since)
+            self._marks.append((now, self._count))
             self._say(f"{self._title}: {self._count} of {self._total}{rest}")
 
     def note(self, text: str) -> None:
