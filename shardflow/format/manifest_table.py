@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, overload
@@ -48,7 +48,7 @@ MIN_SHARED_BYTES = 4 << 20
 _KIND: Final = "manifest-shards"
 _KIND_VERSION: Final = 1
 _BLOCK: Final = 4096
-_PIECE_NUM_BYTES: Final = 4 << 20
+_PIECE_NUM_BYTES: Final = 1 << 20
 _COLUMNS: Final = {
     "name": "S",
     "split": "<u4",
@@ -68,7 +68,7 @@ _COUNT: Final = rb"(0|[1-9][0-9]{0,17})"
 _PATH: Final = rb'"path":"([A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*)"'
 _FILE: Final = rb'"num_bytes":' + _COUNT + b"," + _PATH + rb',"sha256":"([0-9a-f]{64})"'
 _ENTRY: Final = re.compile(
-    rb'(?:,|(?<=\[))\{"index":\{'
+    rb'((?:,|(?<=\[))\{"index":\{'
     + _FILE
     + rb'\},"name":"([a-z0-9]+(?:-[a-z0-9]+)*)","num_bytes":'
     + _COUNT
@@ -79,9 +79,9 @@ _ENTRY: Final = re.compile(
     + _COUNT
     + rb'(?:,"num_volumes":([1-9][0-9]{0,17}))?,'
     + _PATH
-    + rb',"sha256":"([0-9a-f]{64})","split":"([a-z0-9]{1,32})"\}'
+    + rb',"sha256":"([0-9a-f]{64})","split":"([a-z0-9]{1,32})"\})'
 )
-"""One entry of ``shards``, with the comma or bracket before it; what it finds are `_MATCHED`."""
+"""One entry of ``shards``, with the comma before it; what it finds are itself and `_MATCHED`."""
 _MATCHED: Final = (
     *("index_num_bytes", "index_path", "index_sha256", "name", "num_bytes", "num_fields", "num_removed"),
     *("num_samples", "num_volumes", "path", "sha256", "split"),
@@ -149,16 +149,15 @@ class _Shards:
     """The other entries, without the digest."""
     dataset_id: str = ""
 
-    def add(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-        """Append a block of entries: their values, or the bytes of them, as ``names`` calls them."""
-        values = dict(zip(names, zip(*rows, strict=True), strict=True))
+    def add(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Append a block of entries: the values of each column, or the bytes of them."""
         block = {
-            name: np.array([int(value) for value in values[name]] if dtype == "<u8" else values[name], dtype)
+            name: _numbers(values[name]) if dtype == "<u8" else _texts(values[name])
             for name, dtype in _COLUMNS.items()
             if name != "split"
         }
-        found = np.array(values["split"], "S")
-        numbers = np.empty(len(rows), "<u4")
+        found = _texts(values["split"])
+        numbers = np.empty(len(found), "<u4")
         for split in sorted(set(found.tolist())):
             counts = self.splits.setdefault(split.decode("ascii"), {"num_samples": 0, "num_shards": 0})
             here = found == split
@@ -232,19 +231,29 @@ class _Shards:
         return stream_table(columns, meta)
 
 
+def _numbers(values: Sequence[int | bytes]) -> NDArray[np.uint64]:
+    if b"" in values:  # the count is left out
+        values = [value or 0 for value in values]
+    return np.fromiter(map(int, values), "<u8", len(values))
+
+
+def _texts(values: Sequence[str | bytes]) -> NDArray[np.bytes_]:
+    if isinstance(values[0], bytes) and len(set(map(len, values))) == 1:
+        return np.frombuffer(b"".join(values), f"S{len(values[0])}")  # type: ignore[arg-type]  # all are bytes
+    return np.array(values, "S")
+
+
 def _parsed(manifest: Manifest) -> _Shards:
     """Return the shards of a manifest that was parsed whole."""
     found = _Shards(body=manifest.body_without_shards(), dataset_id=manifest.dataset_id)
     for start in range(0, len(manifest.shards), _BLOCK):
-        rows = [
-            (
-                *(shard.name, shard.split, shard.path, shard.num_bytes, shard.sha256),
-                *(shard.index.path, shard.index.num_bytes, shard.index.sha256),
-                *(shard.num_samples, shard.num_fields, shard.num_removed, shard.num_volumes),
-            )
-            for shard in manifest.shards[start : start + _BLOCK]
-        ]
-        found.add(rows, tuple(_COLUMNS))
+        shards = manifest.shards[start : start + _BLOCK]
+        values: dict[str, list[Any]] = {
+            "index_path": [shard.index.path for shard in shards],
+            "index_num_bytes": [shard.index.num_bytes for shard in shards],
+            "index_sha256": [shard.index.sha256 for shard in shards],
+        }
+        found.add({name: values.get(name) or [getattr(one, name) for one in shards] for name in _COLUMNS})
     return found
 
 
@@ -301,15 +310,14 @@ def _head(text: bytes) -> tuple[bytes, dict[str, Any]] | None:
 
 def _take(found: _Shards, text: bytes, at: int) -> int:
     """Add the whole entries of some bytes, and return where the first one begins that is not."""
-    match, rows = _ENTRY.match, []
-    while entry := match(text, at):
-        rows.append(entry.groups(b"0"))
-        at = entry.end()
-        if len(rows) == _BLOCK:
-            found.add(rows, _MATCHED)
-            rows = []
-    if rows:
-        found.add(rows, _MATCHED)
+    entries = _ENTRY.findall(text, at)
+    for start in range(0, len(entries), _BLOCK):
+        whole, *values = zip(*entries[start : start + _BLOCK], strict=True)
+        joined = b"".join(whole)
+        if not text.startswith(joined, at):
+            break  # there is something between them
+        at += len(joined)
+        found.add(dict(zip(_MATCHED, values, strict=True)))
     return at
 
 
