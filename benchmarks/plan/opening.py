@@ -5,7 +5,8 @@
 The manifest and the samples table are real (keys of 9 characters, texts of drawn sizes, no images); shards
 are sparse files without content, and so are their indexes but those that `info` reads. Each measurement is a
 child process; seconds are of the processor; memory is private (RssAnon), of openings above that of imports.
-The first opening on a node copies the samples table and collects the shards; later ones map them.
+The first opening on a node collects the shards and, of version 2, proves the blocks of the samples table that
+it reads; of version 1, which has no digests of blocks, it copies the table. Later ones map what is there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,11 +31,12 @@ from numpy.typing import NDArray
 from benchmarks.about import about_run
 from benchmarks.plan.scale import private_bytes
 from shardflow.format.index import ShardIndex
+from shardflow.format.keys import Json
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, manifest_path
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import FACT_COLUMNS, KIND
+from shardflow.format.shard_files import SamplesFiles
 from shardflow.format.table import StreamedColumn, stream_table
-from shardflow.storage import write_atomic
 
 _BLOCK: Final = 1 << 20
 _CHILD: Final = """
@@ -43,10 +46,10 @@ from benchmarks.plan.scale import Peak, private_bytes
 import shardflow as sf
 from shardflow.format import Dataset
 from shardflow.loading import LoaderConfig
-what, folder = sys.argv[1:]
+what, folder, version = sys.argv[1:]
 start = time.process_time()
 with Peak() as memory:
-    dataset = Dataset.open(folder)
+    dataset = Dataset.open(folder, version=int(version))
     if what == "loader":
         loader = sf.Loader(dataset, split="train", seed=7, fields={"report": sf.Text()},
             batch=sf.BatchSpec(micro_batch_size=8, micro_batches_per_step=2048),
@@ -57,12 +60,23 @@ with Peak() as memory:
 peak = memory.peak - memory.before
 sys.stdout.write(json.dumps({"processor_s": used, "peak_mb": peak / 2**20, "kept_mb": kept / 2**20}) + "\\n")
 """
+_OPENINGS: Final = (
+    ("first opening", "open", 2),
+    ("opening", "open", 2),
+    ("first loader of a rank", "loader", 2),
+    ("loader of a rank", "loader", 2),
+    ("first opening without digests of blocks", "open", 1),
+    ("opening without digests of blocks", "open", 1),
+)
+_PLAN: Final = [
+    *("plan", "FOLDER", "--split", "train", "--seed", "7", "--epoch", "0", "--world-size", "1024"),
+    *("--micro-batch-size", "8", "--micro-batches-per-step", "2048", "--summary"),
+]
 _COMMANDS: Final = {
+    "first info": ["info", "FOLDER"],
     "info": ["info", "FOLDER"],
-    "plan": [
-        *("plan", "FOLDER", "--split", "train", "--seed", "7", "--epoch", "0", "--world-size", "1024"),
-        *("--micro-batch-size", "8", "--micro-batches-per-step", "2048", "--summary"),
-    ],
+    "first plan": _PLAN,
+    "plan": _PLAN,
 }
 _NUM_INDEXES: Final = 64
 """Indexes that `info` reads."""
@@ -97,21 +111,13 @@ def make(folder: Path, num_samples: int, num_shards: int) -> None:
         StreamedColumn(name=name, dtype=np.dtype(dtype), shape=(num_samples,), pieces=pieces(value))
         for name, (dtype, value) in values.items()
     ]
-    meta = {
+    meta: dict[str, Json] = {
         "kind": KIND,
         "format_version": 1,
         "splits": {"train": [0, num_samples]},
         "modalities": [""],
     }
-    digest, path = hashlib.sha256(), "samples/samples-000001.tbl"
-
-    def hashed() -> Iterator[bytes]:
-        for piece in stream_table(columns, meta):
-            digest.update(piece)
-            yield piece
-
-    write_atomic(folder / path, hashed())
-    samples = FileEntry(path=path, num_bytes=(folder / path).stat().st_size, sha256=digest.hexdigest())
+    samples = SamplesFiles.write(folder, "samples/samples-000001.tbl", stream_table(columns, meta))
     shards = []
     (folder / "shards").mkdir()
     read = {place * num_shards // _NUM_INDEXES for place in range(_NUM_INDEXES)}
@@ -142,8 +148,10 @@ def make(folder: Path, num_samples: int, num_shards: int) -> None:
             )
         )
     counts = OutcomeCounts(packed=num_samples, skipped=0, quarantined=0)
-    manifest = Manifest(manifest_version=1, shards=tuple(shards), samples=samples, counts=counts)
-    (folder / manifest_path(1)).write_bytes(manifest.encode())
+    old = Manifest(manifest_version=1, shards=tuple(shards), samples=samples.table, counts=counts)
+    new = replace(old, manifest_version=2, parent=old.dataset_id, extra=samples.extra)
+    for manifest in (old, new):
+        (folder / manifest_path(manifest.manifest_version)).write_bytes(manifest.encode())
 
 
 def _index(name: str, first_row: int, count: int) -> bytes:
@@ -194,8 +202,8 @@ def main() -> int:
         node = Path(scratch) / "node"
         node.mkdir()
         rows: dict[str, Any] = {}
-        for name, what in (("first opening", "open"), ("opening", "open"), ("loader of a rank", "loader")):
-            found, output = _run(["-c", _CHILD, what, str(folder)], node)
+        for name, what, version in _OPENINGS:
+            found, output = _run(["-c", _CHILD, what, str(folder), str(version)], node)
             rows[name] = found | json.loads(output.splitlines()[-1] if output else "{}")
             sys.stderr.write(f"{name}: {rows[name]}\n")
         for name, command in _COMMANDS.items():
@@ -205,6 +213,7 @@ def main() -> int:
     content = {
         "about": about_run(["numpy"]),
         "command": f"python -m benchmarks.plan.opening --output {settings.output}",
+        "load_average": os.getloadavg(),
         "samples": settings.samples,
         "shards": settings.shards,
         "simulated": "manifest, samples table and 64 indexes are whole; shards and other indexes are sparse",

@@ -86,7 +86,7 @@ def _make_texts(folder: Path, num_samples: int, shard_samples: int) -> None:
         "num_bytes": ends - starts,
         "text_bytes": sizes,
     }
-    samples = write_samples(folder, "samples/samples-000001.tbl", shards, key_num_bytes=9, given=given)
+    samples = write_samples(folder, "samples/samples-000001.tbl", shards, key_num_bytes=9, given=given).table
     counts = OutcomeCounts(packed=num_samples, skipped=0, quarantined=0)
     manifest = Manifest(manifest_version=1, shards=tuple(shards), samples=samples, counts=counts)
     commit(LocalStore(folder), manifest)

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ examples:
 _MAX_INDEXES_READ = 64
 # What counts fields of one kind: s003.m000.i0045.b2nd, w000.g00.npy, document.000.txt.
 _NUMBER = re.compile(r"(?<![^.])([simvwg]?)\d{2,8}(?=\.)", re.ASCII)
+_ROWS_AT_ONCE = 1 << 18
 _COUNTED = ("num_slices", "num_series", "text_bytes")
 _MEASURED = ("rows", "columns")
 
@@ -89,13 +90,27 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
     import numpy as np
 
     from shardflow.format.keys import REPORT_COUNTS
+    from shardflow.format.manifest import manifest_path
 
     manifest, samples = dataset.manifest, dataset.samples
-    files = manifest.files()
     chosen = None if where is None and keys is None else _chosen(dataset, where, keys)
     rows = slice(None) if chosen is None else np.fromiter(chosen.rows, np.int64)
-    columns = {name: samples.column(name)[rows] for name in ("modality", *_COUNTED, *_MEASURED)}
-    modalities = np.bincount(columns["modality"], minlength=len(samples.modalities))
+
+    def column(name: str) -> NDArray[Any]:
+        return samples.column(name)[rows]
+
+    modalities = sum(
+        (np.bincount(part, minlength=len(samples.modalities)) for part in _parts(column("modality"))),
+        np.zeros(len(samples.modalities), np.int64),
+    )
+    num_fields, index_bytes = 0, 0
+    split_bytes: Counter[str] = Counter()
+    for shard in manifest.shards:  # one pass: there may be 10^5 of them
+        num_fields += shard.num_fields
+        index_bytes += shard.index.num_bytes
+        split_bytes[shard.split] += shard.num_bytes
+    others = manifest.other_files()
+    own_bytes = dataset.store.size(manifest_path(dataset.manifest_version))
     return {
         "dataset_id": dataset.dataset_id,
         "format_version": dataset.manifest.format_version,
@@ -104,8 +119,8 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
         "created_with": dict(manifest.created_with),
         "samples": samples.num_samples,
         "shards": len(manifest.shards),
-        "files": len(files) + 1,
-        "bytes": sum(file.num_bytes for file in files) + len(manifest.encode()),
+        "files": 2 * len(manifest.shards) + len(others) + 1,
+        "bytes": split_bytes.total() + index_bytes + own_bytes + sum(file.num_bytes for file in others),
         "inputs": {
             "packed": manifest.counts.packed,
             "skipped": manifest.counts.skipped,
@@ -116,16 +131,16 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
             split: {
                 "samples": counts["num_samples"],
                 "shards": counts["num_shards"],
-                "bytes": sum(shard.num_bytes for shard in manifest.shards if shard.split == split),
+                "bytes": split_bytes[split],
             }
             for split, counts in manifest.splits.items()
         },
         **({} if chosen is None else {"selected": _selected(dataset, rows, chosen.num_missing)}),
-        "fields": _fields(dataset),
+        "fields": {"total": num_fields, **_kinds(dataset)},
         "facts": {
             "modality": dict(zip(samples.modalities, modalities.tolist(), strict=True)),
-            **{name: _spread(columns[name]) | _total(columns[name]) for name in _COUNTED},
-            **{name: _spread(columns[name]) for name in _MEASURED},
+            **{name: _spread(column(name)) | _total(column(name)) for name in _COUNTED},
+            **{name: _spread(column(name)) for name in _MEASURED},
         },
         "images_by_role": _images_by_role(dataset, rows),
         "tables": {
@@ -176,8 +191,8 @@ def _images_by_role(dataset: Dataset, rows: NDArray[np.int64] | slice) -> dict[s
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _fields(dataset: Dataset) -> dict[str, Any]:
-    """Count the fields, and their kinds in at most `_MAX_INDEXES_READ` shards."""
+def _kinds(dataset: Dataset) -> dict[str, Any]:
+    """Count the fields by kind in at most `_MAX_INDEXES_READ` shards."""
     import numpy as np
 
     num_shards = len(dataset.manifest.shards)
@@ -189,7 +204,6 @@ def _fields(dataset: Dataset) -> dict[str, Any]:
         for name, count in zip(index.field_names, counts.tolist(), strict=True):
             kinds[_kind(name)] += count
     return {
-        "total": sum(shard.num_fields for shard in dataset.manifest.shards),
         "kinds": dict(sorted(kinds.items())),
         "shards_counted": len(read) if num_shards else 0,
     }
@@ -200,15 +214,49 @@ def _kind(name: str) -> str:
     return _NUMBER.sub(r"\1*", name)
 
 
-def _spread(values: np.ndarray[Any, Any]) -> dict[str, int]:
-    import numpy as np
+def _parts(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Cut a column, so that what is computed of it stays in the processor's cache."""
+    return (values[start : start + _ROWS_AT_ONCE] for start in range(0, len(values), _ROWS_AT_ONCE))
 
+
+def _spread(values: NDArray[Any]) -> dict[str, int]:
+    """Return least, middle and largest of unsigned numbers of at most 32 bits, in bounded memory."""
     if not len(values):
         return {"min": 0, "median": 0, "max": 0}
-    return {"min": int(values.min()), "median": int(np.median(values)), "max": int(values.max())}
+    least, most = int(values.min()), int(values.max())
+    middle = _at_ranks(values, [(len(values) - 1) // 2, len(values) // 2], least, most)
+    return {"min": least, "median": sum(middle) // 2, "max": most}
 
 
-def _total(values: np.ndarray[Any, Any]) -> dict[str, int]:
+def _at_ranks(values: NDArray[Any], ranks: Sequence[int], least: int, most: int) -> list[int]:
+    """Return the numbers at some places of the sorted values: by their high 16 bits, then by the others."""
+    import numpy as np
+
+    if least == most:
+        return [least] * len(ranks)
+    num_high = ((most - least) >> 16) + 1
+    high = np.array([len(values)])
+    if num_high > 1:
+        counts = (np.bincount((part - least) >> 16, minlength=num_high) for part in _parts(values))
+        high = sum(counts, np.zeros(num_high, np.int64))
+    places = np.searchsorted(np.cumsum(high), ranks, side="right").tolist()
+    found = []
+    low: dict[int, NDArray[np.int64]] = {}
+    for rank, place in zip(ranks, places, strict=True):
+        if place not in low:
+            low[place] = np.zeros(1 << 16, np.int64)
+            for part in _parts(values):
+                shifted = part - least
+                here = shifted[shifted >> 16 == place] & 0xFFFF if num_high > 1 else shifted
+                low[place] += np.bincount(here, minlength=1 << 16)
+        inside = rank - int(high[:place].sum())
+        found.append(
+            least + (place << 16) + int(np.searchsorted(np.cumsum(low[place]), inside, side="right"))
+        )
+    return found
+
+
+def _total(values: NDArray[Any]) -> dict[str, int]:
     return {"total": int(values.sum(dtype="int64"))}
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -332,14 +333,23 @@ _TITLES: Final = {
 }
 
 
+_PACE_LINES: Final = 6
+"""Lines over which the pace is taken."""
+
+
 class LineProgress:
-    """Plain lines: one for each phase, and one every ten seconds in a long one."""
+    """Plain lines: one for each phase, and one every ten seconds of a long one.
+
+    The remaining time is that of the pace of the last minute, from the first unit on: processes take a while
+    to start, and a job that is resumed rushes through what an earlier run has done.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._title = ""
         self._total = self._count = 0
-        self._said_at = self._began_at = 0.0
+        self._said_at = 0.0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_PACE_LINES)
 
     def __enter__(self) -> Self:
         return self
@@ -352,15 +362,19 @@ class LineProgress:
     def phase(self, name: str, total: int) -> None:
         """Begin a phase."""
         self._title, self._total, self._count = _TITLES[name], total, 0
-        self._began_at = time.monotonic()
+        self._marks.clear()
         self._say(f"{self._title} ({total})" if total else self._title)
 
     def advance(self, count: int = 1) -> None:
         """Finish units of the phase."""
         self._count += count
         now = time.monotonic()
+        if not self._marks:
+            self._marks.append((now, self._count))
         if now - self._said_at >= LINE_EVERY_S:
-            rest = time_left(self._count, self._total, now - self._began_at)
+            since, before = self._marks[0]
+            rest = time_left(self._count - before, self._total - before, now - since)
+            self._marks.append((now, self._count))
             self._say(f"{self._title}: {self._count} of {self._total}{rest}")
 
     def note(self, text: str) -> None:

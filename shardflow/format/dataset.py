@@ -24,6 +24,7 @@ from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowE
 from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
 from shardflow.format.field_digests import FieldDigests
+from shardflow.format.file_blocks import open_large
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import parse_slice_field, slice_field, volume_field
@@ -175,8 +176,7 @@ class Dataset:
             block_bytes = self.store.cache.config.block_bytes
             self.store.bind(DatasetBlocks(self, block_bytes=block_bytes, digests=digests))
         entry = manifest.samples
-        buffer = own_bytes(self.store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
-        self.studies = self.samples = SamplesTable(Table(buffer, name=entry.path))
+        self.studies = self.samples = SamplesTable(open_large(self.store, entry, manifest.samples_blocks))
         counts = {split: len(rows) for split, rows in self.studies.splits.items()}
         expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
         if counts != {split: count for split, count in expected.items() if count}:

@@ -34,6 +34,8 @@ BRICKS_FORMAT_VERSION = 2
 """Of a version in which a series has bricks and no slices."""
 _PAGE = "page"
 _LINES = "line_outcomes"
+SAMPLES_BLOCKS = "samples_blocks"
+"""Name in ``extra`` of `Manifest.samples_blocks`."""
 MAX_NUM_BYTES = 96 << 20
 """Of the file of a manifest: some 270,000 shards. A larger one is refused before it is read."""
 # A copy may hold the newest version alone, so the first numbers may be missing.
@@ -176,8 +178,8 @@ class Manifest:
     key_id: str | None = None
     """Which pseudonym key made the sample keys; not a secret."""
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """Facts of the dataset as JSON without floats; never a clock, host or duration. ``page`` and
-    ``line_outcomes``, where there are any, are files, see there."""
+    """Facts of the dataset as JSON without floats; never a clock, host or duration. ``page``,
+    ``line_outcomes`` and ``samples_blocks``, where there are any, are files, see there."""
     _digest: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -246,15 +248,27 @@ class Manifest:
         """
         return _file_in(self.extra, _LINES)
 
+    @property
+    def samples_blocks(self) -> FileEntry | None:
+        """The digests of the blocks of the samples table, see `shardflow.format.file_blocks`; None without.
+
+        It is named in ``extra`` for the same reason.
+        """
+        return _file_in(self.extra, SAMPLES_BLOCKS)
+
     def with_page(self, page: FileEntry) -> Manifest:
         """Return a copy of this manifest that also names a page."""
         return replace(self, extra={**self.extra, _PAGE: asdict(page)})
 
     def files(self) -> list[FileEntry]:
-        """Every file that the manifest names: shard, its index, ..., samples table, ledger, lines, page."""
+        """Every file that the manifest names: shard, its index, ..., and `other_files`."""
         files = [entry for shard in self.shards for entry in (shard.file, shard.index)]
-        others = (self.ledger, self.line_outcomes, self.page)
-        return [*files, self.samples, *(entry for entry in others if entry)]
+        return [*files, *self.other_files()]
+
+    def other_files(self) -> list[FileEntry]:
+        """Return the files that are of no shard: samples table, its blocks, ledger, lines, page."""
+        others = (self.samples, self.samples_blocks, self.ledger, self.line_outcomes, self.page)
+        return [entry for entry in others if entry]
 
     def encode(self) -> bytes:
         """Return the bytes of the manifest file."""
@@ -295,7 +309,9 @@ class Manifest:
         return manifest
 
     @classmethod
-    def checked(cls, body: dict[str, Any], shards: CheckedShards, dataset_id: str) -> Manifest:
+    def checked(
+        cls, body: dict[str, Any], shards: tuple[ShardEntry, ...] | CheckedShards, dataset_id: str
+    ) -> Manifest:
         """Return a manifest whose other entries were parsed and checked before, as its shards were."""
         manifest = _with_shards(body, shards)
         object.__setattr__(manifest, "_digest", dataset_id)
@@ -303,9 +319,6 @@ class Manifest:
 
     def body_without_shards(self) -> dict[str, Json]:
         """Return the other entries, for `checked`."""
-        return {key: value for key, value in self._body().items() if key != "shards"}
-
-    def _body(self) -> dict[str, Json]:
         return {
             "format": FORMAT,
             "format_version": self.format_version,
@@ -315,24 +328,27 @@ class Manifest:
             "config_digest": self.config_digest,
             "key_id": self.key_id,
             "splits": self.splits,
-            "shards": [
-                {
-                    "name": shard.name,
-                    "split": shard.split,
-                    **_encoded(shard),
-                    "index": _encoded(shard.index),
-                    "num_samples": shard.num_samples,
-                    "num_fields": shard.num_fields,
-                    **({"num_removed": shard.num_removed} if shard.num_removed else {}),
-                    **({"num_volumes": shard.num_volumes} if shard.num_volumes else {}),
-                }
-                for shard in self.shards
-            ],
             "samples": asdict(self.samples),
             "ledger": asdict(self.ledger) if self.ledger else None,
             "counts": asdict(self.counts),
             "extra": dict(self.extra),
         }
+
+    def _body(self) -> dict[str, Json]:
+        shards: list[Json] = [
+            {
+                "name": shard.name,
+                "split": shard.split,
+                **_encoded(shard),
+                "index": _encoded(shard.index),
+                "num_samples": shard.num_samples,
+                "num_fields": shard.num_fields,
+                **({"num_removed": shard.num_removed} if shard.num_removed else {}),
+                **({"num_volumes": shard.num_volumes} if shard.num_volumes else {}),
+            }
+            for shard in self.shards
+        ]
+        return {**self.body_without_shards(), "shards": shards}
 
 
 def _encoded(file: FileEntry | ShardEntry) -> dict[str, Json]:

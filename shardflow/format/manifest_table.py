@@ -1,25 +1,34 @@
 """Shards of a large manifest as a table that the processes of a node share.
 
-The manifest of 10^5 shards is 35 MB of JSON: parsing it takes 2 s of CPU, and its entries take 140 MB. So the
-first process of a node that opens such a dataset parses and checks it, and writes the entries as columns to a
-node file named by the SHA-256 of the manifest's bytes; the others digest those bytes and map the columns.
-An entry is made when it is asked for.
+The manifest of 10^5 shards is 35 MB of JSON: parsing it whole takes seconds of CPU, and its entries take
+140 MB. So the first process of a node that opens such a dataset reads its entries from the stream of its
+bytes, checks them, and writes them as columns to a node file named by the SHA-256 of those bytes; the others
+digest the bytes and map the columns. An entry is made when it is asked for.
+
+An entry as every writer of the format makes it is matched by one pattern, which is also the check that its
+bytes are canonical. A manifest with anything else is parsed whole, and that says what is wrong with it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ManifestError, ShardflowError
-from shardflow.format.keys import Json
+from shardflow.format.keys import Json, canonical_json
 from shardflow.format.manifest import (
+    BRICKS_FORMAT_VERSION,
+    FORMAT,
+    FORMAT_VERSION,
     CheckedShards,
     FileEntry,
     Manifest,
@@ -29,16 +38,59 @@ from shardflow.format.manifest import (
     load,
     manifest_path,
 )
-from shardflow.format.table import Table, encode_table
+from shardflow.format.samples import repeated_key
+from shardflow.format.table import StreamedColumn, Table, stream_table
 from shardflow.storage import ByteStore, LocalStore
 from shardflow.storage.node_files import named_bytes, node_file, object_pieces
 
 MIN_SHARED_BYTES = 4 << 20
 """Size from which a manifest is shared; it has some 12,000 shards."""
 _KIND: Final = "manifest-shards"
-_FORMAT_VERSION: Final = 1
-_COUNTS: Final = ("num_samples", "num_fields", "num_removed", "num_volumes")
+_KIND_VERSION: Final = 1
 _BLOCK: Final = 4096
+_PIECE_NUM_BYTES: Final = 1 << 20
+_COLUMNS: Final = {
+    "name": "S",
+    "split": "<u4",
+    "path": "S",
+    "num_bytes": "<u8",
+    "sha256": "S64",
+    "index_path": "S",
+    "index_num_bytes": "<u8",
+    "index_sha256": "S64",
+    "num_samples": "<u8",
+    "num_fields": "<u8",
+    "num_removed": "<u8",
+    "num_volumes": "<u8",
+}
+"""The columns of the node file; ``split`` is a position in the sorted names."""
+_COUNT: Final = rb"(0|[1-9][0-9]{0,17})"
+_PATH: Final = rb'"path":"([A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*)"'
+_FILE: Final = rb'"num_bytes":' + _COUNT + b"," + _PATH + rb',"sha256":"([0-9a-f]{64})"'
+_ENTRY: Final = re.compile(
+    rb'((?:,|(?<=\[))\{"index":\{'
+    + _FILE
+    + rb'\},"name":"([a-z0-9]+(?:-[a-z0-9]+)*)","num_bytes":'
+    + _COUNT
+    # A count that is 0 is left out.
+    + rb',"num_fields":'
+    + _COUNT
+    + rb'(?:,"num_removed":([1-9][0-9]{0,17}))?,"num_samples":'
+    + _COUNT
+    + rb'(?:,"num_volumes":([1-9][0-9]{0,17}))?,'
+    + _PATH
+    + rb',"sha256":"([0-9a-f]{64})","split":"([a-z0-9]{1,32})"\})'
+)
+"""One entry of ``shards``, with the comma before it; what it finds are itself and `_MATCHED`."""
+_MATCHED: Final = (
+    *("index_num_bytes", "index_path", "index_sha256", "name", "num_bytes", "num_fields", "num_removed"),
+    *("num_samples", "num_volumes", "path", "sha256", "split"),
+)
+_SHARDS: Final = b',"shards":['
+_TAIL: Final = b'],"splits":{'
+_MAX_REST_NUM_BYTES: Final = 64 << 10
+"""More than an entry, or than the end of a manifest; what is longer is none of this form."""
+_Block: TypeAlias = dict[str, NDArray[Any]]
 _Entry = TypeVar("_Entry", FileEntry, ShardEntry)
 logger = logging.getLogger(__name__)
 
@@ -58,17 +110,20 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
         if num_bytes < MIN_SHARED_BYTES:
             return load(store, number, num_bytes=num_bytes)
         digest = hashlib.sha256()
-        for piece in object_pieces(store, path, num_bytes):
+        for piece in object_pieces(store, path, num_bytes, _PIECE_NUM_BYTES):
             digest.update(piece)
         name = f"manifest-{digest.hexdigest()}.tbl"
 
-        def make(_: Path) -> list[bytes]:
+        def make(_: Path) -> Iterator[bytes]:
             # The bytes that were digested, though the file may be another one now.
-            data = named_bytes(store, path, sha256=digest.hexdigest(), num_bytes=num_bytes)
-            try:
-                return [_encoded(Manifest.parse(data), digest.hexdigest())]
-            except ManifestError as error:
-                raise ManifestError(f"{path}: {error.message}") from None
+            found = _streamed(object_pieces(store, path, num_bytes, _PIECE_NUM_BYTES), digest.hexdigest())
+            if found is None:
+                data = named_bytes(store, path, sha256=digest.hexdigest(), num_bytes=num_bytes)
+                try:
+                    found = _parsed(Manifest.parse(data))
+                except ManifestError as error:
+                    raise ManifestError(f"{path}: {error.message}") from None
+            return found.encoded(digest.hexdigest())
 
         place = node_file(name, make)
         try:
@@ -83,32 +138,187 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
         return load(store, number)
 
 
-def _encoded(manifest: Manifest, file_sha256: str) -> bytes:
-    """Encode a manifest: columns of its shards, and what else it says as meta data."""
-    shards = manifest.shards
-    splits = sorted({shard.split for shard in shards})
-    number_of = {split: number for number, split in enumerate(splits)}
-    columns: dict[str, NDArray[Any]] = {
-        "name": np.array([shard.name for shard in shards], "S"),
-        "split": np.array([number_of[shard.split] for shard in shards], "<u4"),
-        "path": np.array([shard.path for shard in shards], "S"),
-        "num_bytes": np.array([shard.num_bytes for shard in shards], "<u8"),
-        "sha256": np.array([shard.sha256 for shard in shards], "S64"),
-        "index_path": np.array([shard.index.path for shard in shards], "S"),
-        "index_num_bytes": np.array([shard.index.num_bytes for shard in shards], "<u8"),
-        "index_sha256": np.array([shard.index.sha256 for shard in shards], "S64"),
-        **{name: np.array([getattr(shard, name) for shard in shards], "<u8") for name in _COUNTS},
-    }
-    body = manifest.body_without_shards()
-    meta: dict[str, Json] = {
-        "kind": _KIND,
-        "format_version": _FORMAT_VERSION,
-        "file_sha256": file_sha256,
-        "dataset_id": manifest.dataset_id,
-        "splits": splits,
-        "body": body,
-    }
-    return encode_table(columns, meta)
+@dataclass(slots=True)
+class _Shards:
+    """The shards of a manifest as columns in blocks, and what else it says."""
+
+    blocks: list[_Block] = field(default_factory=list)
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Numbers of samples and shards of each, in the order in which they come."""
+    body: dict[str, Json] = field(default_factory=dict)
+    """The other entries, without the digest."""
+    dataset_id: str = ""
+
+    def add(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Append a block of entries: the values of each column, or the bytes of them."""
+        block = {
+            name: _numbers(values[name]) if dtype == "<u8" else _texts(values[name])
+            for name, dtype in _COLUMNS.items()
+            if name != "split"
+        }
+        found = _texts(values["split"])
+        numbers = np.empty(len(found), "<u4")
+        for split in sorted(set(found.tolist())):
+            counts = self.splits.setdefault(split.decode("ascii"), {"num_samples": 0, "num_shards": 0})
+            here = found == split
+            numbers[here] = list(self.splits).index(split.decode("ascii"))
+            kept = block["num_samples"][here] - block["num_removed"][here]
+            counts["num_samples"] += sum(kept.tolist())
+            counts["num_shards"] += int(here.sum())
+        self.blocks.append(block | {"split": numbers})
+
+    def is_valid(self) -> bool:
+        """Tell whether the entries are those of a manifest, and fit what else it says."""
+        removed = ((block["num_removed"], block["num_samples"]) for block in self.blocks)
+        if any(((some > 0) & (some >= samples)).any() for some, samples in removed):
+            return False
+        has_volumes = any(block["num_volumes"].any() for block in self.blocks)
+        try:
+            manifest = Manifest.checked(self.body, (), self.dataset_id)
+            others = np.array([entry.path for entry in manifest.files()], "S")
+        except (ManifestError, KeyError, TypeError, AttributeError, UnicodeEncodeError):
+            return False
+        expected = {
+            **manifest.body_without_shards(),
+            "format_version": BRICKS_FORMAT_VERSION if has_volumes else FORMAT_VERSION,
+            "splits": self.splits,
+        }
+        num_shards = sum(len(block["split"]) for block in self.blocks)
+
+        def names() -> Iterator[NDArray[np.bytes_]]:
+            return (block["name"] for block in self.blocks)
+
+        def paths() -> Iterator[NDArray[np.bytes_]]:
+            yield others
+            for block in self.blocks:
+                yield block["path"]
+                yield block["index_path"]
+
+        return (
+            expected == self.body
+            and self.body["format"] == FORMAT
+            and repeated_key(names, num_shards) is None
+            and repeated_key(paths, len(others) + 2 * num_shards) is None
+        )
+
+    def encoded(self, file_sha256: str) -> Iterator[bytes]:
+        """Yield the node file."""
+        splits = sorted(self.splits)
+        places = np.array([splits.index(split) for split in self.splits], "<u4")
+        num_rows = sum(len(block["split"]) for block in self.blocks)
+
+        def pieces(name: str) -> Iterator[NDArray[Any]]:
+            for block in self.blocks:
+                yield places[block["split"]] if name == "split" else block[name]
+
+        columns = [
+            StreamedColumn(
+                name=name,
+                dtype=max((block[name].dtype for block in self.blocks), key=lambda dtype: dtype.itemsize),
+                shape=(num_rows,),
+                pieces=pieces(name),
+            )
+            for name in _COLUMNS
+        ]
+        meta: dict[str, Json] = {
+            "kind": _KIND,
+            "format_version": _KIND_VERSION,
+            "file_sha256": file_sha256,
+            "dataset_id": self.dataset_id,
+            "splits": splits,
+            "body": self.body,
+        }
+        return stream_table(columns, meta)
+
+
+def _numbers(values: Sequence[int | bytes]) -> NDArray[np.uint64]:
+    if b"" in values:  # the count is left out
+        values = [value or 0 for value in values]
+    return np.fromiter(map(int, values), "<u8", len(values))
+
+
+def _texts(values: Sequence[str | bytes]) -> NDArray[np.bytes_]:
+    if isinstance(values[0], bytes) and len(set(map(len, values))) == 1:
+        return np.frombuffer(b"".join(values), f"S{len(values[0])}")  # type: ignore[arg-type]  # all are bytes
+    return np.array(values, "S")
+
+
+def _parsed(manifest: Manifest) -> _Shards:
+    """Return the shards of a manifest that was parsed whole."""
+    found = _Shards(body=manifest.body_without_shards(), dataset_id=manifest.dataset_id)
+    for start in range(0, len(manifest.shards), _BLOCK):
+        shards = manifest.shards[start : start + _BLOCK]
+        values: dict[str, list[Any]] = {
+            "index_path": [shard.index.path for shard in shards],
+            "index_num_bytes": [shard.index.num_bytes for shard in shards],
+            "index_sha256": [shard.index.sha256 for shard in shards],
+        }
+        found.add({name: values.get(name) or [getattr(one, name) for one in shards] for name in _COLUMNS})
+    return found
+
+
+def _streamed(pieces: Iterable[bytes | memoryview], file_sha256: str) -> _Shards | None:
+    """Read a manifest from its bytes in pieces; None where only parsing it whole can judge it."""
+    whole, own = hashlib.sha256(), hashlib.sha256()
+    found, head, rest, at = _Shards(), None, b"", len(_SHARDS)
+    for piece in pieces:
+        whole.update(piece)
+        rest += piece
+        if head is None:
+            place = _head(rest)
+            if place is None:
+                continue
+            head, found.body = place
+            found.dataset_id = str(found.body.pop("digest", None))
+            own.update(head.replace(_named(found.dataset_id), b""))
+            rest = rest[len(head) :]
+        stop = _take(found, rest, at)
+        if stop > at:
+            own.update(rest[:stop])
+            rest, at = rest[stop:], 0
+        if len(rest) > _MAX_REST_NUM_BYTES:
+            return None
+    if head is None or head.count(_named(found.dataset_id)) != 1 or not rest.startswith(_TAIL):
+        return None
+    own.update(rest[:-1])
+    if (own.hexdigest(), whole.hexdigest()) != (found.dataset_id, file_sha256):
+        return None
+    try:
+        found.body |= json.loads(b"{" + rest[2:])
+        is_canonical = canonical_json({**found.body, "digest": found.dataset_id}) == head + rest[1:-1]
+    except (ValueError, RecursionError, FormatError):
+        return None
+    return found if is_canonical and rest.endswith(b"\n") and found.is_valid() else None
+
+
+def _named(digest: str) -> bytes:
+    return f',"digest":"{digest}"'.encode("ascii", "replace")
+
+
+def _head(text: bytes) -> tuple[bytes, dict[str, Any]] | None:
+    """Return the bytes before ``shards`` and the entries in them; None if there is no such place (yet)."""
+    at = text.find(_SHARDS)
+    while at >= 0:
+        try:
+            body = json.loads(text[:at] + b"}")
+        except (ValueError, RecursionError):
+            at = text.find(_SHARDS, at + 1)  # that of an object inside
+        else:
+            return (text[:at], body) if isinstance(body, dict) else None
+    return None
+
+
+def _take(found: _Shards, text: bytes, at: int) -> int:
+    """Add the whole entries of some bytes, and return where the first one begins that is not."""
+    entries = _ENTRY.findall(text, at)
+    for start in range(0, len(entries), _BLOCK):
+        whole, *values = zip(*entries[start : start + _BLOCK], strict=True)
+        joined = b"".join(whole)
+        if not text.startswith(joined, at):
+            break  # there is something between them
+        at += len(joined)
+        found.add(dict(zip(_MATCHED, values, strict=True)))
+    return at
 
 
 class SharedShards(CheckedShards):
@@ -123,7 +333,7 @@ class SharedShards(CheckedShards):
 
     def __init__(self, path: Path) -> None:
         table = Table(LocalStore(path.parent).map(path.name), name=path.name)
-        table.expect_kind(_KIND, _FORMAT_VERSION)
+        table.expect_kind(_KIND, _KIND_VERSION)
         self._path, self._meta = path, table.meta
         self._names: list[str] = table.meta["splits"]
         self._columns = {name: table.column(name) for name in table.column_names}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import naming_os_errors
+from shardflow.format.file_blocks import MIN_NUM_BYTES, BlockDigests
 from shardflow.format.index import ShardIndex
 from shardflow.format.keys import Json, shard_name
-from shardflow.format.manifest import FileEntry, ShardEntry
-from shardflow.format.samples import COLUMNS, derived_column
+from shardflow.format.manifest import SAMPLES_BLOCKS, FileEntry, ShardEntry
+from shardflow.format.samples import COLUMNS, DERIVED_COLUMNS, derived_column
 from shardflow.format.table import StreamedColumn, Table, stream_table
 from shardflow.format.tar import END_OF_ARCHIVE, member_header, member_num_bytes, padding
 from shardflow.format.volumes.bricks import EncodedVolume, StoredVolume, brick_columns
@@ -271,8 +274,8 @@ def write_samples(
     key_num_bytes: int,
     modalities: Sequence[str] = ("",),
     given: Mapping[str, NDArray[Any]] | None = None,
-) -> FileEntry:
-    """Write the samples table as a stream over the indexes of all shards.
+) -> SamplesFiles:
+    """Write the samples table from the indexes of all shards, each of which is decoded once.
 
     Args:
         root: Folder of the dataset, where the indexes are.
@@ -289,22 +292,70 @@ def write_samples(
     """
     store, given = LocalStore(root), given or {}
     first = np.cumsum([0, *(shard.num_samples for shard in shards)])
+    dtypes = _dtypes(key_num_bytes)
+    with ExitStack() as stack, naming_os_errors("collecting the columns of the samples table"):
+        # The table holds one column behind another, and an index a part of each.
+        spools = {name: stack.enter_context(tempfile.TemporaryFile(dir=root)) for name in DERIVED_COLUMNS}
+        for shard in shards:
+            path_of_index = shard.index.path
+            index = ShardIndex.decode(Table(store.map(path_of_index), name=path_of_index))
+            for name, spool in spools.items():
+                spool.write(np.ascontiguousarray(derived_column(index, name), dtypes[name]).data.cast("B"))
+        for spool in spools.values():
+            spool.flush()
 
-    def column(number: int, name: str) -> NDArray[Any]:
-        if name in given:
-            return given[name][first[number] : first[number + 1]]
-        if name in ("rows", "columns", "modality"):
-            return np.zeros(shards[number].num_samples, "u1")
-        index = shards[number].index.path
-        return derived_column(ShardIndex.decode(Table(store.map(index), name=index)), name)
+        def column(number: int, name: str) -> NDArray[Any]:
+            start, stop = int(first[number]), int(first[number + 1])
+            if name in given:
+                return given[name][start:stop]
+            if name not in spools:
+                return np.zeros(stop - start, "u1")
+            size = dtypes[name].itemsize
+            data = os.pread(spools[name].fileno(), (stop - start) * size, start * size)
+            return np.frombuffer(data, dtypes[name])
 
-    table = stream_samples(
-        [(shard.split, shard.num_samples) for shard in shards],
-        column,
-        key_num_bytes=key_num_bytes,
-        modalities=modalities,
-    )
-    return write_file(root, path, table)
+        table = stream_samples(
+            [(shard.split, shard.num_samples) for shard in shards],
+            column,
+            key_num_bytes=key_num_bytes,
+            modalities=modalities,
+        )
+        return SamplesFiles.write(root, path, table)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesFiles:
+    """The samples table of a version, and the digests of its blocks if it is large."""
+
+    table: FileEntry
+    blocks: FileEntry | None
+
+    @property
+    def extra(self) -> dict[str, Json]:
+        """What the manifest's ``extra`` says of the digests."""
+        return {} if self.blocks is None else {SAMPLES_BLOCKS: asdict(self.blocks)}
+
+    @classmethod
+    def write(cls, root: Path, path: str, pieces: Iterable[bytes]) -> SamplesFiles:
+        """Write them from the pieces of the table.
+
+        Raises:
+            StorageError: They cannot be written.
+        """
+        digests = BlockDigests()
+
+        def counted() -> Iterator[bytes]:
+            for piece in pieces:
+                digests.add(piece)
+                yield piece
+
+        table = write_file(root, path, counted())
+        return cls(table, digests.write(root, table) if table.num_bytes >= MIN_NUM_BYTES else None)
+
+
+def _dtypes(key_num_bytes: int) -> dict[str, np.dtype[Any]]:
+    types = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
+    return {name: np.dtype(types.get(name, "<u4")) for name in COLUMNS}
 
 
 def stream_samples(
@@ -333,12 +384,9 @@ def stream_samples(
         for number, (_, count) in enumerate(shards):
             yield np.full(count, number) if name == "shard" else column(number, name)
 
-    dtypes = {"sample_key": f"S{key_num_bytes}", **_DTYPES}
     columns = [
-        StreamedColumn(
-            name=name, dtype=np.dtype(dtypes.get(name, "<u4")), shape=(num_rows,), pieces=pieces(name)
-        )
-        for name in COLUMNS
+        StreamedColumn(name=name, dtype=dtype, shape=(num_rows,), pieces=pieces(name))
+        for name, dtype in _dtypes(key_num_bytes).items()
     ]
     meta: dict[str, Json] = {
         "kind": "samples",

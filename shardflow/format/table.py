@@ -22,7 +22,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -111,12 +111,29 @@ def crc32c(data: bytes | memoryview | NDArray[Any]) -> int:
     return int(google_crc32c.value(data))
 
 
-def parse_layout(buffer: memoryview, name: str) -> Layout:
+class Need(Protocol):
+    """Function that puts some bytes of a table into its buffer, which is filled as it is read."""
+
+    def __call__(self, start: int, stop: int, *, afresh: bool = False) -> None:
+        """Fetch what is missing of the bytes from ``start`` to ``stop``; with ``afresh``, all of them."""
+
+
+def all_there(start: int, stop: int, *, afresh: bool = False) -> None:
+    """Do nothing: the `Need` of a buffer that is whole."""
+
+
+def parse_layout(buffer: memoryview, name: str, need: Need = all_there) -> Layout:
     """Read and check prefix, header, checksums and trailer; the data blocks are left unread.
+
+    Args:
+        buffer: The whole file.
+        name: What errors call the file.
+        need: Fills the buffer, see `Table`.
 
     Raises:
         TableDamageError: The file is no whole table.
     """
+    need(0, min(PREFIX.size, buffer.nbytes))
     if buffer.nbytes < PREFIX.size:
         raise TableDamageError(name, buffer.nbytes, "prefix", "the end of the file")
     magic, header_num_bytes, header_crc = PREFIX.unpack_from(buffer)
@@ -125,6 +142,7 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
     data_start = PREFIX.size + header_num_bytes
     if data_start > buffer.nbytes:
         raise TableDamageError(name, 8, "prefix", "a header length that passes the end of the file")
+    need(PREFIX.size, data_start)
     header = bytes(buffer[PREFIX.size : data_start])
     if crc32c(header) != header_crc:
         # The wrong byte may also be in the length or the crc32c, which precede the header.
@@ -152,6 +170,7 @@ def parse_layout(buffer: memoryview, name: str) -> Layout:
             "end of file",
             f"{buffer.nbytes} bytes instead of {checksums_stop + TRAILER.size}",
         )
+    need(data_stop, buffer.nbytes)
     checksums_crc, end_magic = TRAILER.unpack_from(buffer, checksums_stop)
     if end_magic != END_MAGIC:
         raise TableDamageError(
@@ -189,6 +208,8 @@ class Table:
     Args:
         buffer: The whole file, usually a memory map.
         name: What errors call the file.
+        need: Fills a buffer that is filled as it is read; called for a block before it is checked, and once
+            more where its checksum is another one.
 
     Attributes:
         meta: The metadata that was encoded with the columns.
@@ -197,9 +218,10 @@ class Table:
         TableDamageError: This is no whole table file, or its header or checksums are damaged.
     """
 
-    def __init__(self, buffer: memoryview, *, name: str) -> None:
+    def __init__(self, buffer: memoryview, *, name: str, need: Need = all_there) -> None:
         self.name = name
-        layout = parse_layout(buffer, name)
+        layout = parse_layout(buffer, name, need)
+        self._need = need
         self.meta: dict[str, Any] = layout.meta
         self._bytes = np.frombuffer(buffer, np.uint8)
         self._columns = layout.columns
@@ -353,11 +375,18 @@ class Table:
         if not len(unchecked):
             return
         # np.unique would import numpy.ma, 30 ms before the first batch.
-        for block in sorted(set(unchecked.tolist())):
+        wanted = sorted(set(unchecked.tolist()))
+        if self._need is not all_there:
+            for first, stop in _runs(wanted):
+                self._need(
+                    self._data_start + column.block_range(first)[0],
+                    self._data_start + column.block_range(stop - 1)[1],
+                )
+        for block in wanted:
             start, stop = column.block_range(block)
             start, stop = start + self._data_start, stop + self._data_start
             number = column.first_block + block
-            if crc32c(self._bytes[start:stop]) != int(self._checksums[number]):
+            if not self._is_good(start, stop, number):
                 raise TableDamageError(
                     self.name,
                     start,
@@ -369,6 +398,21 @@ class Table:
         all_blocks = slice(column.first_block, column.first_block + column.num_blocks)
         if self._is_checked[all_blocks].all():
             self._whole[column.name] = self._view(column)
+
+    def _is_good(self, start: int, stop: int, number: int) -> bool:
+        if crc32c(self._bytes[start:stop]) == int(self._checksums[number]):
+            return True
+        self._need(start, stop, afresh=True)
+        return crc32c(self._bytes[start:stop]) == int(self._checksums[number])
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of ascending numbers that follow each other, as start and stop."""
+    start = numbers[0]
+    for number, after in zip(numbers, [*numbers[1:], -1], strict=True):
+        if after != number + 1:
+            yield start, number + 1
+            start = after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from shardflow.format.facts.series import SeriesManifest, SeriesTable
 from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
 from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
 from shardflow.format.field_digests import FieldDigestsManifest, digests_of
+from shardflow.format.file_blocks import BlockDigests
 from shardflow.format.foreign.places import located
 from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LineOutcomes, verify_ledger
@@ -56,6 +57,7 @@ from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
 from shardflow.storage import ByteStore, open_store
+from shardflow.storage.node_files import object_pieces
 
 # Names outside this are not repeated: what lies in the folder by mistake may be named after a patient.
 _PLAIN_PATH: Final = re.compile(r"[a-z0-9._/-]+", re.ASCII)
@@ -152,6 +154,7 @@ def verify(
         rows = [row for result in results for table_path, row in result.rows if table_path == path]
         damages += found or ([min(rows).describe(path)] if rows else [])
     for check, files in (
+        (_check_blocks, plan.blocks),
         (_check_ledger, plan.ledgers),
         (_check_lines, plan.lines),
         (_check_page, plan.pages),
@@ -241,6 +244,7 @@ class _Plan:
     manifests: list[str]
     shards: list[_Shard] = field(default_factory=list)
     samples: list[ExpectedFile] = field(default_factory=list)
+    blocks: list[ExpectedFile] = field(default_factory=list)
     ledgers: list[ExpectedFile] = field(default_factory=list)
     lines: list[ExpectedFile] = field(default_factory=list)
     pages: list[ExpectedFile] = field(default_factory=list)
@@ -249,7 +253,7 @@ class _Plan:
 
     def paths(self) -> list[str]:
         shards = [file for shard in self.shards for file in (shard.tar, shard.index)]
-        files = [*shards, *self.samples, *self.ledgers, *self.lines, *self.pages]
+        files = [*shards, *self.samples, *self.blocks, *self.ledgers, *self.lines, *self.pages]
         return [*self.manifests, *(file.path for file in files)]
 
 
@@ -271,6 +275,7 @@ def _plan_files(
                 plan.shards.append(_Shard(tar, index, shard))
         for files, named in (
             (plan.samples, manifest.samples),
+            (plan.blocks, manifest.samples_blocks),
             (plan.ledgers, manifest.ledger),
             (plan.lines, manifest.line_outcomes),
             (plan.pages, manifest.page),
@@ -388,6 +393,23 @@ def _check_samples_table(
         if found:
             raise DamageError(found.describe(path))
     return group
+
+
+def _check_blocks(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
+    """Compare the digests of a samples table's blocks with the table."""
+    path = expected.path
+    with checking(path):
+        data = store.read(path)
+    expected.compare(data)
+    for manifest in manifests:
+        entry, blocks = manifest.samples, manifest.samples_blocks
+        if blocks and blocks.path == path:
+            digests = BlockDigests()
+            with checking(entry.path):
+                for piece in object_pieces(store, entry.path, entry.num_bytes):
+                    digests.add(piece)
+            if digests.encode(entry) != data:
+                raise DamageError(Damage(path, WHOLE_FILE, f"other digests than those of {entry.path}"))
 
 
 def _check_ledger(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:

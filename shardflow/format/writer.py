@@ -567,10 +567,10 @@ def _publish(root: Path, parts: Sequence[Path], table: str) -> str:
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(shards),
-        samples=samples,
+        samples=samples.table,
         counts=OutcomeCounts(packed=num_samples, skipped=0, quarantined=0),
         created_with=package_versions(_PACKAGES),
-        extra={"members": {"images": pictures}} if pictures else {},
+        extra={**({"members": {"images": pictures}} if pictures else {}), **samples.extra},
     )
     store = LocalStore(root)
     if columns:

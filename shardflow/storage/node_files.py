@@ -2,7 +2,8 @@
 
 They are in a folder of the user's own below the folder for temporary files, so they are on this machine, and
 pages of a file that several processes map are in memory once. A file's name says what it was made of, and
-nothing changes it afterwards. One that was not opened for some weeks is deleted when another one is made.
+nothing changes it afterwards; a `PartialFile` is filled as it is needed, each byte with one value alone. One
+that was not opened for some weeks is deleted when another one is made.
 
 `own_bytes` opens the tables of datasets: a process that maps a file of a folder that others write is ended by
 SIGBUS when the file is cut, and reads other bytes than it checked when the file is written over.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import stat
 import tempfile
@@ -88,6 +90,65 @@ def node_file(
     return path
 
 
+class PartialFile:
+    """A node file of known size that its users fill, one piece or another, as they need it.
+
+    Whoever writes a piece writes the same bytes, so that processes need no lock.
+
+    Args:
+        name: Of the file; says what it is made of, such as a digest.
+        num_bytes: Its size.
+
+    Attributes:
+        view: The file, mapped read-only; bytes that nobody has written are zero.
+
+    Raises:
+        StorageError: The folder cannot be used, or has no room for the rest of the file.
+    """
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self._fileno = -1
+        folder = node_folder()
+        self._path = path = folder / name
+        if not _touch(path):
+            _remove_idle(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fileno = os.open(path, flags, 0o600)
+            found = os.fstat(self._fileno)
+            if found.st_size != num_bytes:
+                os.truncate(self._fileno, num_bytes)  # it is new, or was cut: what is missing is zero
+            free = os.statvfs(folder)
+            if free.f_bavail * free.f_frsize < num_bytes - 512 * found.st_blocks:
+                raise StorageError(f"{path} needs {num_bytes >> 20} MiB, and there is less free; set TMPDIR.")
+            self.view = memoryview(mmap.mmap(self._fileno, num_bytes, access=mmap.ACCESS_READ))
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"{path} cannot be used: {os_reason(error)}; set TMPDIR.") from error
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Fill a piece.
+
+        Raises:
+            StorageError: There is no room.
+        """
+        rest = memoryview(data)
+        try:
+            while rest:
+                written = os.pwrite(self._fileno, rest, offset)
+                rest, offset = rest[written:], offset + written
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written: {os_reason(error)}; free some space or set TMPDIR."
+            ) from error
+
+    def __del__(self) -> None:
+        """Close the descriptor; the map stays as long as somebody uses it."""
+        if self._fileno >= 0:
+            os.close(self._fileno)
+
+
 def own_bytes(store: ByteStore, path: str, *, sha256: str, num_bytes: int | None = None) -> memoryview:
     """Return the bytes of an object that a manifest names, read-only, where nobody else changes them.
 
@@ -150,8 +211,10 @@ def _named_pieces(store: ByteStore, path: str, sha256: str, num_bytes: int) -> I
         raise _not_named(path)
 
 
-def object_pieces(store: ByteStore, path: str, num_bytes: int) -> Iterator[bytes | memoryview]:
-    """Yield an object of known size in pieces, each of which is valid until the next one.
+def object_pieces(
+    store: ByteStore, path: str, num_bytes: int, piece_num_bytes: int = _PIECE_NUM_BYTES
+) -> Iterator[bytes | memoryview]:
+    """Yield an object of known size in pieces of some size, each of which is valid until the next one.
 
     Raises:
         ChecksumError: It has another size.
@@ -162,9 +225,9 @@ def object_pieces(store: ByteStore, path: str, num_bytes: int) -> Iterator[bytes
         return
     if store.size(path) != num_bytes:
         raise _not_named(path)
-    buffer = memoryview(bytearray(min(_PIECE_NUM_BYTES, num_bytes)))
-    for start in range(0, num_bytes, _PIECE_NUM_BYTES):
-        piece = buffer[: min(_PIECE_NUM_BYTES, num_bytes - start)]
+    buffer = memoryview(bytearray(min(piece_num_bytes, num_bytes)))
+    for start in range(0, num_bytes, piece_num_bytes):
+        piece = buffer[: min(piece_num_bytes, num_bytes - start)]
         store.read_ranges(path, [ByteRange(start, len(piece))], [piece])
         yield piece
 

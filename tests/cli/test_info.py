@@ -6,8 +6,10 @@ import dataclasses
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from shardflow.cli import info
 from shardflow.format import Dataset
 from tests.cli.conftest import Call
 from tests.factories import MadeSample, make_dataset, make_sample
@@ -125,3 +127,13 @@ def test_fields_that_differ_in_numbers_alone_are_one_kind(call: Call, tmp_path: 
         assert kinds.pop(name) == 1
     assert (kinds.pop("s*.m*.i*.b2nd"), kinds.pop("w*.g*.npy"), kinds.pop("document.*.txt")) == (3, 2, 2)
     assert set(kinds) == {"s*.i*.b2nd", "study.json", "report.txt"}
+
+
+@pytest.mark.parametrize("high", [0, 1, 200, 70_000, 4_000_000_000])
+def test_medians_of_many_rows_are_numpy_s(high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted in bounded memory, over parts of a column and by parts of a number."""
+    monkeypatch.setattr(info, "_ROWS_AT_ONCE", 7)
+    for length in (1, 2, 19, 20):
+        values = np.random.default_rng(length).integers(0, high, length, dtype=np.uint32, endpoint=True)
+        expected = {"min": values.min(), "median": int(np.median(values)), "max": values.max()}
+        assert info._spread(values) == expected

@@ -28,7 +28,7 @@ from shardflow.format.facts.columns import carry_tables
 from shardflow.format.facts.series import FactsManifest, SeriesManifest, merge_series, open_series
 from shardflow.format.facts.studies import StudiesManifest, merge_study_facts, open_studies
 from shardflow.format.facts.voxels import attach_voxels, copy_voxels
-from shardflow.format.manifest import Manifest, ShardEntry, commit, versions
+from shardflow.format.manifest import SAMPLES_BLOCKS, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.shard_files import SplitFiles, write_samples
 from shardflow.format.tokens import TokensManifest
@@ -39,7 +39,10 @@ _SHARD_SAMPLES: Final = 10_000
 _MARK: Final = "copying.json"
 _SAMPLES_PATH: Final = "samples/samples-000001.tbl"
 _OF_WHOLE: Final = frozenset(
-    {"foreign", "line_outcomes", "next_shards", "num_slices", "page", "reasons", "removed", "studies"}
+    {
+        *("foreign", "line_outcomes", "next_shards", "num_slices", "page", "reasons", "removed", "studies"),
+        SAMPLES_BLOCKS,
+    }
 )
 """Entries of a manifest's ``extra`` that hold of all samples and inputs together."""
 
@@ -106,7 +109,7 @@ def copy_subset(
     samples = source.studies
     modality = samples.gather("modality", rows)
     used, codes = np.unique(modality, return_inverse=True)
-    table = write_samples(
+    written = write_samples(
         target,
         _SAMPLES_PATH,
         shards,
@@ -122,7 +125,7 @@ def copy_subset(
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(shards),
-        samples=table,
+        samples=written.table,
         counts=OutcomeCounts(packed=len(rows), skipped=0, quarantined=0),
         created_with=former.created_with,
         config_digest=former.config_digest,
@@ -133,6 +136,7 @@ def copy_subset(
             "num_slices": int(samples.gather("num_slices", rows).sum(dtype=np.int64)),
             **_deidentification(former),
             **({} if volumes is None else {SLICE_CODEC: members.slice_codec}),
+            **written.extra,
         },
     )
     store = LocalStore(target)

@@ -441,7 +441,7 @@ def _write(store: ByteStore, spool: Path, shards: Sequence[_Scanned], options: I
             num_fields=shard.fields.total(),
         )
         entries.append(entry)
-    table = write_samples(
+    samples = write_samples(
         spool,
         "samples/samples-000001.tbl",
         entries,
@@ -451,12 +451,14 @@ def _write(store: ByteStore, spool: Path, shards: Sequence[_Scanned], options: I
             "columns": np.concatenate([shard.columns for shard in shards]),
         },
     )
+    if samples.blocks is not None:
+        _put(store, spool, samples.blocks)
     num_fields = fields.total()
     num_skipped = sum(shard.num_skipped for shard in shards)
     manifest = Manifest(
         manifest_version=1,
         shards=tuple(entries),
-        samples=_put(store, spool, table),
+        samples=_put(store, spool, samples.table),
         counts=OutcomeCounts(packed=num_fields, skipped=num_skipped, quarantined=0),
         created_with={"shardflow": __version__},
         config_digest=options.digest(),
@@ -466,6 +468,7 @@ def _write(store: ByteStore, spool: Path, shards: Sequence[_Scanned], options: I
                 "locations": [shard.location for shard in shards],
                 **_member_facts(shards, fields),
             },
+            **samples.extra,
         },
     )
     classes = _class_columns(shards)

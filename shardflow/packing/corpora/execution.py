@@ -245,7 +245,7 @@ class Execution:
             manifest_version=number,
             parent=None if base is None else base.dataset_id,
             shards=tuple(shards),
-            samples=samples,
+            samples=samples.table,
             counts=OutcomeCounts(**_by_class(counts)),
             created_with=created_with,
             config_digest=self.config.content_digest(),
@@ -268,6 +268,7 @@ class Execution:
                 "num_slices": 0,
                 "plan_digest": self.plan.digest,
                 "reasons": unpacked(counts),
+                **samples.extra,
             },
         )
         store = LocalStore(output)

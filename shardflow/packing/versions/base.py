@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, naming_os_errors
-from shardflow.format.manifest import Manifest, ShardEntry
+from shardflow.format.manifest import SAMPLES_BLOCKS, Manifest, ShardEntry
 from shardflow.format.samples import FACT_COLUMNS, KeySet, SamplesTable
 from shardflow.format.table import Table
 from shardflow.packing.config import PageConfig
@@ -228,8 +228,9 @@ class Base:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Facts that the next version takes over, without the page."""
-        return {name: value for name, value in self.manifest.extra.items() if name != "page"}
+        """Facts that the next version takes over, without the files of this one."""
+        own = ("page", SAMPLES_BLOCKS)
+        return {name: value for name, value in self.manifest.extra.items() if name not in own}
 
     @property
     def page(self) -> PageConfig:

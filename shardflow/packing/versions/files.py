@@ -29,10 +29,10 @@ from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
 from shardflow.format.facts.voxels import VoxelsManifest, write_voxels
 from shardflow.format.ledger import LedgerChain, LedgerRow
-from shardflow.format.manifest import FileEntry, LedgerEntry, Manifest, ShardEntry, commit, load, versions
+from shardflow.format.manifest import LedgerEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import Outcome, OutcomeCounts, outcome_of
 from shardflow.format.samples import MAX_MODALITIES, KeySet, SamplesTable, repeated_key
-from shardflow.format.shard_files import stream_samples, write_file
+from shardflow.format.shard_files import SamplesFiles, stream_samples, write_file
 from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest
 from shardflow.packing.deid.allowlist import KEYWORDS, MAX_AGE_YEARS
@@ -384,7 +384,8 @@ def write_version(
     output = workspace.output
     progress.phase("samples", 0)
     shards = sorted((rows for rows in new.shards if len(rows)), key=lambda rows: shard_order(rows.shard))
-    entry = write_rows(output, samples_path(new.version), shards)
+    written = write_rows(output, samples_path(new.version), shards)
+    entry = written.table
     samples = SamplesTable(Table(LocalStore(output).map(entry.path), name=entry.path))
     progress.phase("ledger", 0)
     ledger = write_ledger(output, ledger_path(new.version), new.ledger)
@@ -403,6 +404,7 @@ def write_version(
             "num_slices": int(samples.column("num_slices").sum(dtype=np.int64)),
             "reasons": count_reasons(new.ledger.reason),
             "studies": dict(new.studies) if new.studies is not None else _count_studies(new.ledger, samples),
+            **written.extra,
         },
     )
     if new.page.enabled:
@@ -430,7 +432,7 @@ def write_version(
     return manifest
 
 
-def write_rows(output: Path, path: str, shards: Sequence[ShardRows]) -> FileEntry:
+def write_rows(output: Path, path: str, shards: Sequence[ShardRows]) -> SamplesFiles:
     """Write the samples table, a shard at a time.
 
     Args:
@@ -463,7 +465,7 @@ def write_rows(output: Path, path: str, shards: Sequence[ShardRows]) -> FileEntr
 
     counts = [(rows.shard.split, len(rows)) for rows in shards]
     table = stream_samples(counts, column, key_num_bytes=key_num_bytes, modalities=modalities)
-    return write_file(output, path, table)
+    return SamplesFiles.write(output, path, table)
 
 
 def remove_strangers(output: Path, manifests: Iterable[Manifest]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,4 +126,77 @@ def test_a_manifest_that_cannot_be_trusted_is_no_node_file(folder: Path, node: P
     path.write_bytes(path.read_bytes().replace(b'"train"', b'"tra1n"', 1))
     with pytest.raises(ManifestError, match=r"manifest-000001\.json"):
         load_shared(LocalStore(folder))
+    assert not list(node.glob("*.tbl"))
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("num_bytes", [97, 700, 1 << 20])
+def test_entries_are_read_from_a_stream_of_bytes(
+    folder: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(body: dict[str, Any]) -> None:
+        _remove_one(body)
+        body["extra"]["a"] = {"b": 1, "shards": [], "text": 'of ,"shards":[ and é'}
+
+    edit_manifest(folder, edit)
+    parsed = load(LocalStore(folder))
+    monkeypatch.setattr(manifest_table, "_PIECE_NUM_BYTES", num_bytes)
+    monkeypatch.setattr(manifest_table, "_BLOCK", 3)
+    monkeypatch.setattr(Manifest, "parse", lambda *_: pytest.fail("parsed whole"))
+    assert _same(load_shared(LocalStore(folder)), parsed)
+
+
+def _bricks(body: dict[str, Any]) -> None:
+    body["shards"][3]["num_volumes"] = 2
+    body["format_version"] = 2
+
+
+@pytest.mark.usefixtures("node")
+def test_a_dataset_with_bricks_says_so(folder: Path) -> None:
+    edit_manifest(folder, _bricks)
+    shared = load_shared(LocalStore(folder))
+    assert shared.format_version == 2
+    assert _same(shared, load(LocalStore(folder)))
+
+
+_WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a name twice": lambda body: body["shards"][2].update(name=body["shards"][1]["name"]),
+    "a path twice": lambda body: body["shards"][2].update(path=body["shards"][1]["index"]["path"]),
+    "the samples' path": lambda body: body["shards"][2].update(path=body["samples"]["path"]),
+    "a path outside": lambda body: body["shards"][2].update(path="../x.tar"),
+    "all removed": lambda body: body["shards"][2].update(num_removed=2),
+    "no removed": lambda body: body["shards"][2].update(num_removed=0),
+    "other sums": lambda body: body["splits"]["train"].update(num_samples=8),
+    "another split": lambda body: body["shards"][2].update(split="val"),
+    "bricks unsaid": lambda body: body["shards"][3].update(num_volumes=2),
+    "a negative size": lambda body: body["shards"][2].update(num_bytes=-1),
+    "an entry more": lambda body: body["shards"][2].update(note="x"),
+    "a key more": lambda body: body.update(zebra=1),
+    "a key less": lambda body: body.pop("counts"),
+    "no digest": lambda body: body["shards"][2].update(sha256="0"),
+    "another format": lambda body: body.update(format_version=3),
+}
+
+
+@pytest.mark.parametrize("wrong", _WRONG)
+def test_what_a_process_would_refuse_is_refused(folder: Path, node: Path, wrong: str) -> None:
+    def edit(body: dict[str, Any]) -> None:
+        _WRONG[wrong](body)
+
+    edit_manifest(folder, edit)
+    with pytest.raises(ManifestError) as expected:
+        load(LocalStore(folder))
+    with pytest.raises(ManifestError) as found:
+        load_shared(LocalStore(folder))
+    assert str(found.value) == str(expected.value)
+    assert not list(node.glob("*.tbl"))
+
+
+def test_every_changed_byte_is_noticed(folder: Path, node: Path) -> None:
+    path = folder / "manifest-000001.json"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 211):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ManifestError):
+            load_shared(LocalStore(folder))
     assert not list(node.glob("*.tbl"))

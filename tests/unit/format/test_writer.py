@@ -21,8 +21,10 @@ from shardflow.fields.types.columns import Column
 from shardflow.fields.types.members import Array, Json
 from shardflow.fields.types.pictures import Image
 from shardflow.format import Dataset, decode_array, verify, webdataset_decoder
+from shardflow.format.index import ShardIndex
 from shardflow.format.keys import parse_slice_field
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
+from shardflow.format.table import Table
 from shardflow.format.writer import ShardWriter
 from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
@@ -504,3 +506,20 @@ def test_a_kill_at_any_point_leaves_nothing_or_the_dataset_and_the_writer_goes_o
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == list(writer_killed.POINTS)
+
+
+def test_each_index_is_decoded_once_for_the_samples_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded = ShardIndex.decode, []
+
+    def count(table: Table) -> ShardIndex:
+        decoded.append(table.name)
+        return decode(table)
+
+    monkeypatch.setattr(ShardIndex, "decode", count)
+    write(tmp_path / "d", max_samples=4)
+    assert len(decoded) == len(set(decoded)) == 3
+    assert {path.name for path in (tmp_path / "d").iterdir()} == {"manifest-000001.json", "samples", "shards"}
+    monkeypatch.undo()
+    assert verify(tmp_path / "d").is_whole

@@ -64,6 +64,19 @@ def test_a_long_phase_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_what_an_earlier_run_has_done_does_not_count_for_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("shardflow.cli.pack.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    progress.phase("headers", 1000)
+    progress.advance(700)
+    for _ in range(80):
+        now += 1.0
+        progress.advance()
+    assert stream.getvalue().splitlines()[-1] == "reading headers: 780 of 1000, about 4 min left"
+
+
 def test_bars_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     stream = _Terminal()
     progress = make_progress(stream)
