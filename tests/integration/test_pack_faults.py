@@ -23,12 +23,12 @@ QUICK = (
     "execution.memory_bytes=700MiB",
     "policy.max_quarantined_share=0.5",
 )
-_HANGING = ("execution.task_timeout_s=8",)
-"""Where a task hangs: its deadline is waited for, twice. All other tasks have minutes, on any machine."""
+_HANGS_S = {"hang": 8, "hang_once": 60}
+"""Deadlines of tasks where one hangs, which is waited for; all other tasks have minutes, on any machine."""
 
 
 def _settings(fault: str) -> tuple[str, ...]:
-    return (*QUICK, *(_HANGING if fault.startswith("hang") else ()))
+    return (*QUICK, *([f"execution.task_timeout_s={_HANGS_S[fault]}"] if fault in _HANGS_S else []))
 
 
 @pytest.fixture
