@@ -34,6 +34,7 @@ from shardflow.training.model_fields import (
     check_conversation_fields,
     check_report_fields,
     check_segment_fields,
+    check_stored_reference,
 )
 from shardflow.training.rates import OptimizerConfig
 
@@ -170,14 +171,8 @@ class TextConfig:
         return self.tokenizer
 
 
-_OF_BUDGET = {
-    "text_tokens",
-    "max_samples",
-    "over_budget",
-    "image_tokens_per_slice",
-    "counts_delivered",
-    "quadratic_tokens",
-}
+_OF_BUDGET = {"text_tokens", "max_samples", "over_budget", "quadratic_tokens"}
+_OF_BUDGET |= {"image_tokens_per_slice", "counts_delivered"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,10 +230,9 @@ class ModelConfig:
     """A small model of these numbers, one of transformers from a folder, or what a function returns."""
 
     target: str = ""
-    """Function or class ``"package.module:function"`` that returns the model, such as
-    ``"timm:create_model"`` or ``"monai.networks.nets:UNet"``. A classifier takes ``(B, C, rows, columns)``, a
-    model of volumes ``(B, C, D, H, W)`` float32, and both return logits; what one of conversations takes is
-    in docs/howto/conversations.md."""
+    """Function or class ``"package.module:function"`` that returns it, such as ``"timm:create_model"``. A
+    classifier takes ``(B, C, rows, columns)``, a model of volumes ``(B, C, D, H, W)`` float32, and both give
+    logits; what one of conversations takes is in docs/howto/conversations.md."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """What it is called with."""
     path: Path | None = None
@@ -274,12 +268,9 @@ class ModelConfig:
         check_fields(self)
         if self.arguments and not self.target:
             raise ConfigError("model.arguments needs model.target, which is not set; remove it.")
-        if self.path is None and self.weights != "stored":
-            raise ConfigError("model.weights needs model.path, which is not set; remove it.")
-        if self.path is None and self.quantize != "none":
-            raise ConfigError("model.quantize needs model.path, which is not set; remove it.")
-        if self.path is None and self.attn_implementation != "auto":
-            raise ConfigError("model.attn_implementation needs model.path, which is not set; remove it.")
+        for name in ("weights", "quantize", "attn_implementation"):
+            if self.path is None and name in changed_settings(self):
+                raise ConfigError(f"model.{name} needs model.path, which is not set; remove it.")
         for part in ("vision", "language"):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
             if width % heads or (width // heads) % 2:
@@ -435,9 +426,8 @@ class MonitorConfig:
     """File with the token of scrapers, needed where `prometheus` is an address beyond this machine; empty for
     one of this machine writes a new one to ``scrape.token`` in the run folder; ``none`` serves everybody."""
     first_sample: bool = False
-    """Write the first sample of the first step as text into ``first_sample.txt`` of the run folder, with what
-    its loss counts marked: for tasks of reports and conversations. Words of a patient may be in it, so only
-    its owner may read the file, and the log has their number alone."""
+    """Write the first sample of the first step as text, with what its loss counts marked, into
+    ``first_sample.txt`` of the run folder, which only its owner may read; of reports and conversations."""
     sinks: tuple[str, ...] = ()
     """Services that get steps, intervals, verdicts and evaluations: ``wandb``, ``mlflow``."""
 
@@ -603,15 +593,9 @@ class TrainConfig:
                 "or remove model.frozen_dtype."
             )
         if self.model.quantize != "none" and not self.lora.rank:
-            raise ConfigError(
-                f"model.quantize {self.model.quantize!r} holds what adapters are beside, and lora.rank is 0; "
-                "set a rank, or remove model.quantize."
-            )
+            raise ConfigError("model.quantize needs lora.rank, which is 0; set a rank, or remove it.")
         if self.run.evaluate_every_steps and not self.data.eval_split:
-            raise ConfigError(
-                "run.evaluate_every_steps needs data.eval_split, which is not set; name a split, or remove "
-                "evaluate_every_steps."
-            )
+            raise ConfigError("run.evaluate_every_steps needs data.eval_split; name a split, or remove it.")
 
     @property
     def image_field(self) -> PixelField:
@@ -665,9 +649,8 @@ class TrainConfig:
             "model.target": is_own and bool(self.model.target),
         }
         model, default = self.model, ModelConfig()
-        given = {"path", "weights", "activation_checkpointing", "attn_implementation"}
-        given |= {"frozen_dtype", "quantize"}
-        of_folder = given if is_chat else set()
+        given = {"path", "weights", "activation_checkpointing", "attn_implementation", "frozen_dtype"}
+        of_folder = {*given, "quantize"} if is_chat else set()
         refused["monitor.first_sample"] = not is_chat and self.monitor.first_sample
         refused |= {
             f"model.{one.name}": getattr(model, one.name) != getattr(default, one.name)
@@ -681,22 +664,10 @@ class TrainConfig:
         if has_images:
             check_classify_fields(self.fields)
         elif is_chat:
-            batch = changed_settings(self.batch)
-            path, target = bool(model.path), bool(model.target)
-            check_conversation_fields(self.fields, self.task, path=path, target=target, batch=batch)
-            self._check_stored_reference()
+            check_conversation_fields(self.fields, self.task, model, changed_settings(self.batch))
+            check_stored_reference(self.task, self.data, is_whole=self.data.view == FULL_STUDY)
         elif not is_own:
             self._check_segment()
-
-    def _check_stored_reference(self) -> None:
-        """Refuse samples that have no row of their own in a table of conversations, or change after it."""
-        data = self.data
-        is_whole = data.unit == "study" and data.view == FULL_STUDY
-        if self.task.reference == "stored" and (data.transform or not is_whole):
-            raise ConfigError(
-                "task.reference 'stored' belongs to the conversations as they are stored; leave out "
-                "data.transform, data.unit and data.view, or task.reference."
-            )
 
     def _check_segment(self) -> None:
         """Refuse what a model of volumes cannot take."""

@@ -279,15 +279,14 @@ def check_segment_fields(fields: Mapping[str, Field], task: TaskConfig, *, is_ev
 
 
 def check_conversation_fields(
-    fields: Mapping[str, Field], task: TaskConfig, *, path: bool, target: bool, batch: Collection[str]
+    fields: Mapping[str, Field], task: TaskConfig, model: Any, batch: Collection[str]
 ) -> None:
     """Refuse settings from which no conversations can be learned.
 
     Args:
         fields: The tables ``[fields.NAME]``.
         task: The table ``[task]``.
-        path: Whether ``model.path`` names a model.
-        target: Whether ``model.target`` does.
+        model: The table ``[model]``.
         batch: Settings of ``[batch]`` that are given.
 
     Raises:
@@ -323,6 +322,7 @@ def check_conversation_fields(
             f'task.type "pretrain" learns every token, so fields.{CONVERSATION_FIELD}.train_on has no '
             'effect; remove it, or set task.type to "sft".'
         )
+    path, target = bool(model.path), bool(model.target)
     if path == target:
         raise ConfigError(
             f'task.type "{task.type}" trains a model of transformers, whose folder is model.path, or what '
@@ -336,6 +336,24 @@ def check_conversation_fields(
         raise ConfigError(
             "task.reference 'stored' is bound to the files of model.path, and model.target has none; remove "
             "task.reference."
+        )
+
+
+def check_stored_reference(task: TaskConfig, data: Any, *, is_whole: bool) -> None:
+    """Refuse samples that have no row of their own in a table of conversations, or change after it.
+
+    Args:
+        task: The table ``[task]``.
+        data: The table ``[data]``.
+        is_whole: Whether samples are those of the dataset itself, not of a view.
+
+    Raises:
+        ConfigError: The task has a stored reference, and they are such.
+    """
+    if task.reference == "stored" and (data.transform or data.unit != "study" or not is_whole):
+        raise ConfigError(
+            "task.reference 'stored' belongs to the conversations as they are stored; leave out "
+            "data.transform, data.unit and data.view, or task.reference."
         )
 
 

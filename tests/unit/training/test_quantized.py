@@ -96,7 +96,7 @@ def test_the_memory_plan_knows_it(tmp_path: Path) -> None:
 
 def test_it_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(tmp_path, "qwen2")
-    with pytest.raises(ConfigError, match="is 0; set a rank"):
+    with pytest.raises(ConfigError, match="which is 0; set a rank"):
         settings(config, "model.quantize=nf4")
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ConfigError, match=r"install shardflow\[qlora\]"):
