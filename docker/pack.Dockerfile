@@ -8,6 +8,7 @@ ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352db
 FROM ${BASE_IMAGE} AS build
 
 # The locked packages come first: a changed source file does not install them again. uv checks the hashes in the lock.
+# Bytecode is compiled here: on a read-only file system each of many processes would compile all that it imports.
 WORKDIR /build
 COPY constraints.txt pyproject.toml ./
 RUN awk '/^uv==/,!/\\$/' constraints.txt > uv.txt \
@@ -16,12 +17,12 @@ RUN awk '/^uv==/,!/\\$/' constraints.txt > uv.txt \
 extras = project['optional-dependencies']; \
 print(*project['dependencies'], *extras['pack'], *extras['wfdb'], *extras['remote'], sep='\n')" > requirements.txt \
     && python -m venv --without-pip /opt/shardflow \
-    && uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --constraints constraints.txt --requirement requirements.txt
+    && uv/bin/uv pip install --no-cache --compile-bytecode --python /opt/shardflow/bin/python --constraints constraints.txt --requirement requirements.txt
 
 COPY README.md LICENSE ./
 COPY shardflow shardflow
 COPY pipelines pipelines
-RUN uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --build-constraints constraints.txt --no-deps . \
+RUN uv/bin/uv pip install --no-cache --compile-bytecode --python /opt/shardflow/bin/python --build-constraints constraints.txt --no-deps . \
     && uv/bin/uv pip check --python /opt/shardflow/bin/python
 
 # hadolint ignore=DL3006

@@ -11,6 +11,7 @@ ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352db
 FROM ${BASE_IMAGE} AS build
 
 # The locked packages come first: a changed source file does not install them again. uv checks the hashes in the lock.
+# Bytecode is compiled here: on a read-only file system each of many processes would compile all that it imports.
 WORKDIR /build
 ARG CONSTRAINTS=constraints.txt
 ARG UV_FIND_LINKS
@@ -22,12 +23,12 @@ RUN awk '/^uv==/,!/\\$/' "$(basename "${CONSTRAINTS}")" > uv.txt \
 extras = project['optional-dependencies']; \
 print(*project['dependencies'], *extras['train'], *extras['prometheus'], *extras['remote'], *extras['service'], sep='\n')" > requirements.txt \
     && python -m venv --without-pip /opt/shardflow \
-    && uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --constraints "$(basename "${CONSTRAINTS}")" --requirement requirements.txt
+    && uv/bin/uv pip install --no-cache --compile-bytecode --python /opt/shardflow/bin/python --constraints "$(basename "${CONSTRAINTS}")" --requirement requirements.txt
 
 COPY README.md LICENSE ./
 COPY shardflow shardflow
 COPY pipelines pipelines
-RUN uv/bin/uv pip install --no-cache --python /opt/shardflow/bin/python --build-constraints "$(basename "${CONSTRAINTS}")" --no-deps . \
+RUN uv/bin/uv pip install --no-cache --compile-bytecode --python /opt/shardflow/bin/python --build-constraints "$(basename "${CONSTRAINTS}")" --no-deps . \
     && uv/bin/uv pip check --python /opt/shardflow/bin/python
 
 # hadolint ignore=DL3006

@@ -29,11 +29,12 @@ from shardflow.config import load_config
 from shardflow.packing import PackConfig, pack
 from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
-from tests.dicom_factory import make_study
+from tests.dicom_factory import dicom_uid, make_study
 
 _DELAY_S: Final = 0.02
 _OPENS_PER_FILE: Final = 2
 _HUNG: Final = "hung-"
+_HANGS: Final = "BENCHMARK_SCAN_HANGS"
 _SLICES_PER_STUDY: Final = 40
 _SETTINGS: Final = """
 output = "{folder}/out"
@@ -56,10 +57,11 @@ _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 def make_handler(setup: Mapping[str, Any]) -> Handler:
     """Make the handler of a packing process whose input folder is a slow store."""
     roots = tuple(f"{root}/" for root in setup["roots"])
+    hangs = bool(os.environ.get(_HANGS))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(roots):
-            time.sleep(3600.0 if _HUNG in str(arguments[0]) else _DELAY_S)
+            time.sleep(3600.0 if hangs and _HUNG in str(arguments[0]) else _DELAY_S)
 
     handler = make_real_handler(setup)
     sys.addaudithook(hook)
@@ -71,10 +73,7 @@ def make(folder: Path, num_files: int, num_hung: int) -> None:
     template = folder / "template"
     made = make_study(template, num_slices=1)
     data = made.files[0].read_bytes()
-    (instance,) = (
-        set(re.findall(rb"2\.25\.[0-9]+", data)) - {made.study_instance_uid.encode()} - _series(data)
-    )
-    study_uid = made.study_instance_uid.encode()
+    instance, study_uid = dicom_uid("instance", "P1", "A", 1, 0).encode(), made.study_instance_uid.encode()
     for number in range(num_files):
         study, place = divmod(number, _SLICES_PER_STUDY)
         one = data.replace(instance, _renamed(instance, number))
@@ -83,12 +82,6 @@ def make(folder: Path, num_files: int, num_hung: int) -> None:
         below.mkdir(parents=True, exist_ok=True)
         name = f"{_HUNG if number % (num_files // num_hung) == num_files // num_hung // 2 else ''}{place}.dcm"
         (below / name).write_bytes(one)
-
-
-def _series(data: bytes) -> set[bytes]:
-    """Return the UIDs that are neither the study's nor the instance's: they come once."""
-    found = re.findall(rb"2\.25\.[0-9]+", data)
-    return {uid for uid in found if found.count(uid) == 1}
 
 
 def _renamed(uid: bytes, number: int) -> bytes:
@@ -111,9 +104,9 @@ class _Timed(io.StringIO):
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--processes", type=int, nargs="*", default=[8, 32])
-    parser.add_argument("--hung", type=int, default=2)
+    parser.add_argument("--files", type=int, default=12_800)
+    parser.add_argument("--processes", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--hung", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=4.0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -121,8 +114,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make(folder, options.files, options.hung)
-        for processes in options.processes:
-            rows.append(_measure(folder / str(processes), folder / "dicom", processes, options))
+        for processes, hangs in [*((one, "") for one in options.processes), (options.processes[-1], "1")]:
+            os.environ[_HANGS] = hangs
+            rows.append(_measure(folder / f"{processes}{hangs}", folder / "dicom", processes, options))
             sys.stderr.write(f"{rows[-1]}\n")
     found = {
         "about": about_run(["numpy", "pydicom"]),
@@ -168,6 +162,7 @@ def _measure(folder: Path, dicom: Path, processes: int, options: argparse.Namesp
     ]
     return {
         "processes": processes,
+        "has_hung_files": bool(os.environ[_HANGS]),
         "wall_s": time.monotonic() - start,
         "headers_s": ended - began,
         "files_per_s": options.files / (ended - began),

@@ -63,17 +63,20 @@ sys.stdout.write(json.dumps({"processor_s": used, "peak_mb": peak / 2**20, "kept
 _OPENINGS: Final = (
     ("first opening", "open", 2),
     ("opening", "open", 2),
+    ("first loader of a rank", "loader", 2),
     ("loader of a rank", "loader", 2),
     ("first opening without digests of blocks", "open", 1),
     ("opening without digests of blocks", "open", 1),
 )
+_PLAN: Final = [
+    *("plan", "FOLDER", "--split", "train", "--seed", "7", "--epoch", "0", "--world-size", "1024"),
+    *("--micro-batch-size", "8", "--micro-batches-per-step", "2048", "--summary"),
+]
 _COMMANDS: Final = {
     "first info": ["info", "FOLDER"],
     "info": ["info", "FOLDER"],
-    "plan": [
-        *("plan", "FOLDER", "--split", "train", "--seed", "7", "--epoch", "0", "--world-size", "1024"),
-        *("--micro-batch-size", "8", "--micro-batches-per-step", "2048", "--summary"),
-    ],
+    "first plan": _PLAN,
+    "plan": _PLAN,
 }
 _NUM_INDEXES: Final = 64
 """Indexes that `info` reads."""
@@ -210,6 +213,7 @@ def main() -> int:
     content = {
         "about": about_run(["numpy"]),
         "command": f"python -m benchmarks.plan.opening --output {settings.output}",
+        "load_average": os.getloadavg(),
         "samples": settings.samples,
         "shards": settings.shards,
         "simulated": "manifest, samples table and 64 indexes are whole; shards and other indexes are sparse",

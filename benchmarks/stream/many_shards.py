@@ -2,8 +2,7 @@
 
     python -m benchmarks.stream.many_shards [--samples N] [--shards 40,400,2000] --output FILE
 
-Texts, stored tokens, radiographs and entity views (a row per finding, three slices and the report of its
-study) are generated, written once per number of shards and read with a full
+Texts, stored tokens and radiographs are generated, written once per number of shards and read with a full
 shuffle from the page cache, in one loader thread of a child process. The numbers of shards alternate within
 each repeat; a cell reads until it has taken ``--seconds`` of CPU time. What opening costs is measured apart:
 the first opening on a node, which collects the indexes, and a later one. Every file is synced: give
@@ -40,27 +39,12 @@ _WORDS = [
     *("lungs", "clear", "heart", "size", "normal", "no", "effusion", "or", "pneumothorax", "small"),
     *("left", "basal", "opacity", "unchanged"),
 ]
-_CONTENTS = ("texts", "tokens", "radiographs", "views")
+_CONTENTS = ("texts", "tokens", "radiographs")
 _BATCH = 32
 
 
 def make(folder: Path, content: str, num_samples: int, num_shards: int) -> None:
-    """Write a dataset of generated samples in a number of shards; of a view they are its studies."""
-    if content == "views":
-        from shardflow.format.entities import EntityRules
-        from shardflow.reports.entity_views import build_view
-        from tests.entity_datasets import make_entity_dataset
-
-        dataset = make_entity_dataset(
-            folder,
-            splits={"train": num_samples},
-            samples_per_shard=-(-num_samples // num_shards),
-            num_slices=3,
-            without=(),
-            facts=True,
-        )
-        build_view(dataset, EntityRules())
-        return
+    """Write a dataset of generated samples in a number of shards."""
     if content == "radiographs":
         picture = np.random.default_rng(7).integers(0, 4096, (64, 64)).astype(np.uint16)
         with sf.ShardWriter(folder, max_samples=-(-num_samples // num_shards)) as writer:
@@ -111,8 +95,6 @@ def _make_texts(folder: Path, num_samples: int, shard_samples: int) -> None:
 def _fields(content: str, folder: Path) -> dict[str, sf.Field]:
     if content == "radiographs":
         return {"image": sf.Image(dtype="uint16")}
-    if content == "views":
-        return {"image": sf.Slices(num_slices=3, size=(16, 16), missing="pad"), "report": sf.Text()}
     if content == "texts":
         return {"report": sf.Text()}
     from shardflow.training.tokenizing import tokenizer_digest
@@ -123,13 +105,8 @@ def _fields(content: str, folder: Path) -> dict[str, sf.Field]:
 def read(folder: Path, content: str, seconds: float) -> dict[str, float]:
     """Read the dataset in this process; CPU seconds to the first batch, and microseconds a sample."""
     start = time.process_time()
-    dataset = sf.open(folder)
-    if content == "views":
-        from shardflow.format.entities import EntityDataset
-
-        dataset = EntityDataset.beside(dataset)
     loader = sf.Loader(
-        dataset,
+        sf.open(folder),
         split="train",
         seed=5,
         batch=sf.BatchSpec(micro_batch_size=_BATCH, micro_batches_per_step=1),

@@ -338,8 +338,8 @@ _PACE_LINES: Final = 6
 class LineProgress:
     """Plain lines: one for each phase, and one every ten seconds of a long one.
 
-    The remaining time is that of the pace of the last minute: a job that is resumed rushes through what an
-    earlier run has done.
+    The remaining time is that of the pace of the last minute, from the first unit on: processes take a while
+    to start, and a job that is resumed rushes through what an earlier run has done.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -361,13 +361,14 @@ class LineProgress:
         """Begin a phase."""
         self._title, self._total, self._count = _TITLES[name], total, 0
         self._marks.clear()
-        self._marks.append((time.monotonic(), 0))
         self._say(f"{self._title} ({total})" if total else self._title)
 
     def advance(self, count: int = 1) -> None:
         """Finish units of the phase."""
         self._count += count
         now = time.monotonic()
+        if not self._marks:
+            self._marks.append((now, self._count))
         if now - self._said_at >= LINE_EVERY_S:
             since, before = self._marks[0]
             rest = time_left(self._count - before, self._total - before, now - since)

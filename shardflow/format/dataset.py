@@ -20,17 +20,10 @@ from typing import Any, Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import (
-    ChecksumError,
-    ConfigError,
-    FormatError,
-    NotFoundError,
-    ShardflowError,
-    StorageError,
-)
+from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format.codecs import codec_rank, encode_array
 from shardflow.format.dataset_index import DatasetIndex
-from shardflow.format.file_blocks import open_proven
+from shardflow.format.file_blocks import open_large
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import parse_slice_field, slice_field, volume_field
@@ -189,7 +182,7 @@ class Dataset:
         if isinstance(self.store, CachedStore):
             self.store.bind(DatasetBlocks(self, block_bytes=self.store.cache.config.block_bytes))
         entry = manifest.samples
-        self.studies = self.samples = SamplesTable(self._samples_table())
+        self.studies = self.samples = SamplesTable(open_large(self.store, entry, manifest.samples_blocks))
         counts = {split: len(rows) for split, rows in self.studies.splits.items()}
         expected = {split: numbers["num_samples"] for split, numbers in manifest.splits.items()}
         if counts != {split: count for split, count in expected.items() if count}:
@@ -381,19 +374,6 @@ class Dataset:
             blocks = ObjectBlocks.whole(sha256, num_bytes, space=self.manifest.dataset_id, units=units)
             self.store.know(path, blocks)
         return Table(own_bytes(self.store, path, sha256=sha256, num_bytes=num_bytes), name=path)
-
-    def _samples_table(self) -> Table:
-        """Open the samples table: block by block, where there are digests for that and reading is near."""
-        entry, blocks = self.manifest.samples, self.manifest.samples_blocks
-        if blocks is not None and isinstance(self.store, LocalStore):
-            try:
-                return open_proven(self.store, entry, blocks)
-            except (ChecksumError, NotFoundError):
-                raise
-            except StorageError as error:
-                logger.warning("The samples table is read whole, which is slower: %s", error)
-        buffer = own_bytes(self.store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
-        return Table(buffer, name=entry.path)
 
     def study_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of the samples table that each row of `samples` reads; a cache counts in those."""

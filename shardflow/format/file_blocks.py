@@ -9,17 +9,18 @@ its digest, and puts it into a node file, where the processes of a machine find 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import ChecksumError, FormatError
+from shardflow.errors import ChecksumError, FormatError, NotFoundError, StorageError
 from shardflow.format.keys import Json
 from shardflow.format.manifest import FileEntry
 from shardflow.format.table import BLOCK_NUM_BYTES, Table, TableDamageError, encode_table
-from shardflow.storage import ByteRange, ByteStore
+from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.local import write_atomic
 from shardflow.storage.node_files import PartialFile, own_bytes
 
@@ -29,6 +30,7 @@ MIN_NUM_BYTES: Final = 16 << 20
 """Size from which a table has digests of its blocks; a smaller one is read whole in 0.02 s."""
 _BLOCKS_AT_ONCE: Final = 64
 _DIGEST_NUM_BYTES: Final = hashlib.sha256().digest_size
+logger = logging.getLogger(__name__)
 
 
 class BlockDigests:
@@ -71,6 +73,29 @@ class BlockDigests:
         }
         column = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _DIGEST_NUM_BYTES)
         return encode_table({"block_sha256": column}, meta)
+
+
+def open_large(store: ByteStore, entry: FileEntry, blocks: FileEntry | None) -> Table:
+    """Open a table that may be large: block by block, where there are digests for that and reading is near.
+
+    Args:
+        store: Where the table is stored.
+        entry: The table, as the manifest names it.
+        blocks: The digests of its blocks; None without any.
+
+    Raises:
+        ChecksumError: The table is not the one that the manifest names.
+        StorageError: Reading failed.
+    """
+    if blocks is not None and isinstance(store, LocalStore):
+        try:
+            return open_proven(store, entry, blocks)
+        except NotFoundError:
+            raise
+        except StorageError as error:
+            logger.warning("%s is read whole, which is slower: %s", entry.path, error)
+    buffer = own_bytes(store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
+    return Table(buffer, name=entry.path)
 
 
 def open_proven(store: ByteStore, entry: FileEntry, blocks: FileEntry) -> Table:
