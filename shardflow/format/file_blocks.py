@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import ChecksumError, FormatError, NotFoundError, StorageError
-from shardflow.format.keys import Json
+from shardflow.errors import ChecksumError, FormatError, StorageError
+from shardflow.format.keys import Json, sha256_hex
 from shardflow.format.manifest import FileEntry
 from shardflow.format.table import BLOCK_NUM_BYTES, Table, TableDamageError, encode_table
 from shardflow.storage import ByteRange, ByteStore, LocalStore
@@ -84,15 +84,19 @@ def open_large(store: ByteStore, entry: FileEntry, blocks: FileEntry | None) -> 
         blocks: The digests of its blocks; None without any.
 
     Raises:
-        ChecksumError: The table is not the one that the manifest names.
+        ChecksumError: The table is not the one that the manifest names, or its digests are not.
+        NotFoundError: There is no such table.
         StorageError: Reading failed.
     """
-    if blocks is not None and isinstance(store, LocalStore):
+    is_whole = isinstance(store, LocalStore) and 0 < entry.num_bytes == store.size(entry.path)
+    if blocks is not None and is_whole:
         try:
             return open_proven(store, entry, blocks)
-        except NotFoundError:
+        except ChecksumError:
             raise
-        except StorageError as error:
+        except (StorageError, FormatError) as error:
+            # A shardflow that knows no such digests copies a dataset without them, and names them again for
+            # the table of its next version.
             logger.warning("%s is read whole, which is slower: %s", entry.path, error)
     buffer = own_bytes(store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
     return Table(buffer, name=entry.path)
@@ -109,6 +113,7 @@ def open_proven(store: ByteStore, entry: FileEntry, blocks: FileEntry) -> Table:
     Raises:
         ChecksumError: The digests are others than the manifest's, or the table does not begin or end as they
             say; when a block is read, that it is another one.
+        FormatError: The digests are those of another table.
         StorageError: The node has no place for the table, or reading failed.
     """
     source = _Blocks(store, entry, blocks)
@@ -125,11 +130,15 @@ class _Blocks:
     def __init__(self, store: ByteStore, entry: FileEntry, blocks: FileEntry) -> None:
         self._store, self._entry, self._blocks = store, entry, blocks
         self._num_blocks = -(-entry.num_bytes // BLOCK_NUM_BYTES)
-        # A flag for each block follows the table.
-        self._file = PartialFile(f"blocks-{entry.sha256}.tbl", entry.num_bytes + self._num_blocks)
+        # Named by the digests too, which alone say what is in it: a hostile dataset may name the table of
+        # another one beside digests of its own. A flag for each block follows the table.
+        name = sha256_hex(f"{entry.sha256} {entry.num_bytes} {blocks.sha256}".encode())
+        self._file = PartialFile(f"blocks-{name}.tbl", entry.num_bytes + self._num_blocks)
         self.view = self._file.view[: entry.num_bytes]
         self._is_there = np.frombuffer(self._file.view, np.uint8)[entry.num_bytes :]
         self._digests: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        if not self._is_there.all():
+            self._expected()  # what is wrong with them is found now, not in the middle of a run
 
     def need(self, start: int, stop: int, *, afresh: bool = False) -> None:
         """Fetch and prove what is missing of some bytes of the table, or all of them.

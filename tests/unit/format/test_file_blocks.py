@@ -17,7 +17,7 @@ import shardflow as sf
 from shardflow.errors import ChecksumError, FormatError, StorageError
 from shardflow.format import Dataset, shard_files
 from shardflow.format.copies.subset import copy_subset
-from shardflow.format.file_blocks import open_proven
+from shardflow.format.file_blocks import BlockDigests, open_proven
 from shardflow.format.manifest import FileEntry, Manifest, load
 from shardflow.format.samples import COLUMNS, SamplesTable
 from shardflow.format.table import BLOCK_NUM_BYTES, Table, encode_table
@@ -170,6 +170,58 @@ def test_digests_of_another_table_are_refused(folder: Path) -> None:
     other = shard_files.write_file(folder, _blocks(manifest).path, [path.read_bytes()])
     with pytest.raises(FormatError, match="must be a file-blocks table"):
         open_proven(store, manifest.samples, other)
+
+
+def test_a_hostile_dataset_cannot_fill_the_file_of_another(folder: Path, tmp_path: Path) -> None:
+    """It names the table of the other one, by its SHA-256, beside digests of a table of its own."""
+    hostile, whole = Path(shutil.copytree(folder, tmp_path / "hostile")), _whole(folder)
+    manifest = load(LocalStore(folder))
+    entry, blocks = manifest.samples, _blocks(manifest)
+    columns = {name: np.array(whole.column(name)) for name in COLUMNS}
+    columns["sample_key"][1] = b"s000000000"
+    data = encode_table(columns, whole._table.meta)
+    assert len(data) == entry.num_bytes
+    (hostile / entry.path).write_bytes(data)
+    digests = BlockDigests()
+    digests.add(data)
+    forged = shard_files.write_file(hostile, blocks.path, [digests.encode(entry)])
+    assert open_proven(LocalStore(hostile), entry, forged).column("sample_key")[1] == b"s000000000"
+    np.testing.assert_array_equal(
+        Dataset.open(folder).samples.column("sample_key"), whole.column("sample_key")
+    )
+
+
+@pytest.mark.parametrize("wrong", ["missing", "of another table"])
+def test_a_dataset_of_an_older_shardflow_is_read_whole(
+    folder: Path, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that knows no digests copies a dataset without them, and names them for its next table too."""
+    whole, manifest = _whole(folder), load(LocalStore(folder))
+    path = folder / _blocks(manifest).path
+    if wrong == "missing":
+        path.unlink()
+    else:
+        table = folder / manifest.samples.path
+        other = shard_files.write_file(folder, "samples/samples-000002.tbl", [table.read_bytes() + b"x"])
+        digests = BlockDigests()
+        digests.add(table.read_bytes() + b"x")
+        entry = shard_files.write_file(folder, _blocks(manifest).path, [digests.encode(other)])
+        edit_manifest(
+            folder,
+            lambda body: body["extra"]["samples_blocks"].update(
+                num_bytes=entry.num_bytes, sha256=entry.sha256
+            ),
+        )
+    samples = Dataset.open(folder).samples
+    np.testing.assert_array_equal(samples.column("sample_key"), whole.column("sample_key"))
+    assert "samples-000001.tbl is read whole" in caplog.text
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 64])
+def test_a_size_that_is_not_the_tables_is_an_error_at_once(folder: Path, num_bytes: int) -> None:
+    edit_manifest(folder, lambda body: body["samples"].update(num_bytes=num_bytes))
+    with pytest.raises(ChecksumError, match=r"samples-000001\.tbl must have the manifest's size"):
+        Dataset.open(folder)
 
 
 def test_verify_compares_them_with_the_table(folder: Path) -> None:
