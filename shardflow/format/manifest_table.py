@@ -86,10 +86,14 @@ _MATCHED: Final = (
     *("index_num_bytes", "index_path", "index_sha256", "name", "num_bytes", "num_fields", "num_removed"),
     *("num_samples", "num_volumes", "path", "sha256", "split"),
 )
-_SHARDS: Final = b',"shards":['
+_SHARDS: Final = b',"shards":[{'
+_BEFORE_ENTRY: Final = len(_SHARDS) - 1
 _TAIL: Final = b'],"splits":{'
 _MAX_REST_NUM_BYTES: Final = 64 << 10
 """More than an entry, or than the end of a manifest; what is longer is none of this form."""
+_MAX_HEAD_NUM_BYTES: Final = 8 << 20
+_MAX_PLACES: Final = 16
+"""Of ``shards`` that are tried: each one is a parse of all that precedes it."""
 _Block: TypeAlias = dict[str, NDArray[Any]]
 _Entry = TypeVar("_Entry", FileEntry, ShardEntry)
 logger = logging.getLogger(__name__)
@@ -260,13 +264,15 @@ def _parsed(manifest: Manifest) -> _Shards:
 def _streamed(pieces: Iterable[bytes | memoryview], file_sha256: str) -> _Shards | None:
     """Read a manifest from its bytes in pieces; None where only parsing it whole can judge it."""
     whole, own = hashlib.sha256(), hashlib.sha256()
-    found, head, rest, at = _Shards(), None, b"", len(_SHARDS)
+    found, head, rest, at = _Shards(), None, b"", _BEFORE_ENTRY
     for piece in pieces:
         whole.update(piece)
         rest += piece
         if head is None:
             place = _head(rest)
             if place is None:
+                if len(rest) > _MAX_HEAD_NUM_BYTES:
+                    return None
                 continue
             head, found.body = place
             found.dataset_id = str(found.body.pop("digest", None))
@@ -298,7 +304,9 @@ def _named(digest: str) -> bytes:
 def _head(text: bytes) -> tuple[bytes, dict[str, Any]] | None:
     """Return the bytes before ``shards`` and the entries in them; None if there is no such place (yet)."""
     at = text.find(_SHARDS)
-    while at >= 0:
+    for _ in range(_MAX_PLACES):
+        if at < 0:
+            return None
         try:
             body = json.loads(text[:at] + b"}")
         except (ValueError, RecursionError):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardflow.errors import ManifestError
 from shardflow.format import Dataset, manifest_table
+from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import CheckedShards, Manifest, load
 from shardflow.format.manifest_table import load_shared
 from shardflow.storage import LocalStore
@@ -190,6 +193,75 @@ def test_what_a_process_would_refuse_is_refused(folder: Path, node: Path, wrong:
         load_shared(LocalStore(folder))
     assert str(found.value) == str(expected.value)
     assert not list(node.glob("*.tbl"))
+
+
+_OTHER_BYTES: dict[str, tuple[bytes, bytes]] = {
+    "a comma before the first entry": (b',"shards":[', b',"shards":[,'),
+    "a comma behind the last entry": (b'],"splits":', b',],"splits":'),
+    "no comma between two": (b"},{", b"}{"),
+    "two commas between two": (b"},{", b"},,{"),
+    "a bracket between two": (b"},{", b"},[{"),
+    "an entry inside another list": (b',"shards":[{', b',"shards":[[{'),
+    "shards twice": (b',"shards":[', b',"shards":[],"shards":['),
+    "shards twice, once as an object": (b',"shards":[', b',"shards":{},"shards":['),
+    "shards behind the splits": (b"}\n", b',"shards":[]}\n'),
+    "an entry of a shard twice": (b'"num_fields":', b'"num_fields":1,"num_fields":'),
+    "an escaped letter": (b'"split":"train"', b'"split":"tra\\u0069n"'),
+    "a space": (b'"num_fields":', b'"num_fields": '),
+    "a leading zero": (b'"num_samples":2,"path"', b'"num_samples":02,"path"'),
+    "an exponent": (b'"num_samples":2,"path"', b'"num_samples":2e0,"path"'),
+    "a fraction": (b'"num_samples":2,"path"', b'"num_samples":2.0,"path"'),
+    "a sum as a fraction": (b'"num_shards":2', b'"num_shards":2.0'),
+    "a byte behind the end": (b"}\n", b"}\n\n"),
+    "no line end": (b"}\n", b"} "),
+    "a byte order mark": (b'{"config_digest"', b'\xef\xbb\xbf{"config_digest"'),
+}
+
+
+@pytest.mark.parametrize("case", _OTHER_BYTES)
+@pytest.mark.parametrize("num_bytes", [64, 1 << 20])
+def test_bytes_that_no_writer_makes_are_refused_though_their_digest_fits(
+    folder: Path, node: Path, case: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "manifest-000001.json"
+    named = f',"digest":"{load(LocalStore(folder)).dataset_id}"'.encode()
+    before, behind = path.read_bytes().split(named)
+    old, new = _OTHER_BYTES[case]
+    assert (before + behind).count(old) > 0
+    # In the part behind the digest if it is there, so that the digest can be put in again.
+    if old in behind:
+        at = behind.rindex(old) if old == b"}\n" else behind.index(old)
+        behind = behind[:at] + new + behind[at + len(old) :]
+    else:
+        before = before.replace(old, new, 1)
+    digest = sha256_hex((before + behind)[:-1])
+    path.write_bytes(before + f',"digest":"{digest}"'.encode() + behind)
+    monkeypatch.setattr(manifest_table, "_PIECE_NUM_BYTES", num_bytes)
+    for reader in (load, load_shared):
+        with pytest.raises(ManifestError):
+            reader(LocalStore(folder))
+    assert not list(node.glob("*.tbl"))
+
+
+@pytest.mark.usefixtures("node")
+def test_objects_that_also_have_shards_cost_a_bounded_number_of_parses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(body: dict[str, Any]) -> None:
+        body["extra"]["a"] = [{"b": 1, "shards": [{}]}] * 200
+
+    edit_manifest(folder, edit)
+    parsed = load(LocalStore(folder))
+    num_parses = 0
+
+    def counted(text: bytes) -> Any:
+        nonlocal num_parses
+        num_parses += 1
+        return json.loads(text)
+
+    monkeypatch.setattr(manifest_table, "json", SimpleNamespace(loads=counted))
+    assert _same(load_shared(LocalStore(folder)), parsed)
+    assert num_parses < 20
 
 
 def test_every_changed_byte_is_noticed(folder: Path, node: Path) -> None:
