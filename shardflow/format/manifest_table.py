@@ -137,7 +137,7 @@ def load_shared(store: ByteStore, version: int | None = None) -> Manifest:
             raise
     except ManifestError:
         raise
-    except (ShardflowError, KeyError, TypeError, ValueError) as error:
+    except (ShardflowError, KeyError, TypeError, ValueError, OverflowError) as error:
         logger.warning("The manifest is parsed by each process, which is slower: %s", error)
         return load(store, number)
 

@@ -221,10 +221,16 @@ class DataServers:
     def _shared(self, server: _Server, task: MicroBatchTask) -> Iterator[NDArray[np.uint8] | None]:
         """Lend memory that a server of this host may write to; None for others, or if the size is unknown."""
         num_bytes = task.known_num_bytes if server.shares_memory else None
-        if num_bytes is None:
+        buffer = None
+        if num_bytes is not None:
+            try:
+                buffer = self.buffers.lend(num_bytes)
+            except OSError as error:  # no more descriptors, or a sandbox without such files
+                server.shares_memory = False
+                _LOGGER.info("memory cannot be shared with data servers of this host: %s", os_reason(error))
+        if buffer is None:
             yield None
             return
-        buffer = self.buffers.lend(num_bytes)
         try:
             yield buffer
         except BaseException:

@@ -244,6 +244,12 @@ def test_bytes_that_no_writer_makes_are_refused_though_their_digest_fits(
 
 
 @pytest.mark.usefixtures("node")
+def test_numbers_that_no_column_holds_are_read_by_each_process(folder: Path) -> None:
+    edit_manifest(folder, lambda body: body["shards"][2].update(num_bytes=1 << 64))
+    assert load_shared(LocalStore(folder)) == load(LocalStore(folder))
+
+
+@pytest.mark.usefixtures("node")
 def test_objects_that_also_have_shards_cost_a_bounded_number_of_parses(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
