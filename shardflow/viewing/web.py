@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,16 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from shardflow.errors import ConfigError, PlanError, ShardflowError, os_reason
+from shardflow.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    PlanError,
+    ShardflowError,
+    StorageError,
+    os_reason,
+)
 from shardflow.processes import join_all, wait_for_at_exit
+from shardflow.storage import write_atomic
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -107,27 +116,32 @@ def read_token(path: str | Path, name: str) -> str:
 
 
 def kept_token(path: Path, name: str) -> str:
-    """Return the token in a file that only its owner reads; a new one if there is no such file yet.
+    """Return the token in a file of this user; a new one, which only this user reads, if there is no file.
 
     Args:
         path: The file; its folder exists.
         name: What errors call it.
 
     Raises:
-        ConfigError: It cannot be read or written, or holds no token.
+        ConfigError: It cannot be read or written, holds no token, or others may have written it.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(path, name)
+        with suppress(AlreadyExistsError):
+            write_atomic(path, [f"{new_token()}\n".encode("ascii")], mode=0o600)
+        found = path.lstat()
+    except StorageError as error:
+        raise ConfigError(f"{name} must be written for scrapers, and could not be: {error.message}") from None
     except OSError as error:
         raise ConfigError(
-            f"{name} must be written for scrapers ({os_reason(error)}); correct the folder."
+            f"{name} must be read for scrapers ({os_reason(error)}); correct the folder."
         ) from None
-    token = new_token()
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(token + "\n")
-    return token
+    is_own = stat.S_ISREG(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not is_own or (hasattr(os, "geteuid") and found.st_uid != os.geteuid()):
+        raise ConfigError(
+            f"{name} must be a file of this user that nobody else can write, got a link or one that others "
+            "may have written: they would know the token. Delete it for a new one."
+        )
+    return read_token(path, name)
 
 
 def is_loopback(host: str) -> bool:

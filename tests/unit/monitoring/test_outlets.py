@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import urllib.error
 import urllib.request
@@ -44,6 +46,44 @@ def test_users_of_the_same_machine_need_the_token_that_the_run_keeps(
         assert token not in caplog.text
     assert len(tokens) == 1
     assert (run / TOKEN_NAME).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling link", "open file", "folder", "empty file"])
+def test_a_token_that_others_may_know_is_not_used(
+    tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, other = write_run(tmp_path / "run"), tmp_path / "other"
+    path = run / TOKEN_NAME
+    if planted == "folder":
+        path.mkdir()
+    elif planted == "dangling link":
+        path.symlink_to(other)
+    else:
+        other.write_text("" if planted == "empty file" else "0123456789abcdef\n")
+        if planted == "link":
+            path.symlink_to(other)
+        else:
+            other.chmod(0o666 if planted == "open file" else 0o600)
+            other.rename(path)
+    with caplog.at_level(logging.INFO), open_outlets(run, "127.0.0.1:0", ()):
+        assert "The run continues without it." in caplog.text
+        assert not re.findall(r"http://\S+", caplog.text)
+    assert not other.exists() or planted == "link"
+
+
+def test_a_full_disk_costs_the_metrics_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = write_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with open_outlets(run, "127.0.0.1:0", ()):
+            pass
+    assert "The run continues without it." in caplog.text
+    assert not (run / TOKEN_NAME).exists()
 
 
 def test_a_token_is_asked_for_and_never_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
