@@ -17,7 +17,7 @@ def opencv() -> Any:
     """Import OpenCV for the first image: 0.2 s that listing a dataset need not pay.
 
     Raises:
-        ConfigError: It is not installed: no fault of a sample, so it ends a run.
+        ConfigError: It is not installed, or cannot be loaded: no fault of a sample, so it ends a run.
     """
     try:
         import cv2
@@ -25,5 +25,9 @@ def opencv() -> Any:
         raise ConfigError(
             "PNG, JPEG, color as gray and images of another size than stored need OpenCV, which is not "
             "installed; run: pip install 'shardflow[images]'."
+        ) from None
+    except ImportError as error:  # opencv-python instead of opencv-python-headless, mostly
+        raise ConfigError(
+            f"OpenCV must load, got: {error}; install opencv-python-headless, or the library that is missing."
         ) from None
     return cv2

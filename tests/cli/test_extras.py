@@ -113,6 +113,23 @@ for codec in ("png16", "htj2k"):
     assert "pip install 'shardflow[htj2k]'" in jpeg2000
 
 
+@pytest.mark.fast
+def test_an_opencv_that_does_not_load_is_an_error_of_images_alone(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "data", slices=3, facts=True)
+    (tmp_path / "cv2.py").write_text('raise ImportError("libGL.so.1: cannot open shared object file")\n')
+    script = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+sys.meta_path.pop(0)
+{_READS}
+folder = {str(tmp_path / "data")!r}
+assert len(batches(folder, size=(16, 16))[0]) == 6
+print(needed(folder, size=(8, 8)))
+"""
+    done = _run(script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "OpenCV must load, got: libGL.so.1: cannot open shared object file" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_minimal_install_runs_every_help(tmp_path: Path) -> None:
     """The wheel with the base dependencies alone, in an environment of its own."""
