@@ -7,7 +7,7 @@ a fixed list, or a host: never a sample key, a path, or free text.
 Each scrape reads what the run has written since the last one, in its own thread; the training loop is not
 involved. The meter adds up the whole file of a run, across restarts, so a restarted exporter reports the same
 totals. Steps that a restart repeats stay counted in counters; gauges report only those that count. Memory is
-constant except for 24 bytes a step, for goodput. Only numbers are served, to who has the token.
+constant except for 24 bytes a step, for goodput. Only numbers are served, to those who have the token.
 """
 
 from __future__ import annotations
