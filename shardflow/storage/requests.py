@@ -197,6 +197,7 @@ class Retrying:
         policy = self._policy
         passed_s = time.monotonic() - start
         wait_s = _RANDOM.uniform(0, min(policy.max_wait_s, policy.first_wait_s * 2**number))
+        self._has_answered |= fault.is_refusal  # an answer, too
         is_first_contact = fault.is_unreached and not self._has_answered
         most = min(policy.max_attempts, fault.max_attempts or policy.max_attempts)
         with self._lock:

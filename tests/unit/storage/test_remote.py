@@ -293,9 +293,23 @@ def test_a_store_that_answered_is_waited_for(web: WebServer) -> None:
         store.read("shards/a.tar")
 
 
-def test_the_budget_is_shared_by_all_requests() -> None:
-    from shardflow.storage.requests import PassingFaultError
+def test_a_store_that_refused_is_waited_for() -> None:
+    faults = iter(
+        [
+            PassingFaultError("503", is_refusal=True),
+            *(PassingFaultError("a refused connection", is_unreached=True) for _ in range(9)),
+        ]
+    )
 
+    def attempt(_: int) -> None:
+        raise next(faults)
+
+    retrying = Retrying(RetryPolicy(max_attempts=5, first_wait_s=0))
+    with pytest.raises(StorageError, match=r"in the last of 5 attempts .*no attempts left"):
+        retrying("reading", attempt)
+
+
+def test_the_budget_is_shared_by_all_requests() -> None:
     retrying = Retrying(RetryPolicy(max_attempts=100, first_wait_s=0, budget=5))
 
     def fails(_: int) -> None:
