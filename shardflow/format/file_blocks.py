@@ -88,8 +88,7 @@ def open_large(store: ByteStore, entry: FileEntry, blocks: FileEntry | None) -> 
         NotFoundError: There is no such table.
         StorageError: Reading failed.
     """
-    is_whole = isinstance(store, LocalStore) and 0 < entry.num_bytes == store.size(entry.path)
-    if blocks is not None and is_whole:
+    if blocks is not None and isinstance(store, LocalStore) and 0 < entry.num_bytes == store.size(entry.path):
         try:
             return open_proven(store, entry, blocks)
         except ChecksumError:
