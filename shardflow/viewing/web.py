@@ -128,15 +128,17 @@ def kept_token(path: Path, name: str) -> str:
     try:
         with suppress(AlreadyExistsError):
             write_atomic(path, [f"{new_token()}\n".encode("ascii")], mode=0o600)
-        found = path.lstat()
+        found, folder = path.lstat(), path.parent.stat()
     except StorageError as error:
         raise ConfigError(f"{name} must be written for scrapers, and could not be: {error.message}") from None
     except OSError as error:
         raise ConfigError(
             f"{name} must be read for scrapers ({os_reason(error)}); correct the folder."
         ) from None
-    is_own = stat.S_ISREG(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not is_own or (hasattr(os, "geteuid") and found.st_uid != os.geteuid()):
+    # A file system without owners or modes says the same of the folder.
+    is_own = not hasattr(os, "geteuid") or found.st_uid in (os.geteuid(), folder.st_uid)
+    is_open = found.st_mode & ~folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if is_open or not is_own or not stat.S_ISREG(found.st_mode):
         raise ConfigError(
             f"{name} must be a file of this user that nobody else can write, got a link or one that others "
             "may have written: they would know the token. Delete it for a new one."

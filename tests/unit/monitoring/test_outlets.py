@@ -48,7 +48,9 @@ def test_users_of_the_same_machine_need_the_token_that_the_run_keeps(
     assert (run / TOKEN_NAME).stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("planted", ["link", "dangling link", "open file", "folder", "empty file"])
+@pytest.mark.parametrize(
+    "planted", ["link", "dangling link", "open file", "another's", "folder", "empty file"]
+)
 def test_a_token_that_others_may_know_is_not_used(
     tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,11 +66,25 @@ def test_a_token_that_others_may_know_is_not_used(
             path.symlink_to(other)
         else:
             other.chmod(0o666 if planted == "open file" else 0o600)
+            if planted == "another's":
+                if os.geteuid():
+                    pytest.skip("only root gives a file to another user")
+                os.chown(other, 1234, -1)
             other.rename(path)
     with caplog.at_level(logging.INFO), open_outlets(run, "127.0.0.1:0", ()):
         assert "The run continues without it." in caplog.text
         assert not re.findall(r"http://\S+", caplog.text)
     assert not other.exists() or planted == "link"
+
+
+def test_a_token_is_kept_where_files_have_no_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some network file systems show the same mode for everything."""
+    run = write_run(tmp_path)
+    (run / TOKEN_NAME).write_text("0123456789abcdef\n")
+    for path in (run, run / TOKEN_NAME):
+        path.chmod(0o777)
+    with caplog.at_level(logging.INFO), open_outlets(run, "127.0.0.1:0", ()):
+        assert re.findall(r"http://\S+", caplog.text)
 
 
 def test_a_full_disk_costs_the_metrics_and_not_the_run(
