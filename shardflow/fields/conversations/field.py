@@ -21,11 +21,11 @@ from shardflow.config import PLACE
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
 from shardflow.fields.conversations.rendering import (
-    EVERYTHING,
     Rendered,
     RenderedForm,
     Renderer,
     RenderError,
+    learned_roles,
 )
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
@@ -53,7 +53,6 @@ from shardflow.format.counts import ConversationCounts, CountedTemplate
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
-_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 _MAX_TOKENS: Final = 1 << 24
 INCOMPLETE: Final = "incomplete_conversations"
 """Counter of samples for which a template lacks a value; with ``.`` and a name those that lack it."""
@@ -160,12 +159,7 @@ class Conversation(Field):
         for name in ("pairs", "packed", "split_long", "scores"):
             if getattr(self, name) not in (True, False):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
-        roles: Any = self.train_on
-        is_known = not isinstance(roles, str) and roles and ({*roles} <= _ROLES or {*roles} == {EVERYTHING})
-        if not is_known:
-            known = ", ".join(sorted(_ROLES))
-            raise ConfigError(f"train_on names roles, of {known}, or {EVERYTHING!r} alone, got {roles!r}.")
-        object.__setattr__(self, "train_on", tuple(roles))
+        object.__setattr__(self, "train_on", learned_roles(self.train_on))
         if "://" in str(self.processor):
             raise ConfigError("processor is a local folder, got an address; download it first.")
         object.__setattr__(self, "processor", str(self.processor))

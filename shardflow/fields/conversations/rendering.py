@@ -53,6 +53,7 @@ _DATED: Final = re.compile(r"\bdate_string\s+is\s+(?:not\s+)?defined")
 _DATE: Final = "26 Jul 2024"
 """In place of today's date, so that every day renders the same; Llama's own where none is given."""
 _ASSISTANT: Final = "assistant"
+_ROLES: Final = frozenset({"system", "user", _ASSISTANT, "tool"})
 EVERYTHING: Final = "everything"
 """In place of roles: every token is learned, those between messages too."""
 # transformers notes the markers in a compiled template, of which a process has one.
@@ -543,6 +544,18 @@ def _turns(num_images: int) -> list[dict[str, Any]]:
         {"role": "user", "content": words},
         {"role": _ASSISTANT, "content": answer},
     ]
+
+
+def learned_roles(given: Any) -> tuple[str, ...]:
+    """Check the roles whose words are learned, or `EVERYTHING` alone, and return them.
+
+    Raises:
+        ConfigError: They are none of these.
+    """
+    if isinstance(given, str) or not given or not ({*given} <= _ROLES or {*given} == {EVERYTHING}):
+        known = ", ".join(sorted(_ROLES))
+        raise ConfigError(f"train_on names roles, of {known}, or {EVERYTHING!r} alone, got {given!r}.")
+    return tuple(given)
 
 
 def _weight(message: Mapping[str, Any], train_on: Sequence[str]) -> float:
