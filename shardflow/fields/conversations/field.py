@@ -20,13 +20,7 @@ from numpy.typing import NDArray
 from shardflow.config import PLACE
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
-from shardflow.fields.conversations.rendering import (
-    Rendered,
-    RenderedForm,
-    Renderer,
-    RenderError,
-    learned_roles,
-)
+from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError, roles_of
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
 from shardflow.fields.conversations.views import TemplateValues
@@ -159,7 +153,7 @@ class Conversation(Field):
         for name in ("pairs", "packed", "split_long", "scores"):
             if getattr(self, name) not in (True, False):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
-        object.__setattr__(self, "train_on", learned_roles(self.train_on))
+        object.__setattr__(self, "train_on", roles_of(self.train_on))
         if "://" in str(self.processor):
             raise ConfigError("processor is a local folder, got an address; download it first.")
         object.__setattr__(self, "processor", str(self.processor))

@@ -546,7 +546,7 @@ def _turns(num_images: int) -> list[dict[str, Any]]:
     ]
 
 
-def learned_roles(given: Any) -> tuple[str, ...]:
+def roles_of(given: Any) -> tuple[str, ...]:
     """Check the roles whose words are learned, or `EVERYTHING` alone, and return them.
 
     Raises:
