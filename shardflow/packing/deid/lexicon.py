@@ -33,7 +33,7 @@ _AFFIXED: Final = re.compile(
 _TERMS: Final = re.compile(
     # English
     r"[a-z]{3,}(?:ectomy|ectomies|[aeio]stomy|otomy|otomies|ography|ographic|oscopy|oscopic|oplasty|omegaly|lithiasis"
-    r"|ectasis|ectases|ectatic|openia|opathy|opathic|ology|ological|ologically|algia|plegia|uria|rrhagic"
+    r"|ectasis|ectases|ectatic|openia|opathy|opathic|ology|ological|ologically|algia|plegia|rrhagic"
     r"|sclerosis|sclerotic|fibrosis|fibrotic|stenosis|stenotic|thrombosis|calcinosis|trophic|plastic|plasia"
     r"|pulmonary|vascular|thoracic|pleural|mediastinal|vertebral|phrenic|diaphragmatic|bronchial|cardiac|inflated"
     r"|inflation|expansion|aeration|lucency|lucencies|opacity|opacities|scoliosis)"
@@ -41,15 +41,15 @@ _TERMS: Final = re.compile(
     r"|[a-z]{4,}(?:gra(?:ph|f)ie|gra(?:ph|f)isch(?:e[mns]?)?|skopie|skopisch(?:e[mns]?)?|ektomie|otomie|ostomie|opathie"
     r"|plasie|trophie|stenosen?|sklerosen?|nekrosen?|thrombosen?|fibrosen?|zirrhosen?|arthrosen?|skoliosen?|lordosen?"
     r"|kyphosen?|ektasien?|algien?|megalie|karzinome?|sarkome?|adenome?|angiome?|hamatome?|ismus|itat(?:en)?|[a-z]heit(?:en)?"
-    r"|keit(?:en)?|ation(?:en)?|(?:form|art|grad|seit|fleck|knot|wand|bas|bog|streck|halt)ige?[mnrs]?|[a-z]liche[mnrs]?"
-    r"|ische[mns]?|logisch|bare[mnrs]?|frakturen?|ergusse?)"
+    r"|(?:ig|ch|ar|am|er|el)keit(?:en)?|ation(?:en)?|(?:form|art|grad|seit|fleck|knot|wand|bas|bog|streck|halt)ige?[mnrs]?"
+    r"|[a-z]liche[mnrs]?|(?:[aeioys]t|og|op|[pt]h|tr)ische[mns]?|logisch|[^aeioum]bare[mnrs]?|frakturen?|ergusse?)"
     # French
     r"|[a-z]{4,}(?:graphies?|graphiques?|scopies?|scopiques?|ectomies?|otomies?|ostomies?|opathies?|plasties?|plasies?"
     r"|megalies?|ectasies?|ectasiques?|algies?|thrombotiques?|stenoses?|scleroses?|necroses?|fibroses?|thromboses?"
     r"|arthroses?|scolioses?|pneumopathies?|issements?|logiques?|logie|carcinomes?|adenomes?|angiomes?|hematomes?)"
     # Spanish
     r"|[a-z]{4,}(?:grafias?|grafic[oa]s?|scopias?|scopic[oa]s?|ectomias?|ostomias?|otomias?|opatias?|plastias?|megalias?"
-    r"|ectasias?|ectasic[oa]s?|algias?|urias?|logic[oa]s?|miento|mientos)"
+    r"|ectasias?|ectasic[oa]s?|algias?|logic[oa]s?|miento|mientos)"
 )
 """Forms of medical words that no name has, in lower case or not."""
 _PREFIXED: Final = re.compile(
@@ -59,15 +59,21 @@ _PREFIXED: Final = re.compile(
 """Prefixes and endings of a known word. Names have the prefixes too (*Middleton*, *Reynolds*)."""
 _NAMES_LIKE_TERMS: Final = frozenset(
     """
-    annunciation anunciacion ascension assumption carnation carpentier chastity clemente coloma
-    consolacion constanta eufemia euphemia felicity incarnation ingram marchand metastasio noemia paloma
-    reagain reinert sonoma theodosis vehemente
+    abastecimiento achilleas achillefs andreason annunciation anunciacion arrondissement ascension
+    asentamiento assumption brennenstuhl carnation carpentier chastity chrysostomia claviere clemente coloma
+    compromiso comunitat confederation consolacion constanta constanti daughtery decesare depasse deterline
+    dunstable etaux eufemia euphemia fahrenheit felicity fraccionamiento freistuhler gesundheit gundeline
+    hauptstuhl hinterzarten immediato incarnation ingram kaltenengers klickitat langeheit marchand maternitat
+    metastasio noemia palmares paloma pensamiento perkinson placentia plantation poblamiento progresso
+    pronunciamiento prosperitat reagain reinert renacimiento resurgimiento reveles schonheit shepheard sonoma
+    southand stuhlfelden stuhlsatz theodosis townsand trinitat vehemente verderber villafeliche visitation
+    yacimientos
     """.split()  # noqa: SIM905
 )
 
 
 _JOINED: Final = ("the", "and", "with", "without", "are", "has", "have", "was", "were")
-"""Words that people write without the space beside them; none begins or ends names that are words, too."""
+"""Words that people write without the space beside them."""
 _NAMES_LIKE_ABBREVIATIONS: Final = frozenset(
     """
     aca aki alif alp ami asa cea cop dah dai dea ed eva fe hap ica ige ira la lad las li ma mas men mos pi ris
@@ -120,7 +126,7 @@ class Lexicon(NamedTuple):
             (True, False, False)
         """
         word = fold(written)
-        return (
+        return word not in _NAMES_LIKE_TERMS and (
             self.is_known(word)
             or word in self.english
             or (word in self.everyday and written.islower())
@@ -128,7 +134,7 @@ class Lexicon(NamedTuple):
             or self._is_romance(word)
             or self._is_german(word)
             or self._is_prefixed(word)
-            or _is_term(word)
+            or _TERMS.fullmatch(word) is not None
         )
 
     def is_acronym(self, written: str) -> bool:
@@ -202,7 +208,7 @@ class Lexicon(NamedTuple):
 
     def _is_prefixed(self, word: str) -> bool:
         """Return whether a word is a known one with a prefix or ending that names do not have."""
-        match = None if word in _NAMES_LIKE_TERMS else _PREFIXED.fullmatch(word)
+        match = _PREFIXED.fullmatch(word)
         return match is not None and self._is_part(match[1] or match[2] or match[3] + "y")
 
     def _is_part(self, word: str) -> bool:
@@ -218,11 +224,6 @@ def _long_words(words: frozenset[str], least: int) -> list[str]:
 def _is_near(word: str, words: frozenset[str]) -> bool:
     long = _long_words(words, _MIN_MISSPELLED[0] - 1)
     return extractOne(word, long, scorer=OSA.distance, score_cutoff=1) is not None
-
-
-def _is_term(word: str) -> bool:
-    """Return whether a folded word is a medical one by its form, in whatever case it was written."""
-    return word not in _NAMES_LIKE_TERMS and _TERMS.fullmatch(word) is not None
 
 
 def fold(word: str) -> str:

@@ -115,13 +115,15 @@ def _language(words: list[str], known: Lexicon) -> str:
 
 def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) -> bool:
     written = text[start:end]
+    if "XXX" in written:  # somebody removed a name before, and wrote on without a space
+        start = end - len(written.lstrip("X"))
+        written = written.strip("X")
+        end = start + len(written)
     word = fold(written)
-    if len(word) == 1 or set(word) == {"x"}:
-        return False  # XXXX: somebody removed a name before
+    if len(word) <= 1 or set(word) == {"x"}:
+        return False
     if word == "weder" and _NEITHER.match(text, end) and _START.search(text, max(0, start - 12), start):
         return False
-    if "XXX" in written:
-        return _is_unknown_word(written.strip("X"), known)
     if _ENTITY.fullmatch(text, start - 1, end + 1):
         return False
     if _CONTRACTED.fullmatch(word) and known.is_common(_CONTRACTED.sub(r"\1", word)):
@@ -144,8 +146,12 @@ def _is_unknown_word(written: str, known: Lexicon) -> bool:
     return not (written.islower() and (known.is_medical(fold(written)) or known.is_joined(written)))
 
 
-_NEITHER: Final = re.compile(r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w")
-_ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|li|ul)>", re.IGNORECASE)
+# A noun after *weder*, with or without an article or adjective; where a verb follows, it is somebody's name.
+_NEITHER: Final = re.compile(
+    r"[ \t]+(?:eine?[mnrs]?\b|(?:(?!wurde)[a-z]+[^\Wt]e[nrs]?[ \t]+)?(?=[A-Z\u00c4\u00d6\u00dc]))"
+    r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w"
+)
+_ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|ul)>", re.IGNORECASE)
 _CONTRACTED: Final = re.compile(
     r"(.{2,})(?:n['\N{RIGHT SINGLE QUOTATION MARK}]t|['\N{RIGHT SINGLE QUOTATION MARK}](?:re|ve|ll|d))"
 )

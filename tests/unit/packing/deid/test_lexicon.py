@@ -122,6 +122,8 @@ def test_words_that_are_no_names_in_any_form_survive(text: str) -> None:
     """
     Carpentier Marchand Metastasio Durand Ferrand Withers Haskell Theroux Mochlichen Osterwald
     Underhill Peterson Hendersen Sandersen Thorwald Bergmann Breitenbach Pfleiderer Sternheim
+    Escobares Villafeliche Schimkeit Langeheit Trinitat Klickitat Plantation Renacimiento
+    Verderber Brennenstuhl Hinterzarten Perkinson Andreason Daughtery Shepheard Reveles Carrasquillo
     """.split(),  # noqa: SIM905
 )
 def test_names_near_to_words_are_masked_in_lower_case_and_capitals(name: str) -> None:
@@ -132,8 +134,38 @@ def test_names_near_to_words_are_masked_in_lower_case_and_capitals(name: str) ->
     assert name not in scrub(f"{name} wurde noch am Abend untersucht.", KnownValues(()), mode="strict").text
 
 
+@pytest.mark.parametrize(
+    "name",
+    """
+    Endlich Ursprung Rasch Serre Serré Vieux Jeune Palais Palmar Downer Barrack Dykes Touchstone Goings
+    Märkische Sächsischen Bergisches Bremischen Fahrenheit Schönheit Gesundheit Manduria Liguria
+    """.split(),  # noqa: SIM905
+)
+def test_names_that_are_words_abroad_are_masked_where_they_have_a_capital(name: str) -> None:
+    for text in (
+        f"Seen by {name} today.",
+        f"{name} wurde untersucht.",
+        f"Zuweisung aus {name}, ohne Befund.",
+    ):
+        assert name not in scrub(text, KnownValues(()), mode="strict").text
+
+
+def test_a_name_beside_what_an_earlier_scrubber_left_is_masked() -> None:
+    for text in ("Seen by XXXXSmith today.", "El paciente XXXXRosa con una imagen."):
+        cleaned = scrub(text, KnownValues(()), mode="strict").text
+        assert not any(name in cleaned for name in ("Smith", "Rosa"))
+    kept = "XXXXnodule and XXXXs are stable.<br>The lungs are clear."
+    assert scrub(kept, KnownValues(()), mode="strict").text == kept
+
+
 def test_everyday_words_of_another_language_are_masked_where_they_begin_a_sentence_alone() -> None:
-    for text in ("Weder kommt noch am Abend.", "Weder wurde entlassen.", "Ist Weder da, noch nicht?"):
+    for text in (
+        "Weder kommt noch am Abend.",
+        "Weder wurde entlassen.",
+        "Ist Weder da, noch nicht?",
+        "Weder kommt noch einmal.",
+        "Weder hatte Fieber und noch Husten.",
+    ):
         assert "Weder" not in scrub(text, KnownValues(()), mode="strict").text
 
 
