@@ -96,7 +96,8 @@ class ConversationModel(nn.Module):
                 last_N = tokens["attention_mask"].sum(dim=1) - 1
                 last = found[torch.arange(len(last_N), device=last_N.device), last_N]
             found = (last if self.score is None else self.score(last))[:, 0]
-        return found if blank is None else found + 0.0 * blank
+        result: torch.Tensor = found if blank is None else found + 0.0 * blank
+        return result
 
     def _check_output(self, found: Any, ids_NT: torch.Tensor) -> None:  # noqa: N803
         """Refuse what a model of ``model.target`` returns where it is not what the loss takes."""
