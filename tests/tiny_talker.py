@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["PackedTalker", "SeeingTalker", "Talker", "make_score"]
+__all__ = ["PackedTalker", "SeeingTalker", "Talker", "make_deaf", "make_flat", "make_mute", "make_score"]
 
 
 class Talker(nn.Module):
@@ -33,6 +33,40 @@ class Talker(nn.Module):
 def make_score(**arguments: Any) -> Talker:
     """Return a model that scores tokens, ``(N, T, 1)``."""
     return Talker(num_outputs=1, **arguments)
+
+
+class _WrongTalker(Talker):
+    """The same, with a slip."""
+
+    def __init__(self, slip: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.slip = slip
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        """Return something else."""
+        logits = super().forward(input_ids, attention_mask)
+        return logits[:, -1] if self.slip == "flat" else {"logits": logits}
+
+
+class _DeafTalker(Talker):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Take nothing by its name."""
+        return super().forward(ids)
+
+
+def make_flat(**arguments: Any) -> Talker:
+    """Return a model that predicts after the last token alone."""
+    return _WrongTalker("flat", **arguments)
+
+
+def make_mute(**arguments: Any) -> Talker:
+    """Return a model that returns a dictionary."""
+    return _WrongTalker("mute", **arguments)
+
+
+def make_deaf(**arguments: Any) -> Talker:
+    """Return a model that takes no argument by its name."""
+    return _DeafTalker(**arguments)
 
 
 class PackedTalker(Talker):

@@ -146,7 +146,8 @@ class CountedTemplate:
     digest: str
     """SHA-256 of the template and of the settings of the fields that it names."""
     tables: tuple[str, ...] = ()
-    """SHA-256 of the attached tables whose columns it names."""
+    """SHA-256 of the tables beside the dataset that it reads: those of the columns that it names, that of
+    other studies, and of images the series table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Counts of conversations that templates make: samples are read as by a loader, composed and rendered.
 
-They are made where no plan is, of all rows of a dataset, and some of them again before step 0.
+``shardflow tokenize`` counts all rows of a dataset, without a plan; a loader counts some of them again before
+step 0, to compare.
 """
 
 from __future__ import annotations

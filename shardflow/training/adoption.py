@@ -115,9 +115,8 @@ def _counts(config: TrainConfig) -> tuple[type[SidecarManifest], str] | None:
         template = ""
         if isinstance(field.template, Template):
             if config.data.view != FULL_STUDY or config.data.unit != "study":
-                return (
-                    None  # whose rows only the opened version knows; its loader refuses what is not counted
-                )
+                # Only an opened version knows its rows; the loader refuses one that is not counted.
+                return None
             named = with_dependencies(config.fields, field.depends_on)
             template = template_digest(field.template, {name: config.fields[name] for name in named})
         digest = Renderer.load(field.processor).digest

@@ -235,7 +235,7 @@ class TrainingLoop:
         )
         hooks.on_loss()
 
-        # What all ranks did in this step.
+        # One exchange: what each rank did in this step.
         own.data_wait_s = data.drain()
         hooks.fill(own)
         timeouts = parts.ranks.timeouts
@@ -260,7 +260,7 @@ class TrainingLoop:
     def _metrics_of(
         self, place: StepPlace, reports: StepReports, rate: float, norm: float | None, step_s: float
     ) -> StepMetrics:
-        """Return the line of a step, equal on all ranks but for its time."""
+        """Return the metrics of a step, equal on all ranks except for ``step_s``."""
         parts, total = self.parts, reports.total
         return StepMetrics(
             global_step=place.global_step,
@@ -584,11 +584,11 @@ def evaluate(
     ranks.barrier("evaluation done", ranks.timeouts.control_s)
     own = [math.fsum(losses), num_tokens, num_samples]
     by_rank = ranks.all_gather_numbers(own, ranks.timeouts.control_s)
-    loss, num_tokens, num_samples = by_rank.sum(dim=0).tolist()
+    total_loss, num_tokens, num_samples = by_rank.sum(dim=0).tolist()
     return EvaluationMetrics(
         global_step=global_step,
         epoch=epoch,
-        loss=loss / num_tokens if num_tokens else None,
+        loss=total_loss / num_tokens if num_tokens else None,
         num_tokens=num_tokens,
         num_samples=num_samples,
         scores={} if meter is None else meter.finish(),

@@ -19,6 +19,7 @@ from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
 from shardflow.fields.volumes.augmentation import VolumeAugmentSettings
 from shardflow.fields.volumes.field import Volume
+from shardflow.format.keys import CONVERSATION_FIELD as STORED_CONVERSATION
 
 IMAGE_FIELD: Final = "image"
 REPORT_FIELD: Final = "report"
@@ -332,6 +333,11 @@ def check_conversation_fields(
         raise ConfigError(
             f"fields.{REFERENCE_FIELD} has the name of the field of task.reference 'stored'; rename it."
         )
+    if task.reference == "stored" and (found.template is not None or found.member != STORED_CONVERSATION):
+        raise ConfigError(
+            "task.reference 'stored' belongs to the conversations as they are stored; leave out template and "
+            f"member of fields.{CONVERSATION_FIELD}, or task.reference."
+        )
     if task.reference == "stored" and target:
         raise ConfigError(
             "task.reference 'stored' is bound to the files of model.path, and model.target has none; remove "
@@ -354,6 +360,11 @@ def check_stored_reference(task: TaskConfig, data: Any, *, is_whole: bool) -> No
         raise ConfigError(
             "task.reference 'stored' belongs to the conversations as they are stored; leave out "
             "data.transform, data.unit and data.view, or task.reference."
+        )
+    if task.reference == "stored" and data.adopt_new_versions != "never":
+        raise ConfigError(
+            "task.reference 'stored' has no values for pairs of a newer version; leave out "
+            "data.adopt_new_versions, and store them before a run of that version."
         )
 
 

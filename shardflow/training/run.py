@@ -108,7 +108,12 @@ def open_task(config: TrainConfig) -> Task:
         kinds = {"classify": _classify_task, "segment": _segment_task}
         make = kinds.get(settings.type, _conversation_task)
         task, name = make(config), settings.type
-    return task.open(RunSettings(name=name, batch=config.batch, fields=config.fields, seed=config.run.seed))
+    run = config.run
+    return task.open(
+        RunSettings(
+            name=name, batch=config.batch, fields=config.fields, seed=run.seed, precision=run.precision
+        )
+    )
 
 
 def _classify_task(config: TrainConfig) -> ArrayTask:

@@ -7,7 +7,7 @@ when the last one exists. Shards are tokenized in parallel, and the tokenizer ha
 Conversations are counted in the same way by a model's processor, in processes of their own: a file of counts
 a shard, and the table when the last one exists. Shards that an earlier version of the dataset has too keep
 their counts. Those of more than a number of tokens may be split, and have a row for each part. Those that a
-template makes are counted anew for each version, as columns and earlier studies may be others there.
+template makes are counted anew for each version, whose columns and earlier studies may differ.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def count_dataset(
         )
         return _counted(counter.renderer, found, len(shards), num_kept=len(shards))
     known = _counted_shards(folder, name) if template is None else {}
-    # A part of other columns is none of this job.
+    # Parts that were counted with other columns are not resumed.
     of_part = sha256_hex(canonical_json([name, *template.tables])) if template and template.tables else name
     digests = [
         dataset.manifest.shards[int(dataset.samples.gather("shard", one.start))].sha256 for one in shards
@@ -445,7 +445,7 @@ def count_dataset(
 
 
 def _is_done(folder: Path, counter: _Counter) -> bool:
-    """Return whether the counts are there; those of a template whose columns have changed since are not."""
+    """Return whether valid counts exist; those of a template are not, once a table that it reads changed."""
     path = folder / CountsManifest.file_name
     if not path.is_file():
         return False

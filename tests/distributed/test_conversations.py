@@ -124,3 +124,30 @@ def test_shares_of_a_reference_store_what_a_whole_one_says(tmp_path: Path) -> No
             assert store(config)["table"] == written["table"]
     for mine, other in zip(values["shares"], values["whole"], strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(other), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_adapters_beside_weights_of_4_bits_are_trained_by_ranks_as_by_one(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Each rank has all quantized weights; two ranks stop, and one goes on."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    config = make_run(tmp_path, "qwen2")
+    qlora = ("lora.rank=2", "model.quantize=nf4")
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    settings = [*qlora, f"parallel.strategy={strategy}", "run.max_steps=2"]
+    arguments = [f"--config={config}", *(f"--set={one}" for one in settings)]
+    with job(tmp_path, "shardflow.training", arguments, num_ranks=2, is_forked=True) as running:
+        finished = running.wait(RUN_TIMEOUT_S)
+    assert finished.exit_code == 0, finished.text
+    assert train_alone(config, f"run.output={run}", *qlora).resumed_from == "step-00000002"
+    leave()
+    train_alone(config, f"run.output={alone}", *qlora)
+    assert committed_samples(run) == committed_samples(alone)
+    mine, other = newest_weights(run), newest_weights(alone)
+    assert mine.keys() == other.keys()
+    assert all("lora_" in name for name in mine)
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5, msg=name)

@@ -20,8 +20,11 @@ from shardflow.fields.units import open_unit
 from shardflow.format.counts import open_conversation_counts
 from shardflow.format.verification import verify
 from shardflow.loading import Loader
+from shardflow.loading.binding import bind_fields
 from shardflow.loading.counting import TemplateCounter
+from shardflow.loading.selection import select
 from shardflow.sampling import BatchSpec
+from shardflow.telemetry import StageCounters
 from shardflow.training.tokenizing import count_dataset
 from tests.conversation_case import make_folder
 from tests.factories import make_dataset
@@ -204,6 +207,30 @@ def test_counting_resumes_and_notes_another_way_to_render(
     monkeypatch.setattr(Renderer, "call", lambda self, text, pictures: real(self, text + "x", pictures))
     with pytest.raises(ConfigError, match=r"conversations have other numbers of tokens .* --fields FILE"):
         open_loader(sf.open(dataset), PACKED, fields)
+
+
+def test_counts_are_bound_to_the_tables_that_the_template_reads(
+    dataset: Path, processors: Mapping[str, Path]
+) -> None:
+    """The series table among them, which decides which images are shown; not that of other fields."""
+    opened, counters = sf.open(dataset), StageCounters()
+    shown = fields_of(processors["qwen2_5_vl"], TURNS)
+    images = {"image": sf.Image(size=(28, 28), missing="pad")}
+    _, bound = bind_fields(select(opened, "train"), images, counters)
+    (series,) = bound.series_tables
+    assert series in TemplateCounter(opened, shown, "talk").template.tables
+    texts = fields_of(processors["llama"], TEXT_TURNS)
+    of_texts = TemplateCounter(opened, texts, "talk").template
+    assert series not in of_texts.tables
+    count(dataset, texts)
+    packed = {**fields_of(processors["llama"], TEXT_TURNS, packed=True), **images}
+    with open_loader(opened, PACKED, packed) as loader:
+        assert loader.num_steps
+    counts = open_conversation_counts(opened, Renderer.load(processors["llama"]).digest, template=of_texts)
+    assert len(counts) == NUM_SAMPLES
+    other = replace(of_texts, tables=("0" * 64,))
+    with pytest.raises(ConfigError, match="anew where a column has changed"):
+        open_conversation_counts(opened, Renderer.load(processors["llama"]).digest, template=other)
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ class TemplateValues:
         digest = template_digest(self._template, named)
         bound = (context.bound[one] for one in named)
         others = [one.named_by for one in bound if isinstance(one, BoundPrevious)][:1]
+        if any(isinstance(one, Image | Slices) for one in named.values()):
+            others.append(context.catalog.digests)  # which decides what is shown
         return [
             CountedTemplate(digest=digest, tables=(*tables, *(each[place] for each in others)))
             for place, tables in enumerate(self.digests_of)

@@ -86,7 +86,9 @@ class ConversationModel(nn.Module):
         shown = {} if is_blank else pictures
         output = self.model(**tokens, **shown, **({} if self._is_own else {"use_cache": False}))
         is_plain = isinstance(output, torch.Tensor)
-        found: torch.Tensor = output if is_plain else getattr(output, _HIDDEN if self.score else "logits")
+        found: Any = output if is_plain else getattr(output, _HIDDEN if self.score else "logits", None)
+        if self._is_own:
+            self._check_output(found, tokens["input_ids"])
         if self._has_score:
             if ends is not None:
                 last = found[0, ends]
@@ -94,7 +96,23 @@ class ConversationModel(nn.Module):
                 last_N = tokens["attention_mask"].sum(dim=1) - 1
                 last = found[torch.arange(len(last_N), device=last_N.device), last_N]
             found = (last if self.score is None else self.score(last))[:, 0]
-        return found if blank is None else found + 0.0 * blank
+        result: torch.Tensor = found if blank is None else found + 0.0 * blank
+        return result
+
+    def _check_output(self, found: Any, ids_NT: torch.Tensor) -> None:  # noqa: N803
+        """Refuse what a model of ``model.target`` returns where it is not what the loss takes."""
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else ()
+        wanted = (*ids_NT.shape, 1) if self._has_score else tuple(ids_NT.shape)
+        if len(shape) == 3 and shape[: len(wanted)] == wanted:
+            return
+        kind = "scores (N, T, 1)" if self._has_score else "logits (N, T, V)"
+        got = (
+            f"a tensor {shape}" if isinstance(found, torch.Tensor) else "neither a tensor nor one as .logits"
+        )
+        raise ConfigError(
+            f"The model of model.target must return {kind} for input_ids {tuple(ids_NT.shape)}, got {got}; "
+            "correct its forward."
+        )
 
     def _packed_masks(self, segments: torch.Tensor, types: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the masks of each kind of layer, ``(1, 1, T, T)``, as Gemma 3 sees a single sequence.
@@ -181,7 +199,15 @@ def build_conversation_model(
         if model.score is not None:
             model.score.requires_grad_(True)
     # Behind the adapters: those in a layer that takes no part have no gradient either.
-    freeze_idle(model, (example["tokens"], example["pictures"]))
+    try:
+        freeze_idle(model, (example["tokens"], example["pictures"]))
+    except TypeError as error:
+        if not is_own:
+            raise
+        raise ConfigError(
+            f"The model of model.target does not take what the processor returns ({error}); its forward gets "
+            f"{', '.join([*example['tokens'], *example['pictures']])} by keyword."
+        ) from error
     if settings.activation_checkpointing:
         _recompute(inner)
     if not any(parameter.requires_grad for parameter in model.parameters()):

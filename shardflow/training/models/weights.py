@@ -3,10 +3,10 @@
 A model that is built inside `weights_later` has its parameters on the meta device, and its modules know where
 each one stands in the safetensors of the folder; `shard` cuts it there, and `load_weights` gives each rank
 memory for what it holds and reads that part of the files alone, in pieces of a few megabytes. So starting
-takes the memory of the shares, on the device where they stay. Layers of 4 bits are read whole, one at a time,
-and made from that. Which name in a file is which parameter is what
-transformers says. Folders that it converts while it reads (experts that are merged, quantized weights), or
-with several values for tied weights, are read whole on the CPU as before.
+takes the memory of the shares, on the device where they stay. Layers of 4 bits are read whole and quantized,
+one at a time. Which name in a file is which parameter is what transformers says. Folders that it converts
+while it reads (experts that are merged, quantized weights), or with several values for tied weights, are read
+whole on the CPU as before.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class ConversationTask(ArrayTask):
     def reference_table(self) -> str:
         """Name of the table with the log-probabilities of the reference: a digest of what they follow from.
 
-        That is the model as it is at first, its processor, and what is learned of a conversation.
+        That is the model as it is at first, its processor, what is learned of a conversation, and the type
+        that is computed in: what is rounded otherwise would pass for what was learned.
         """
         model = self._model
         assert model.path is not None  # noqa: S101 - checked when the settings were read
@@ -107,6 +108,7 @@ class ConversationTask(ArrayTask):
         facts += [Renderer.load(self._field.processor).digest, *self._field.train_on]
         facts += [] if model.weights == "stored" else [model.weights, str(self._run.seed)]
         facts += [] if model.quantize == "none" else [model.quantize]
+        facts += [] if self._run.precision == "fp32" else [self._run.precision]
         return f"{_TABLE}{sha256_hex(canonical_json(list(facts)))[:16]}"
 
     def settings(self) -> Mapping[str, Any]:
@@ -460,11 +462,11 @@ def _check_has_table(dataset: Dataset, table: str) -> None:
     if table in dataset.tables:
         return
     others = [one for one in dataset.tables if one.startswith(_TABLE)]
-    has = f"those of other models or processors are there ({', '.join(others)}); " if others else ""
+    has = f"those of other settings are there ({', '.join(others)}); " if others else ""
     raise ConfigError(
         f"Version {dataset.manifest_version} of the dataset has no log-probabilities of the reference for "
-        f"this model, processor and train_on (table {table}); {has}{_STORE}, or set task.reference to "
-        "'model'."
+        f"this model, processor, train_on and precision (table {table}); {has}{_STORE}, or set "
+        "task.reference to 'model'."
     )
 
 

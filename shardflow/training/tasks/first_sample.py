@@ -22,8 +22,8 @@ FIRST_SAMPLE_NAME: Final = "first_sample.txt"
 """Name of the file in the run folder."""
 _MOST_CHARACTERS: Final = 20_000
 _HEAD: Final = (
-    "First sample of the first step, as the model gets it. The loss counts what stands between ⟦ and ⟧, with "
-    "a weight where it is not 1.\n"
+    "First sample of the first step, as the model gets it. The loss counts what is between ⟦ and ⟧, with a "
+    "weight where it is not 1.\n"
 )
 
 

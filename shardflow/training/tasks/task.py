@@ -370,6 +370,8 @@ class RunSettings:
     batch: BatchConfig
     fields: Mapping[str, Field]
     seed: int
+    precision: str = "fp32"
+    """Type that is computed in: ``fp32``, ``bf16`` or ``fp16``."""
 
 
 def make_own_task(settings: TaskConfig) -> ArrayTask:

@@ -72,6 +72,22 @@ def test_a_score_is_that_of_the_last_token(tmp_path: Path) -> None:
     assert torch.equal(scores, every[torch.arange(len(last)), last, 0])
 
 
+@pytest.mark.parametrize(
+    ("task", "name", "said"),
+    [
+        ("sft", "make_flat", r"must return logits \(N, T, V\) for input_ids .*, got a tensor"),
+        ("sft", "make_mute", r"got neither a tensor nor one as \.logits"),
+        ("reward", "Talker", r"must return scores \(N, T, 1\)"),
+        ("sft", "make_deaf", r"does not take what the processor returns .*input_ids, attention_mask"),
+    ],
+)
+def test_a_model_that_breaks_the_protocol_is_refused_in_a_sentence(
+    task: str, name: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        first_inputs(settings(make_run(tmp_path, "qwen2", task), target(name)))
+
+
 def test_packed_rows_go_to_a_model_that_says_that_it_takes_them(tmp_path: Path) -> None:
     config = make_run(tmp_path, "qwen2")
     count_dataset(open_dataset(tmp_path / "dataset"), tmp_path / "model")

@@ -96,20 +96,22 @@ def test_a_reference_of_something_else_is_refused(pairs: Path, tmp_path: Path) -
         first_inputs(settings(pairs, STORED))
     table = store(pairs)["table"]
     first_inputs(settings(pairs, STORED))
-    with pytest.raises(ConfigError, match=f"those of other models or processors are there .{table}"):
+    with pytest.raises(ConfigError, match="train_on and precision"):
+        first_inputs(settings(pairs, STORED, "run.precision=bf16"))
+    with pytest.raises(ConfigError, match=f"those of other settings are there .{table}"):
         first_inputs(settings(pairs, STORED, 'fields.conversation.train_on=["assistant", "user"]'))
     weights = tmp_path / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ConfigError, match="those of other models"):
+    with pytest.raises(ConfigError, match="those of other settings"):
         first_inputs(settings(pairs, STORED))
     content[-1] ^= 1
     weights.write_bytes(content)
     first_inputs(settings(pairs, STORED))
     words = tmp_path / "model" / "tokenizer_config.json"
     words.write_text(words.read_text(encoding="utf-8") + " ", encoding="utf-8")
-    with pytest.raises(ConfigError, match="those of other models"):
+    with pytest.raises(ConfigError, match="those of other settings"):
         first_inputs(settings(pairs, STORED))
 
 
@@ -159,10 +161,16 @@ class _Changed(dict[str, Any]):
 
 
 def test_settings_that_a_stored_reference_does_not_fit_are_refused(pairs: Path, tmp_path: Path) -> None:
+    template = tmp_path / "pairs.toml"
+    turns = '[[turns]]\nrole = "user"\ntext = "Who?"\n[[turns]]\nrole = "assistant"\n'
+    template.write_text(f'{turns}chosen = "One."\nrejected = "Two."\n', encoding="utf-8")
     for change, said in (
         ("task.type=sft", r"task\.reference needs task\.type = 'dpo'"),
         ('data.transform=["tests.sample_transforms:nothing"]', "conversations as they are stored"),
         ('model={target = "tests.tiny_talker:Talker"}', "bound to the files of model.path"),
+        ("fields.conversation.member=other.json", "leave out template and member"),
+        (f"fields.conversation.template={template}", "leave out template and member"),
+        ("data.adopt_new_versions=epoch", "no values for pairs of a newer version"),
     ):
         with pytest.raises(ConfigError, match=said):
             settings(pairs, STORED, change)
