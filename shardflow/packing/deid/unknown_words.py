@@ -115,7 +115,7 @@ def _language(words: list[str], known: Lexicon) -> str:
 
 def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) -> bool:
     written = text[start:end]
-    if "XXX" in written:  # somebody removed a name before, and wrote on without a space
+    if _REMOVED in written:  # somebody removed a name before, and wrote on without a space
         start = end - len(written.lstrip("X"))
         written = written.strip("X")
         end = start + len(written)
@@ -151,6 +151,7 @@ _NEITHER: Final = re.compile(
     r"[ \t]+(?:eine?[mnrs]?\b|(?:(?!wurde)[a-z]+[^\Wt]e[nrs]?[ \t]+)?(?=[A-Z\u00c4\u00d6\u00dc]))"
     r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w"
 )
+_REMOVED: Final = "X" * 3
 _ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|ul)>", re.IGNORECASE)
 _CONTRACTED: Final = re.compile(
     r"(.{2,})(?:n['\N{RIGHT SINGLE QUOTATION MARK}]t|['\N{RIGHT SINGLE QUOTATION MARK}](?:re|ve|ll|d))"
