@@ -238,7 +238,11 @@ def _halvings(shape: tuple[int, int], spacing_mm: float) -> int:
 
     Means of four pixels cost a tenth of what other means do.
     """
-    wanted = max(0, round(math.log2(_PIXEL_MM / max(spacing_mm, 1e-3))))
+    halvings = math.log2(_PIXEL_MM / max(spacing_mm, 1e-3))
+    # Rather finer, for half a head in a small field of view; coarser only where too many pixels were left.
+    wanted = max(0, math.floor(halvings))
+    if max(shape) >> wanted > _MAX_SIDE:
+        wanted = max(0, round(halvings))
     smallest, largest = (side >> wanted for side in (min(shape), max(shape)))
     is_even = not any(side % (1 << wanted) for side in shape)
     return wanted if is_even and smallest >= _MIN_SIDE and largest <= _MAX_SIDE else 0

@@ -78,6 +78,20 @@ def test_a_low_slab_of_a_skull_is_found_at_any_height_and_size(offset: float, si
     assert _find(stored) is not None
 
 
+def test_a_part_of_a_small_head_is_found_in_a_small_field_of_view() -> None:
+    """Slices are reduced to pixels that are no coarser than they need to be."""
+    part = scan(
+        head(0.6432),
+        plane="sagittal",
+        center=(35.2209, 46.8171, 28.1323),
+        spacing=(1.4794, 1.4794, 8.0),
+        count=(128, 128, 21),
+        turn_deg=-39.35,
+        seed=82,
+    )
+    assert _find(dataclasses.replace(part, pixels=part.pixels.astype(np.int16))) is not None
+
+
 def test_slices_closer_than_the_planes_are_not_all_taken() -> None:
     finder = HeadFinder(np.diag([1.0, 1.0, 1.0, 1.0]).tolist(), 61, (64, 64), "CT")
     assert finder.indices == list(range(0, 61, 4))

@@ -138,7 +138,8 @@ def test_names_near_to_words_are_masked_in_lower_case_and_capitals(name: str) ->
     "name",
     """
     Endlich Ursprung Rasch Serre Serré Vieux Jeune Palais Palmar Downer Barrack Dykes Touchstone Goings
-    Märkische Sächsischen Bergisches Bremischen Fahrenheit Schönheit Gesundheit Manduria Liguria
+    Nappier Lisses Molles Märkische Sächsischen Bergisches Bremischen Fahrenheit Schönheit Gesundheit
+    Manduria Liguria
     """.split(),  # noqa: SIM905
 )
 def test_names_that_are_words_abroad_are_masked_where_they_have_a_capital(name: str) -> None:
