@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -350,8 +349,9 @@ def _pixel_digest(path: Path, header: InstanceHeader) -> int:
     end = header.num_bytes if header.pixel_num_bytes is None else header.pixel_offset + header.pixel_num_bytes
     start = max(header.pixel_offset, (header.pixel_offset + end - _PIXEL_BYTES) // 2)
     try:
-        with path.open("rb", buffering=0) as file:
-            block = os.pread(file.fileno(), min(_PIXEL_BYTES, end - start), start)
+        with path.open("rb") as file:  # buffered, since one read may be short on a network file system
+            file.seek(start)
+            block = file.read(min(_PIXEL_BYTES, end - start))
     except OSError:
         return 0
     if not _tells_copies(block):
