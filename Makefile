@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Pack real DICOM, train on two processes, kill one, resume on one, and show that nothing was lost
 	$(BIN)/python -m pipelines.demo --output demo-output
 
-test: $(STAMP) ## Run the tests (about twenty minutes on two cores)
+test: $(STAMP) ## Run the tests (about half an hour on two cores)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the long sweeps

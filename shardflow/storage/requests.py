@@ -107,7 +107,7 @@ class Retrying:
     """Runs requests under a retry policy and keeps its budget. Thread-safe.
 
     A store that has answered before is waited for as the policy says. Where none has, and nothing takes the
-    connection, the address is rather wrong: three attempts are enough to say so.
+    connection, the address is probably wrong: three attempts are enough to say so.
 
     Attributes:
         num_retries: Attempts beyond the first, of all requests so far.

@@ -239,7 +239,7 @@ def _halvings(shape: tuple[int, int], spacing_mm: float) -> int:
     Means of four pixels cost a tenth of what other means do.
     """
     halvings = math.log2(_PIXEL_MM / max(spacing_mm, 1e-3))
-    # Rather finer, for half a head in a small field of view; coarser only where too many pixels were left.
+    # Finer rather than coarser, for half a head in a small field of view, unless too many pixels remain.
     wanted = max(0, math.floor(halvings))
     if max(shape) >> wanted > _MAX_SIDE:
         wanted = max(0, round(halvings))
