@@ -152,6 +152,8 @@ class Bench:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        # Else every worker process, ours and the peers', compiles what it imports.
+        environment_variables.pop("PYTHONDONTWRITEBYTECODE", None)
         number = self.workers.get((workload, name), NUM_THREADS)
         command = [
             str(self._pythons.get(peer, sys.executable)),
