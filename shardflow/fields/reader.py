@@ -39,9 +39,9 @@ from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
 
 _MAX_RANGES = 512
-# So that data from the page cache is still in the second-level cache when it is checked and decoded: with 8
-# MB reads, checking takes twice the time.
-_LOCAL_READ_BYTES = 1 << 20
+# Smaller reads cost more Python between the slices (1 MB: 5 % of a CT study's time), larger ones leave the
+# processor's cache before they are checked and decoded.
+_LOCAL_READ_BYTES = 2 << 20
 # Two fields are separated by a tar header and padding. Other stores get each field as a range of its own,
 # since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
