@@ -27,7 +27,7 @@ _TOKENS_BYTES = 32 << 20
 def _loop(
     fields: dict[str, Field], batch: int, folder: Path, *, is_resumed: bool = False, **settings: Any
 ) -> Loop:
-    config = LoaderConfig(**{"prefetch_bytes": 96 << 20, **settings})
+    config = LoaderConfig(**{"prefetch_bytes": 160 << 20, **settings})
     spec = BatchSpec(micro_batch_size=batch, micro_batches_per_step=1)
     dataset = Dataset.open(folder / "ours")
     loader = Loader(dataset, split="train", batch=spec, seed=1, fields=fields, config=config)

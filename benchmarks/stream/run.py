@@ -56,11 +56,16 @@ _MEASURE_S = 120.0
 class Bench:
     """The content, the environments, and the measurements so far."""
 
-    def __init__(self, folder: Path, environments: Path) -> None:
+    def __init__(self, folder: Path, environments: Path, only: list[str] | None) -> None:
         self._folder = folder
-        self._pythons = {name: environment(name, environments, *EXTRAS) for name in PEERS}
+        self._contestants = {
+            workload: [name for name in names if only is None or name in only]
+            for workload, names in CONTESTANTS.items()
+        }
+        self._peers = [name for name in PEERS if only is None or name in only]
+        self._pythons = {name: environment(name, environments, *EXTRAS) for name in self._peers}
         self.workers = {
-            (workload, name): NUM_THREADS for workload, names in CONTESTANTS.items() for name in names
+            (workload, name): NUM_THREADS for workload, names in self._contestants.items() for name in names
         }
         self.missing: dict[str, str] = {}
         self.runs: dict[tuple[str, str], list[dict[str, float]]] = {}
@@ -73,12 +78,14 @@ class Bench:
         make_radiographs(self._folder / "cxr", num_images)
         make_texts(self._folder / "text", num_texts)
         for workload in CONTESTANTS:
-            for peer in ("mosaic", "litdata", "energon"):
+            for peer in self._peers:
+                if peer == "webdataset":  # reads our tars
+                    continue
                 self._start(f"prepare:{peer}", workload).communicate(timeout=600)
 
     def warm(self) -> None:
         """Run each contestant once, with its memory watched; one that fails is missing from then on."""
-        for workload, names in CONTESTANTS.items():
+        for workload, names in self._contestants.items():
             for name in names:
                 peak_mb, code, said = self._watched(name, workload)
                 if code:
@@ -102,7 +109,7 @@ class Bench:
 
     def round(self, number: int) -> None:
         """Measure every contestant once."""
-        for workload, names in CONTESTANTS.items():
+        for workload, names in self._contestants.items():
             there = [name for name in names if f"{workload} {name}" not in self.missing]
             if number >= _RESUMED_ROUNDS:
                 there = [name for name in there if name not in RESUMED_PEERS]
@@ -239,13 +246,15 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=100_000)
     parser.add_argument("--sweep", action="store_true")
     default = Path(tempfile.gettempdir()) / "shardflow-stream-peers"
+    names = sorted({name for names in CONTESTANTS.values() for name in names})
+    parser.add_argument("--only", nargs="+", choices=names, help="measure these alone, without goals")
     parser.add_argument("--environments", type=Path, default=default)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="shardflow-stream-"))
     try:
-        bench = Bench(folder, options.environments)
+        bench = Bench(folder, options.environments, options.only)
         bench.make(options.studies, options.images, options.texts)
         bench.warm()
         if options.sweep:
@@ -256,7 +265,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     medians = bench.medians()
     counts = sample_counts.compare()
-    table = goals(medians, counts)
+    table = [] if options.only else goals(medians, counts)
     results = {
         "what": (__doc__ or "").strip().splitlines()[0],
         "command": " ".join(["python -m benchmarks.stream.run", *sys.argv[1:]]),
