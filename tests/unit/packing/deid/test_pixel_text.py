@@ -62,6 +62,18 @@ def test_a_name_is_found_at_every_turn_and_value(finder: TextFinder, turn: int, 
     assert hidden < 0.1 * pixels.size
 
 
+@pytest.mark.parametrize("turn", [90, 270])
+def test_a_small_faint_name_on_end_is_found_whole(finder: TextFinder, turn: int) -> None:
+    """The first search marks some letters of it alone."""
+    pixels = body(240, 240).clip(0).astype(np.int16)
+    ink = burn(pixels, "KOWALSKI, Lucia", (110, 12), 160, height=7, turn=turn)
+    found = finder.find(pixels)
+    assert covered(found.boxes, ink) > 0.98
+    assert (
+        sum((bottom - top) * (right - left) for top, left, bottom, right in found.boxes) < 0.1 * pixels.size
+    )
+
+
 def test_text_in_a_corner_of_a_large_image_and_in_color(finder: TextFinder) -> None:
     large = body(1500, 500).astype(np.uint16)  # larger than what is searched at once
     ink = burn(large, "MRN 5501733", (1460, 290), 380, height=18)
