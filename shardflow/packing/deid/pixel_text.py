@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,9 @@ bodies look like large letters."""
 _LARGE: Final = 14.0, 0.018
 """Likewise, from which a line must be read unless it is marked without doubt: spines look like lines."""
 _SURE_SCORE: Final = 0.9
+_HUGE: Final = 0.12
+"""Height as a share of the shorter side of an image from which a line must be read in any case: in small
+images bodies look like letters without doubt."""
 _UNCLIP: Final = 0.8
 """The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6, the paper)."""
 _ALONG: Final = 2.0
@@ -120,13 +124,14 @@ class _Line:
     score: float
     window: int
     height_px: float
-    is_large: bool
+    sure_score: float
+    """Least score from which it is text without being read."""
     core: _Core
 
     @property
     def is_sure(self) -> bool:
         """Whether it is text without being read."""
-        return self.score >= (_SURE_SCORE if self.is_large else _MIN_SCORE)
+        return self.score >= self.sure_score
 
 
 class TextFinder:
@@ -204,20 +209,26 @@ class TextFinder:
             usual, most, side = _GROWTH
             scale = min(_SIDE / longest, max(usual, min(most, side / longest)))
             grown = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
-            yield from self._detect(grown, (0, 0), scale, longest, number)
+            yield from self._detect(grown, (0, 0), scale, (rows, columns), number)
             return
         scale = _COARSE / longest
         coarse = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
-        yield from self._detect(coarse, (0, 0), scale, longest, number)
+        yield from self._detect(coarse, (0, 0), scale, (rows, columns), number)
         for top in _starts(rows):
             for left in _starts(columns):
                 tile = window[top : top + _SIDE, left : left + _SIDE]
-                yield from self._detect(tile, (top, left), 1.0, longest, number)
+                yield from self._detect(tile, (top, left), 1.0, (rows, columns), number)
 
     def _detect(
-        self, part: NDArray[np.uint8], corner: tuple[int, int], scale: float, longest: int, number: int
+        self,
+        part: NDArray[np.uint8],
+        corner: tuple[int, int],
+        scale: float,
+        sides: Sequence[int],
+        number: int,
     ) -> Iterator[_Line]:
-        """Detect lines in a part of an image that starts at a corner of it and is scaled."""
+        """Detect lines in a part of an image of some sides that starts at a corner of it and is scaled."""
+        shortest, longest = min(sides), max(sides)
         rows, columns = part.shape[:2]
         padded = cv2.copyMakeBorder(part, 0, -rows % _STEP, 0, -columns % _STEP, cv2.BORDER_REPLICATE)
         tensor = _tensor(padded)
@@ -250,7 +261,10 @@ class TextFinder:
                 (max(sides) + 1.0) / scale,
                 degrees + 90.0 * (sides[1] > sides[0]),
             )
-            yield _Line(box, score, number, height_px, height_px > _limit(_LARGE, longest), core)
+            sure_score = _SURE_SCORE if height_px > _limit(_LARGE, longest) else _MIN_SCORE
+            if height_px > _HUGE * shortest:
+                sure_score = math.inf
+            yield _Line(box, score, number, height_px, sure_score, core)
 
     def _seen_closer(
         self, windows: Sequence[NDArray[np.uint8]], group: Sequence[_Line], *, is_text: bool
@@ -272,7 +286,7 @@ class TextFinder:
                 window, zoom * straight, size, flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE
             )
             part = np.asarray(part, np.uint8)
-            for line in self._detect(part, (0, 0), zoom, max(window.shape), best.window):
+            for line in self._detect(part, (0, 0), zoom, window.shape[:2], best.window):
                 top, _, bottom, _ = line.box
                 is_beside = bottom < height / 2 or top > height / 2
                 if is_beside or not line.is_sure:
