@@ -14,26 +14,31 @@ import csv
 import hashlib
 import hmac
 import json
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, FormatError, naming_os_errors
 from shardflow.format import Dataset
 from shardflow.format.manifest import Manifest
-from shardflow.format.reasons import Reason
+from shardflow.format.reasons import HELD_BACK, Reason
 from shardflow.packing.deid.allowlist import MAX_AGE_YEARS
+from shardflow.packing.deid.pixel_rules import PAGE, TEXT
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.people import read_evidence
 from shardflow.packing.studies.pictures import MOST_OF_A_KIND, read_pictures
 from shardflow.packing.workspace import Workspace
 from shardflow.viewing.markup import document, note, section, table
 
-_HELD_BACK: Final = (Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value)
-_MARK: Final = '<meta name="shardflow-signature" content="'
+_BURNED_IN, _FACE_RISK = Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value
+_NOT_IMAGES: Final = ("attachment", "report")
+"""Kinds of inputs that show nothing."""
+_MARK: Final = "<p class=note>Signature <code>"
+_END: Final = "</code></p>\n</main>"
 _KIND: Final = "privacy-page-1"
 _STYLE: Final = (
     "section .scroll+.scroll{margin-top:22px}.gallery img{max-width:100%}header code{white-space:nowrap}"
@@ -77,7 +82,37 @@ _DATES: Final = {
     "shift": "calendar dates, moved by a number of days of the person's own",
     "remove": "none",
 }
+_RULES: Final = {
+    (_BURNED_IN, "declared"): "the file declares text (BurnedInAnnotation = YES)",
+    (_BURNED_IN, "screen_save"): "the image type is that of a screen save or dose report",
+    (_BURNED_IN, "report_page"): "the series is called a report, protocol, screen save or form",
+    (_BURNED_IN, "protocol_page"): "the protocol is called so",
+    (_BURNED_IN, "secondary_capture"): "secondary capture",
+    (_BURNED_IN, "called_secondary_capture"): "the series is called a secondary capture",
+    (_BURNED_IN, "converted"): "converted from video, film, paper or a workstation",
+    (_BURNED_IN, "ultrasound"): "ultrasound",
+    (_BURNED_IN, "ultrasound_class"): "ultrasound, by the kind of object",
+    (_BURNED_IN, "fluoroscopy"): "fluoroscopy or angiography",
+    (_BURNED_IN, "photography"): "photograph, endoscopy, document or other",
+    (_BURNED_IN, "colour_slices"): "CT or MR in color",
+    (_BURNED_IN, "rendering"): "rendering of a volume, or a report",
+    (_BURNED_IN, PAGE): "page of text, by its pixels",
+    (_BURNED_IN, TEXT): "text was found in the pixels",
+    (_FACE_RISK, "head"): "the volume is called a head",
+    (_FACE_RISK, "declared"): "the file declares a face (RecognizableVisualFeatures = YES)",
+    (_FACE_RISK, "volume"): "a head was found in the volume",
+}
+"""What the shipped rules look for, by reason and name."""
+_COUNTS: Final = {
+    "blackout_slices": ("slices with boxes that a rule of the site blanks", "slices"),
+    "defaced_slices": ("slices of heads without their faces", "slices"),
+    "face_risk_series": ("series of heads", "series"),
+    "text_blanked_slices": ("slices with text that was found and blanked", "slices"),
+    "text_searched_slices": ("slices that were searched for text", "slices"),
+}
+"""What is counted, and what it is a part of."""
 _FACES: Final = {"flag": "no, flagged", "quarantine": "held back", "deface": "defaced"}
+_PATIENTS: Final = "patient IDs"
 _APART: Final = "of them under several patient keys"
 _UNDECIDED: Final = "pairs of patient IDs that may be one person, undecided"
 _MIN_RECALL: Final = 0.995
@@ -123,22 +158,26 @@ def render_privacy_page(
     if manifest.key_id != key.key_id:
         raise ConfigError("this secret key is not the dataset's; give that of its private folder.")
     settings = config["deid"]
-    persons = _count_persons(manifest, private)
+    persons, totals = _count_persons(manifest, private), _totals(dataset)
+    images = _count_images(manifest, private)
     body = "".join(
         [
             f"<header><h1>De-identification</h1><p class=id>{dataset.dataset_id}</p>"
-            f"<p>version {dataset.manifest_version}, key {escape(key.key_id)}. Not for the dataset: it may show "
-            "what was held back. Signed with the secret key: <code>shardflow report DATASET --privacy PRIVATE_DIR --check</code> "
-            "tells whether it was changed.</p></header>",
+            f"<p>Version {dataset.manifest_version} of the dataset, key {escape(key.key_id)}. For its privacy officer, in the private "
+            "folder: it shows what was held back, and must not go where the dataset goes. <code>shardflow report DATASET "
+            "--privacy PRIVATE_DIR --check</code> tells whether the page is as it was signed with the secret key.</p></header>",
+            _cards(persons, totals, images),
             section("Open questions", _questions(manifest, settings, measured, pixels, persons)),
-            section("Rules and counts", _counts(manifest, deid, settings)),
-            section("Persons", table(("", "#"), [(escape(name), f"{count:,}") for name, count in persons.items()])),
+            section("Images held back or blanked", _images(images)),
+            section("Texts and slices", _counts(deid, totals)),
+            section("Persons", table(("in the evidence of identity", "#number"), [(escape(name), f"{count:,}") for name, count in persons.items()])),
             section("Dates and ages", _dates(settings)),
             section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
             section("Measured on generated texts", _measured(measured, settings)),
             section("Measured on generated images", _measured_pixels(settings, pixels)),
-            section("Held back or blanked", _thumbnails(manifest, private, num_thumbnails)),
-            section("Software", table(("", ""), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
+            section("Pictures of what was held back or blanked", _thumbnails(manifest, private, num_thumbnails)),
+            section("Settings", _settings(settings)),
+            section("Software that made this version", table(("package", "version"), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
         ]
     )  # fmt: skip
     style = resources.files("shardflow.viewing").joinpath("assets", "page.css").read_text(encoding="utf-8")
@@ -155,38 +194,144 @@ def is_signed(page: bytes, key: SecretKey) -> bool:
     """Return whether a page is exactly as it was written with this key."""
     text = page.decode("utf-8", "replace")
     before, mark, rest = text.partition(_MARK)
-    signature, end, after = rest.partition('">\n')
+    signature, end, after = rest.partition(_END)
     if not mark or not end:
         return False
-    return hmac.compare_digest(signature.encode(), _signature(before + after, key).encode())
+    signed = _signature(f"{before}</main>{after}", key)
+    return hmac.compare_digest(signature.encode(), signed.encode())
 
 
 def _sign(page: str, key: SecretKey) -> str:
-    head = "<head>\n"
-    before, _, after = page.partition(head)
-    return f'{before}{head}{_MARK}{_signature(page, key)}">\n{after}'
+    before, _, after = page.rpartition("</main>")
+    return f"{before}{_MARK}{_signature(page, key)}{_END}{after}"
 
 
 def _signature(page: str, key: SecretKey) -> str:
     return key.surrogate(_KIND, hashlib.sha256(page.encode("utf-8")).hexdigest())
 
 
-def _counts(manifest: Manifest, deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    reasons: Any = manifest.extra.get("reasons", {})
-    held = [(f"<code>{name}</code>", f"{int(reasons.get(name, 0)):,}") for name in _HELD_BACK]
-    counts = [
-        (escape(name.replace("_", " ")), f"{count:,}")
-        for name, count in sorted(deid.get("counts", {}).items())
+def _totals(dataset: Dataset) -> dict[str, int]:
+    """Count what the version holds, which counts of de-identification are a part of."""
+    samples = dataset.samples
+    return {
+        "reports": int((samples.column("text_bytes") > 0).sum()),
+        "series": int(samples.column("num_series").sum()),
+        "slices": int(samples.column("num_slices").sum()),
+        "studies": samples.num_samples,
+    }
+
+
+def _cards(persons: Mapping[str, int], totals: Mapping[str, int], images: _Images | None) -> str:
+    shown = [
+        (persons[_PATIENTS], "patient IDs"),
+        (totals["studies"], "studies packed"),
+        (totals["reports"], "reports packed"),
+        (totals["slices"], "slices packed"),
     ]
-    rules = [
+    if images is not None:
+        shown.append((images.num_held, "images held back"))
+    cards = (f"<div class=card><b>{count:,}</b><span>{name}</span></div>" for count, name in shown)
+    return f"<div class=cards>{''.join(cards)}</div>"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Images:
+    """Images among the inputs of a version, and what rules did to them."""
+
+    num_images: int = 0
+    num_held: int = 0
+    num_blanked: int = 0
+    held: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Images by reason and rule; several rules may hold one back."""
+    blanked: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def _count_images(manifest: Manifest, private: Path) -> _Images | None:
+    """Count images by the rule that held them back or found text; None without a private ledger."""
+    path = Workspace(output=private, private=private).private_ledger(
+        str(manifest.extra.get("plan_digest", ""))
+    )
+    if not path.is_file():
+        return None
+    found = _Images()
+    for entry in _read_ledger(path):
+        if entry["kind"] in _NOT_IMAGES:
+            continue
+        found.num_images += 1
+        rules, reason = entry.get("rules", ()), entry["reason"]
+        if reason in HELD_BACK:
+            found.num_held += 1
+            found.held.update((reason, rule) for rule in rules)
+        elif "blanked" in entry:
+            found.num_blanked += 1
+            found.blanked.update((_BURNED_IN, rule) for rule in rules)
+    return found
+
+
+def _images(images: _Images | None) -> str:
+    if images is None:
+        return "<p>The private folder has no ledger of this version (inputs-*.jsonl): images cannot be counted by rule.</p>"
+    total = images.num_images
+    rows = [
+        (f"<code>{escape(rule)}</code>", _RULES.get((reason, rule), "rule of the site"),
+         f"{images.held[reason, rule]:,}", f"{images.blanked[reason, rule]:,}")
+        for reason, rule in sorted({*images.held, *images.blanked})
+    ]  # fmt: skip
+    said = (
+        f"Of {total:,} images among the inputs {images.num_held:,} ({_percent(images.num_held, total)}) were held back, and "
+        f"{images.num_blanked:,} ({_percent(images.num_blanked, total)}) were packed with text blanked. Several rules may apply to an "
+        "image. deid.accept, or [[accept]] in deid.rules_file for a device, packs what a rule holds back."
+    )
+    columns = ("rule", "what it looks for", "#held back", "#blanked")
+    return note(escape(said)) + (table(columns, rows) if rows else "")
+
+
+def _read_ledger(path: Path) -> Iterable[Mapping[str, Any]]:
+    """Yield the lines of a private ledger.
+
+    Raises:
+        FormatError: It is damaged.
+        StorageError: It cannot be read.
+    """
+    with naming_os_errors("reading the private ledger"), path.open("rb") as lines:
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                yield {**entry, "kind": str(entry["kind"]), "reason": entry["reason"]}
+            except (KeyError, TypeError, ValueError) as error:
+                raise FormatError(
+                    f"the private ledger (inputs-*.jsonl) in the private folder holds a damaged line ({type(error).__name__}); "
+                    "restore it from a copy."
+                ) from None
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(1, whole):.2f} %"
+
+
+def _counts(deid: Mapping[str, Any], totals: Mapping[str, int]) -> str:
+    rows = []
+    for name, count in sorted(deid.get("counts", {}).items()):
+        if name in _COUNTS:
+            what, whole = _COUNTS[name]
+            rows.append((what, f"{count:,}", f"of {totals[whole]:,} {whole}"))
+        else:
+            category = name.removeprefix("report_").replace("_", " ")
+            what = f"places replaced by [{escape(category.upper())}]"
+            rows.append((what, f"{count:,}", f"in {totals['reports']:,} reports"))
+    if not rows:
+        return "<p>Nothing was replaced in a report, and no slice changed.</p>"
+    return table(("what was done", "#number", "in all"), rows)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    rows = [
         (f"<code>deid.{escape(name)}</code>", escape(json.dumps(value)))
         for name, value in sorted(settings.items())
     ]
-    return (
-        table(("images held back, by reason", "#inputs"), held)
-        + table(("replaced, blanked or flagged", "#places"), counts)
-        + table(("setting", "value"), rules)
-    )  # fmt: skip
+    return note("As recorded in the manifest; docs/deidentification.md explains each.") + table(
+        ("setting", "value"), rows
+    )
 
 
 def _count_persons(manifest: Manifest, private: Path) -> dict[str, int]:
@@ -206,8 +351,8 @@ def _count_persons(manifest: Manifest, private: Path) -> dict[str, int]:
         with listed.open(encoding="utf-8", errors="surrogatepass", newline="") as file:
             undecided = sum(row["link"] == "uncertain" for row in csv.DictReader(file))
     return {
-        "patient IDs": num_patients,
-        "persons with several": len(keys_of),
+        _PATIENTS: num_patients,
+        "persons with several patient IDs": len(keys_of),
         _APART: sum(len(keys) > 1 for keys in keys_of.values()),
         _UNDECIDED: undecided,
     }
@@ -223,7 +368,7 @@ def _dates(settings: Mapping[str, Any]) -> str:
         ("ages", f"whole years; {MAX_AGE_YEARS} stands for every age above {MAX_AGE_YEARS - 1}; removed from texts above"
          f" {MAX_AGE_YEARS - 1}; no date of a record that would tell one"),
     ]  # fmt: skip
-    return table(("", ""), rows)
+    return table(("what", "how"), rows)
 
 
 def _profile(deid: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -255,7 +400,7 @@ def _measured(measured: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         f"findings, {100 * measured['other_words_lost_share']:.2f} % of those around identifiers. {model}Generated sentences are no measure of "
         "your reports: read a sample of these before a release."
     )
-    return note(escape(text)) + table(("found", *(f"#{name}" for name in languages)), rows)
+    return note(escape(text)) + table(("category", *(f"#found, {escape(name)}" for name in languages)), rows)
 
 
 def _measured_pixels(settings: Mapping[str, Any], pixels: Mapping[str, Any] | None) -> str:
@@ -272,7 +417,7 @@ def _measured_pixels(settings: Mapping[str, Any], pixels: Mapping[str, Any] | No
         for by, groups in pixels["by"].items()
         for name, (found, planted) in groups.items()
     ]
-    return note(escape(text)) + table(("", "", "#found"), rows)
+    return note(escape(text)) + table(("by", "group", "#lines found"), rows)
 
 
 def _questions(
@@ -285,6 +430,7 @@ def _questions(
     done: Any = manifest.extra["deidentification"]
     counts: Mapping[str, int] = done.get("counts", {})
     flags, blanked = int(counts.get("face_risk_series", 0)), int(counts.get("text_blanked_slices", 0))
+    defaced = int(counts.get("defaced_slices", 0))
     asked = [
         (settings["report_text"] == "keep", "Reports are unchanged (deid.report_text = keep): who de-identified them?"),
         (settings["report_text"] == "scrub", "Reports keep words on no list (deid.report_text = scrub): are names in them known from headers?"),
@@ -293,6 +439,7 @@ def _questions(
         (pixels is None, "Pixels were not searched for text: do devices without a rule write names into images?"),
         (pixels is not None and float(settings.get("pixel_text_share", 1)) < 1, "Images that no rule suspects were searched in part: do the pictures below show text in any of them?"),
         (pixels is not None and float(pixels["recall"]) < _MIN_PIXEL_RECALL, f"Recall on generated text in images is below {_MIN_PIXEL_RECALL}: who looks at a sample of the images that rules suspect?"),
+        (defaced > 0, f"Faces were cut off in {defaced:,} slices: does a sample show a face, or a cut through the brain?"),
         (blanked > 0, f"Text was blanked in {blanked:,} slices: do the boxes hide anything that a reader needs?"),
         (flags > 0 and settings["face_risk"] == "flag", f"{flags:,} series of heads were packed with a flag: may their faces be published?"),
         (settings["dates"] != "remove" and settings.get("times", "second") == "second", "Intervals are exact to the second: does the dataset leave the circle of those who may see the records?"),
@@ -319,7 +466,10 @@ def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
         f"{escape(', '.join(entry['rules']))}<br><code>{escape(entry['input'])}</code></figcaption></figure>"
         for entry in entries
     ]
-    remark = f"Some images of each kind: up to {MOST_OF_A_KIND} of each job, two of a study. Boxes that were blanked are red."
+    remark = f"Some images of each kind: up to {MOST_OF_A_KIND} of each job, two of a study. Boxes that were blanked are red. "
+    remark += (
+        "The code of an image stands in inputs-*.jsonl of the private folder, with the path of its file."
+    )
     if num_pictures > len(entries):
         remark += f" Shown are the last {len(entries)} of {num_pictures:,}; all are in {path.name}."
     return f"<div class=gallery>{''.join(shown)}</div>{note(escape(remark))}"

@@ -180,7 +180,10 @@ def test_the_officers_page_shows_what_was_held_back_and_a_change_of_it_is_seen(
     for said in (
         "113107",
         "Clean Recognizable Visual Features",
-        "blackout slices",
+        "slices with boxes that a rule of the site blanks</td><td class=number>1<",
+        "Of 15 images among the inputs 2 (13.33 %) were held back",
+        "<code>ultrasound</code></td><td>ultrasound</td><td class=number>1<",
+        "places replaced by [NAME]",
         "report_text</code></td><td>&quot;strict&quot;",
         "90 stands for every age above 89",
         "pydicom",

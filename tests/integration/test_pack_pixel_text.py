@@ -170,7 +170,9 @@ def test_manifest_ledger_and_pages_say_what_was_done(
     assert main(["report", str(case.output), "--privacy", str(case.private)]) == 0
     moved.rename(case.dicom)
     said = (case.private / "privacy-000001.html").read_text(encoding="utf-8")
-    assert "text blanked slices" in said
+    assert "slices with text that was found and blanked</td><td class=number>4<" in said
+    assert "of 6 slices" in said
+    assert "Of 8 images among the inputs 2 (25.00 %) were held back, and 4 (50.00 %) were packed" in said
     assert "6 lines of text in 2 generated" in said
     # Four blanked, one page, one that declares text.
     assert said.count("data:image/png;base64,") == 6

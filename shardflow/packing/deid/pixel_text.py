@@ -3,8 +3,9 @@
 A text detector (PP-OCR, differentiable binarization: Liao et al. 2020) marks the pixels of lines of text, in
 the whole range of values and in that of most of them: letters in white are found in the one, faint ones in
 the other. Large images are searched in tiles at full resolution and once as a whole; small ones are enlarged.
-What it marks is text to be blanked. A reader (CTC) decides on weak marks, and keeps markers that identify
-nobody, such as the side.
+Small lines are searched again, turned upright and enlarged: the first search finds parts of those that stand
+on end or are faint. What it marks is text to be blanked. A reader (CTC) decides on weak marks, and keeps
+markers that identify nobody, such as the side.
 
 The models are files in the wheel of `rapidocr` and run in onnxruntime, one thread, without a network; nothing
 else of rapidocr is imported. Both are in the extra ``pixels``.
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import cv2
 import numpy as np
@@ -60,10 +62,21 @@ bodies look like large letters."""
 _LARGE: Final = 14.0, 0.018
 """Likewise, from which a line must be read unless it is marked without doubt: spines look like lines."""
 _SURE_SCORE: Final = 0.9
+_HUGE: Final = 0.12
+"""Height as a share of the shorter side of an image from which a line must be read in any case: in small
+images bodies look like letters without doubt."""
 _UNCLIP: Final = 0.8
 """The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6, the paper)."""
 _ALONG: Final = 2.0
 """Likewise at its ends, where it misses letters that stand apart."""
+_SMALL_PX: Final = 6.0
+"""Height of the core of a line below which it is searched again, closer,"""
+_CLOSE_PX: Final = 12.0
+"""the height that it is enlarged to,"""
+_REACH: Final = 20.0, 2.5
+"""and how far the search goes beyond its ends and its sides, as multiples of its height."""
+_LONG: Final = 1.6
+"""Least ratio of the sides of a mark that tells how its line runs."""
 _READ_HEIGHT: Final = 48
 _MAX_READ_WIDTH: Final = 1600
 _MIN_READ: Final = 0.6
@@ -97,17 +110,28 @@ class FoundText:
     """Whether the image is a page of text rather than a picture."""
 
 
+class _Core(NamedTuple):
+    """The smallest rectangle around the core of a line: center ``(x, y)``, and length and direction."""
+
+    center: tuple[float, float]
+    length_px: float
+    degrees: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     box: Box
     score: float
     window: int
-    is_large: bool
+    height_px: float
+    sure_score: float
+    """Least score from which it is text without being read."""
+    core: _Core
 
     @property
     def is_sure(self) -> bool:
         """Whether it is text without being read."""
-        return self.score >= (_SURE_SCORE if self.is_large else _MIN_SCORE)
+        return self.score >= self.sure_score
 
 
 class TextFinder:
@@ -138,6 +162,7 @@ class TextFinder:
         mask, kept = np.zeros(pixels.shape[:2], np.uint8), list[Box]()
         for group in _overlapping(lines, pixels.shape[:2]):
             texts = [one for one in group if one.is_sure or self._has_letters(windows[one.window], one.box)]
+            texts += self._seen_closer(windows, group, is_text=bool(texts))
             if texts and self._is_marker(windows, texts, _around(texts)):
                 kept.append(_around(texts))
                 continue
@@ -184,20 +209,26 @@ class TextFinder:
             usual, most, side = _GROWTH
             scale = min(_SIDE / longest, max(usual, min(most, side / longest)))
             grown = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
-            yield from self._detect(grown, (0, 0), scale, longest, number)
+            yield from self._detect(grown, (0, 0), scale, (rows, columns), number)
             return
         scale = _COARSE / longest
         coarse = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
-        yield from self._detect(coarse, (0, 0), scale, longest, number)
+        yield from self._detect(coarse, (0, 0), scale, (rows, columns), number)
         for top in _starts(rows):
             for left in _starts(columns):
                 tile = window[top : top + _SIDE, left : left + _SIDE]
-                yield from self._detect(tile, (top, left), 1.0, longest, number)
+                yield from self._detect(tile, (top, left), 1.0, (rows, columns), number)
 
     def _detect(
-        self, part: NDArray[np.uint8], corner: tuple[int, int], scale: float, longest: int, number: int
+        self,
+        part: NDArray[np.uint8],
+        corner: tuple[int, int],
+        scale: float,
+        sides: Sequence[int],
+        number: int,
     ) -> Iterator[_Line]:
-        """Detect lines in a part of an image that starts at a corner of it and is scaled."""
+        """Detect lines in a part of an image of some sides that starts at a corner of it and is scaled."""
+        shortest, longest = min(sides), max(sides)
         rows, columns = part.shape[:2]
         padded = cv2.copyMakeBorder(part, 0, -rows % _STEP, 0, -columns % _STEP, cv2.BORDER_REPLICATE)
         tensor = _tensor(padded)
@@ -209,7 +240,8 @@ class TextFinder:
             left, top, width, height, _area = (int(one) for one in stats[at])
             inside = (labels[top : top + height, left : left + width] == at).astype(np.uint8)
             points = cv2.findNonZero(inside)
-            thick = min(cv2.minAreaRect(points)[1]) + 1.0
+            center, sides, degrees = cv2.minAreaRect(points)
+            thick = min(sides) + 1.0
             height_px = thick / scale
             if thick < _MIN_THICK_PX or height_px > _limit(_MAX_THICK, longest):
                 continue
@@ -224,7 +256,43 @@ class TextFinder:
                 int(np.ceil(min(rows, top + height + down) / scale)) + corner[0],
                 int(np.ceil(min(columns, left + width + across) / scale)) + corner[1],
             )
-            yield _Line(box, score, number, height_px > _limit(_LARGE, longest))
+            core = _Core(
+                ((left + center[0]) / scale + corner[1], (top + center[1]) / scale + corner[0]),
+                (max(sides) + 1.0) / scale,
+                degrees + 90.0 * (sides[1] > sides[0]),
+            )
+            sure_score = _SURE_SCORE if height_px > _limit(_LARGE, longest) else _MIN_SCORE
+            if height_px > _HUGE * shortest:
+                sure_score = math.inf
+            yield _Line(box, score, number, height_px, sure_score, core)
+
+    def _seen_closer(
+        self, windows: Sequence[NDArray[np.uint8]], group: Sequence[_Line], *, is_text: bool
+    ) -> Iterator[_Line]:
+        """Search the best mark of a small line again; what is no text yet must be read, too."""
+        best = max(group, key=lambda line: line.score)
+        if best.height_px >= _SMALL_PX:
+            return
+        window, core = windows[best.window], best.core
+        is_long = core.length_px >= _LONG * best.height_px
+        for degrees in (core.degrees,) if is_long else (0.0, 90.0):
+            along, across = _REACH
+            length = core.length_px + 2 * along * best.height_px
+            height = best.height_px * (1 + 2 * across)
+            straight = _straight(core.center, degrees, length, height)
+            zoom = _CLOSE_PX / best.height_px
+            size = round(length * zoom), round(height * zoom)
+            part = cv2.warpAffine(
+                window, zoom * straight, size, flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE
+            )
+            part = np.asarray(part, np.uint8)
+            for line in self._detect(part, (0, 0), zoom, window.shape[:2], best.window):
+                top, _, bottom, _ = line.box
+                is_beside = bottom < height / 2 or top > height / 2
+                if is_beside or not line.is_sure:
+                    continue
+                if is_text or self._has_letters(part, _scaled(line.box, zoom, part.shape)):
+                    yield replace(line, box=_placed(line.box, straight, window.shape))
 
     def _has_letters(self, window: NDArray[np.uint8], box: Box) -> bool:
         text, confidence = self._read(window, box)
@@ -337,6 +405,34 @@ def _tensor(image: NDArray[np.uint8]) -> NDArray[np.float32]:
     scaled = image.astype(np.float32) / 127.5 - 1
     planes = scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1)
     return np.ascontiguousarray(np.broadcast_to(planes, (3, *scaled.shape[:2]))[None])
+
+
+def _straight(
+    center: tuple[float, float], degrees: float, length: float, height: float
+) -> NDArray[np.float64]:
+    """Return what maps ``(x, y)`` of an image to a picture of a line in it, from left to right."""
+    turn = np.asarray(cv2.getRotationMatrix2D(center, degrees, 1.0), np.float64)
+    turn[:, 2] += length / 2 - center[0], height / 2 - center[1]
+    return turn
+
+
+def _placed(box: Box, straight: NDArray[np.float64], shape: Sequence[int]) -> Box:
+    """Return the box of an image around a box of the picture of a line."""
+    back = np.asarray(cv2.invertAffineTransform(straight), np.float64)
+    top, left, bottom, right = box
+    corners = np.array([[x, y, 1] for x in (left, right) for y in (top, bottom)]) @ back.T
+    (first_x, first_y), (last_x, last_y) = corners.min(axis=0), corners.max(axis=0)
+    return (
+        max(0, int(np.floor(first_y))),
+        max(0, int(np.floor(first_x))),
+        min(shape[0], int(np.ceil(last_y))),
+        min(shape[1], int(np.ceil(last_x))),
+    )
+
+
+def _scaled(box: Box, scale: float, shape: Sequence[int]) -> Box:
+    top, left, bottom, right = (round(edge * scale) for edge in box)
+    return max(0, top), max(0, left), min(shape[0], bottom), min(shape[1], right)
 
 
 def _limit(limit: tuple[float, float], longest: int) -> float:

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shardflow.packing.deid.pixel_text import TextFinder, models_digest
+from tests.phantoms import scan, torso
 
 pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
 
@@ -62,6 +63,18 @@ def test_a_name_is_found_at_every_turn_and_value(finder: TextFinder, turn: int, 
     assert hidden < 0.1 * pixels.size
 
 
+@pytest.mark.parametrize("turn", [90, 270])
+def test_a_small_faint_name_on_end_is_found_whole(finder: TextFinder, turn: int) -> None:
+    """The first search marks some letters of it alone."""
+    pixels = body(240, 240).clip(0).astype(np.int16)
+    ink = burn(pixels, "KOWALSKI, Lucia", (110, 12), 160, height=7, turn=turn)
+    found = finder.find(pixels)
+    assert covered(found.boxes, ink) > 0.98
+    assert (
+        sum((bottom - top) * (right - left) for top, left, bottom, right in found.boxes) < 0.1 * pixels.size
+    )
+
+
 def test_text_in_a_corner_of_a_large_image_and_in_color(finder: TextFinder) -> None:
     large = body(1500, 500).astype(np.uint16)  # larger than what is searched at once
     ink = burn(large, "MRN 5501733", (1460, 290), 380, height=18)
@@ -88,6 +101,16 @@ def test_a_body_is_no_text(finder: TextFinder) -> None:
     for pixels in (body(), body()[::-1] * -1, np.zeros((64, 64)), np.full((40, 40, 3), 7, np.uint8)):
         found = finder.find(pixels)
         assert (found.boxes, found.kept, found.is_page) == ((), (), False)
+
+
+def test_a_body_in_a_small_image_is_no_letter_and_large_text_in_one_is_found(finder: TextFinder) -> None:
+    """Lungs in a slice of 64 x 64 look like the holes of a B."""
+    volume = scan(torso(0.9), contrast="CT", spacing=(6.5, 6.5, 6.0), count=(64, 64, 20), seed=5)
+    for index in (10, 14, 16, 18):
+        assert finder.find(volume.pixels[index]).boxes == ()
+    strip = body(64, 220).astype(np.int16)
+    ink = burn(strip, "NOVAK PETR", (20, 10), 3000, height=22)
+    assert covered(finder.find(strip).boxes, ink) > 0.9
 
 
 def test_what_one_frame_of_a_cine_shows_is_found(finder: TextFinder) -> None:
