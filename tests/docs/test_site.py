@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +25,13 @@ _ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("docs") / "site"
+def site(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    return once("docs", _build) / "site"
+
+
+def _build(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder / "site"],
         cwd=REPOSITORY,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -36,7 +40,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=240,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return folder
 
 
 class _References(HTMLParser):
