@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -19,27 +18,27 @@ from shardflow.format.reasons import FLAGS, REASONS
 from shardflow.packing.corpora.config import REASONS as LINE_REASONS
 from tests.docs.blocks import REPOSITORY
 
+pytestmark = pytest.mark.timeout(1200)  # four minutes were too few beside other work
+
 # What makes a browser ask for something by itself; a link (`a`) is only followed by a reader.
 _LOADS = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "video"}
 _ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
-def site(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return once("docs", _build) / "site"
-
-
-def _build(folder: Path) -> None:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder / "site"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=REPOSITORY,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=1100,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return folder
 
 
 class _References(HTMLParser):
