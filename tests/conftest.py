@@ -1,7 +1,7 @@
 """What every test may use, and what no test may do.
 
 Fixtures: ``shared_data`` (real input beside the repository), ``golden`` (values frozen in ``tests/golden``),
-``packs_inline`` (packing without processes).
+``packs_inline`` (packing without processes), ``once`` (what all pytest workers share).
 Rules: a skipped test must stand in ``tests/allowed_skips.txt``; no test leaves a process behind.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import fnmatch
 import gc
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.forks import SERVERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,7 +182,8 @@ def _children() -> dict[int, str]:
                     is_ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
                     text = command.decode(errors="replace").strip()
-                    if not is_ended and not any(servant in text for servant in SERVANTS):
+                    is_servant = pid in SERVERS or any(servant in text for servant in SERVANTS)
+                    if not is_ended and not is_servant:
                         children[pid] = text
     return children
 
@@ -212,6 +217,31 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("shared data folder is absent")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all pytest workers of this session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session")
+def once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], Path]:
+    """``once(name, make)``: the folder that ``make`` fills, by whichever pytest worker asks first."""
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = shared_folder / name, shared_folder / f"{name}.done"
+        with (shared_folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A folder with texts, a recipe and a key, for tests of the corpus job; also its driver and its faults.
 
-Run as ``python tests/corpora_case.py CONFIG POINT MODE`` it packs, and kills its own process group at the
+Run as ``python -m tests.corpora_case CONFIG POINT MODE`` it packs, and kills its own process group at the
 point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says: ``pack``
 or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
 where its lines are only counted), ``raise``, ``eat`` or ``group`` (kill -9 of the whole job when the part is
@@ -29,10 +29,10 @@ from shardflow.packing.corpora.job import CorpusMode, CorpusSummary, pack_corpus
 from shardflow.packing.corpora.parts import HANDLERS
 from shardflow.packing.corpora.parts import make_handler as make_real_handler
 from shardflow.packing.engines.worker import Handler
+from tests.forks import run
 
 __all__ = ["FAULTY", "CorpusCase", "make_handler", "make_lines"]
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FAULTY = "tests.corpora_case:make_handler"
 
 _TOML = """
@@ -115,20 +115,11 @@ class CorpusCase:
 
     def command(self, point: str, mode: CorpusMode = "pack") -> list[str]:
         """Return the command that runs the job in a process of its own."""
-        driver = REPOSITORY / "tests" / "corpora_case.py"
-        return [sys.executable, str(driver), str(self.config_path), point, mode]
+        return [sys.executable, "-m", "tests.corpora_case", str(self.config_path), point, mode]
 
     def drive(self, point: str, mode: CorpusMode = "pack") -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
-        return subprocess.run(
-            self.command(point, mode),
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run(self.command(point, mode)[1:])
 
     def outcomes(self) -> LineOutcomes:
         """Open the outcomes of the newest version."""

@@ -1,9 +1,13 @@
-"""A packing engine without processes, for tests of what is packed: a job spares a start of a second."""
+"""A packing engine without processes, for tests of what is packed: a job spares a start of a second.
+
+``python -m tests.inline_engine pack ...`` is ``shardflow pack ...`` with it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from shardflow.cli.main import main
 from shardflow.errors import StorageError
 from shardflow.logs import describe_exception
 from shardflow.packing import job
@@ -20,7 +25,7 @@ from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import Handler, peak_memory_bytes
 from shardflow.packing.registry import TASK_HANDLERS, resolve
 
-__all__ = ["InlineEngine", "packing_inline"]
+__all__ = ["InlineEngine", "is_packing_inline", "packing_inline"]
 
 
 class InlineEngine(Engine):
@@ -76,6 +81,11 @@ def packing_inline() -> Iterator[None]:
         yield
 
 
+def is_packing_inline() -> bool:
+    """Whether jobs of this process run in it."""
+    return vars(job)["LocalEngine"] is not LocalEngine
+
+
 def _sent(value: Any) -> Any:
     return json.loads(json.dumps(encode(value)))
 
@@ -91,3 +101,8 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+if __name__ == "__main__":
+    with packing_inline():
+        sys.exit(main())

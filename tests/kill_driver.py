@@ -6,7 +6,7 @@ for all. A write is a call of the system that changes a file or a folder: a rena
 removal. Prints the number of kills as JSON; whatever is not as it must be is an exception.
 
 One process without threads, so that each job can be a fork of it: a fork takes milliseconds, a new
-interpreter seconds.
+interpreter seconds. It packs by itself, so that writes of packing processes are among those counted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardflow.format.manifest import load, versions
 from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore
+from tests.inline_engine import packing_inline
 from tests.pack_case import PackCase, tree_digests
 
 CALLS: Final = ("write", "fsync", "link", "replace", "unlink", "rmdir")
@@ -131,4 +132,5 @@ def arm(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with packing_inline():
+        main()

@@ -24,15 +24,14 @@ from shardflow.packing import ArrayTask, PackConfig, PackSummary, pack
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.job import PackMode
 from shardflow.packing.versions.files import ledger_path
+from tests.forks import PATIENCE_S, REPOSITORY, run
+from tests.inline_engine import is_packing_inline
 from tests.pack_faults import HELD
 
 __all__ = ["IN_PROCESSES", "PATIENCE_S", "REPOSITORY", "PackCase", "read_ledger", "tree_digests"]
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 IN_PROCESSES = "shardflow.packing.handlers:make_handler"
 """Handlers of studies by their place: never inline, see `tests.inline_engine`."""
-PATIENCE_S = 600.0
-"""Deadline of what a test waits for: long, because a loaded machine is no failure."""
 
 _TOML = """
 output = "out"
@@ -127,23 +126,8 @@ class PackCase:
         self, point: str, handlers: str = "studies", mode: PackMode = "pack"
     ) -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
-        return subprocess.run(
-            [
-                sys.executable,
-                str(REPOSITORY / "tests" / "pack_driver.py"),
-                str(self.config_path),
-                point,
-                handlers,
-                mode,
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
+        inline = ["inline"] if is_packing_inline() else []
+        return run(["-m", "tests.pack_driver", self.config_path, point, handlers, mode, *inline])
 
     def kill_at_random(self, times: int, *, num_processes: int, mode: PackMode = "pack") -> None:
         """Start the command again and again, and kill its whole process group after a random time."""
@@ -174,15 +158,9 @@ class PackCase:
         return int((self.folder / HELD).read_text(encoding="ascii"))
 
     def command(self, *arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-        """Run ``python -m pipelines.pack``."""
-        return subprocess.run(
-            [sys.executable, "-m", "pipelines.pack", "--config", str(self.config_path), *arguments],
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
+        """Run ``shardflow pack``, inline where jobs of this process are."""
+        module = "tests.inline_engine" if is_packing_inline() else "shardflow.cli.main"
+        return run(["-m", module, "pack", "--config", self.config_path, *arguments], cwd=cwd)
 
     def sample_key(self, study_instance_uid: str) -> str:
         return self.key.surrogate("study", study_instance_uid)

@@ -1,8 +1,9 @@
-"""Runs a packing job that kills its own process group at a named point: ``python tests/pack_driver.py``.
+"""Runs a packing job that kills its own process group at a named point: ``python -m tests.pack_driver``.
 
 Arguments: the configuration file, and the point: ``phase:NAME`` (when the phase begins),
 ``advance:NAME:COUNT`` (after so many units of a phase), ``cleaning`` (after the manifest, before the work
-folder is removed), ``half`` (half of the work folder removed), or ``none``; the handlers; the mode.
+folder is removed), ``half`` (half of the work folder removed), or ``none``; the handlers; the mode;
+``inline`` to pack without processes where one is enough.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from typing import NoReturn, cast, get_args
 
 from shardflow.config import load_config
 from shardflow.packing import PackConfig, pack
 from shardflow.packing.job import PackMode
 from shardflow.packing.workspace import Workspace
+from tests.inline_engine import packing_inline
 
 
 def kill_group() -> NoReturn:
@@ -49,7 +52,7 @@ class KillingProgress:
 
 def main() -> None:
     """Run the job."""
-    config, point, handlers, mode = sys.argv[1:]
+    config, point, handlers, mode, *inline = sys.argv[1:]
     if point == "cleaning":
         setattr(Workspace, "remove_work", lambda _: kill_group())  # noqa: B010
     if point == "half":
@@ -62,9 +65,13 @@ def main() -> None:
         setattr(Workspace, "remove_work", remove_half)  # noqa: B010
     if mode not in get_args(PackMode):
         raise ValueError(mode)
-    pack(
-        load_config(PackConfig, config), KillingProgress(point), mode=cast(PackMode, mode), handlers=handlers
-    )
+    with packing_inline() if inline else nullcontext():
+        pack(
+            load_config(PackConfig, config),
+            KillingProgress(point),
+            mode=cast(PackMode, mode),
+            handlers=handlers,
+        )
 
 
 if __name__ == "__main__":

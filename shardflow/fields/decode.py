@@ -12,7 +12,6 @@ import math
 import time
 from typing import Any
 
-import blosc2  # noqa: F401 - 0.3 s, which neither the first batch nor every forked worker should wait for
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,9 +19,12 @@ from shardflow.errors import ConfigError, FormatError
 from shardflow.format import array_header, decode_array
 from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
 from shardflow.format.opencv import opencv
+from shardflow.format.slice_codecs import b2nd
 from shardflow.format.slice_codecs.png16 import PNG_SIGNATURE, holds_its_chunks
 
-with contextlib.suppress(ConfigError):  # likewise, where it is installed
+# What neither the first batch nor every forked worker should wait for.
+b2nd.load()
+with contextlib.suppress(ConfigError):  # where it is installed
     opencv()
 
 _STEP = 1 << 20

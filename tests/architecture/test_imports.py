@@ -31,7 +31,10 @@ for name in {names}:
 STARTS = {
     "front door": ("import shardflow", set(HEAVY)),
     "packing process before its limits": ("import shardflow.packing.engines.worker", {*HEAVY, "asyncio"}),
-    "loader process": ("import shardflow.loading.process_main", {*MODELS, "pydicom", "imagecodecs"}),
+    "loader process": (
+        "import shardflow.loading.process_main",
+        {*MODELS, "blosc2", "pydicom", "imagecodecs"},
+    ),
     "health monitor": ("import shardflow.training.health.side", {*MODELS, "pydicom", "imagecodecs"}),
     "settings of a run": (
         f"from shardflow.training.__main__ import main; main({RUN_CONFIG})",
@@ -39,7 +42,7 @@ STARTS = {
     ),
     "rank of a run without a model of transformers, in whole copies": (
         "import sys, shardflow.training.run; assert 'torch.distributed.tensor' not in sys.modules",
-        {"transformers", "pydicom", "imagecodecs"},
+        {"transformers", "blosc2", "pydicom", "imagecodecs"},
     ),
     "shardflow --help": ("from shardflow.cli.main import build_parser; build_parser('')", NUMERICS),
     "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from shardflow.errors import ShardflowError
 from shardflow.sampling import BatchSpec
 from shardflow.storage.node_files import MAX_IN_MEMORY_BYTES
 from tests.attacks.table_attacks import ATTACKS, TARGETS, make
+from tests.forks import run
 from tests.integration.loader_support import open_loader
 
 EXECUTIONS = ("threads", "process", "workers")
@@ -51,10 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _attack(folder: Path, execution: str, num_bytes_in_memory: int, attacks: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.attacks.table_attacks", str(folder), execution]
-    done = subprocess.run(
-        [*command, str(num_bytes_in_memory), *attacks], capture_output=True, text=True, check=False
-    )
+    command = ["-m", "tests.attacks.table_attacks", folder, execution, num_bytes_in_memory, *attacks]
+    done = run(command)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert list(outcomes) == attacks

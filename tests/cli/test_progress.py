@@ -7,8 +7,6 @@ import os
 import pty
 import re
 import select
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +16,7 @@ from shardflow.cli.common import Pace, step_progress
 from shardflow.format import Dataset
 from shardflow.format.facts.making import attach_facts
 from shardflow.logs import time_left
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.forks import Forked, command_server
 
 
 @pytest.mark.fast
@@ -62,12 +59,12 @@ def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("", "")
 
 
-def _on_terminal(code: Sequence[str], environment: dict[str, str]) -> str:
-    """What a process shows on a terminal of its own, standard error and output together."""
+def _on_terminal(arguments: Sequence[str], environment: dict[str, str]) -> str:
+    """What ``python ARGUMENT...`` shows on a terminal of its own, standard error and output together."""
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        code, stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, env=os.environ | environment
-    )
+    with Path(os.devnull).open("rb") as nothing:
+        streams = [nothing.fileno(), follower, follower]
+        process = Forked(command_server(), arguments, streams, environment=os.environ | environment)
     os.close(follower)
     shown = b""
     while select.select([leader], [], [], 300)[0]:
@@ -94,7 +91,7 @@ with step_progress("verifying shards") as advance:
 
 
 def test_a_terminal_gets_a_bar_with_counts_and_the_time_left() -> None:
-    shown = _on_terminal([sys.executable, "-c", _LONG_WORK], {"TERM": "xterm-256color", "COLUMNS": "100"})
+    shown = _on_terminal(["-c", _LONG_WORK], {"TERM": "xterm-256color", "COLUMNS": "100"})
     assert "verifying shards" in shown
     assert " 5/10" in shown
     assert "0:00:0" in shown  # the time left
@@ -128,8 +125,8 @@ def test_long_commands_show_a_bar_on_a_terminal(
 ) -> None:
     attach_facts(Dataset.open(dataset))
     named = {"DATASET": str(dataset), "OUT": str(tmp_path / "out")}
-    command = [sys.executable, "-m", "shardflow.cli.main", *(named.get(word, word) for word in arguments)]
-    shown = _on_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(REPOSITORY)})
+    command = ["-m", "shardflow.cli.main", *(named.get(word, word) for word in arguments)]
+    shown = _on_terminal(command, {"TERM": "xterm-256color", "COLUMNS": "100"})
     titles = {"verify": "verifying", "report": "reading", "bench": "measuring", "synth": "generating"}
     assert titles[arguments[0]] in shown
     assert "━" in shown
@@ -137,8 +134,8 @@ def test_long_commands_show_a_bar_on_a_terminal(
 
 def test_no_color_is_heeded(dataset: Path) -> None:
     """https://no-color.org: no colours; bold is none."""
-    command = [sys.executable, "-m", "shardflow.cli.main", "verify", str(dataset)]
-    terminal = {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)}
+    command = ["-m", "shardflow.cli.main", "verify", str(dataset)]
+    terminal = {"TERM": "xterm-256color"}
     plain = _on_terminal(command, terminal | {"NO_COLOR": "1"})
     assert "whole:" in plain
     assert not _colours(plain)

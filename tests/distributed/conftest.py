@@ -30,13 +30,6 @@ class Scenarios:
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all pytest workers of this session share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if base.name.startswith("popen-") else base
-
-
-@pytest.fixture(scope="session")
 def scenarios(shared_folder: Path) -> Scenarios:
     """Run the scenarios once a session; the other worker waits for them."""
     folder = shared_folder / "scenarios"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tests.forks import REPOSITORY, Forked, rank_server
+
 __all__ = ["REPOSITORY", "Finished", "Job", "is_gone", "job", "job_environment"]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 _KILL_S = 300.0
 
 
@@ -36,7 +37,7 @@ class Finished:
 class Job:
     """A running job: torchrun and its ranks, or one plain process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, out: IO[bytes], err: IO[bytes]) -> None:
         self.process = process
         self._out, self._err = out, err
 
@@ -121,7 +122,13 @@ def job(
     folder.mkdir(parents=True, exist_ok=True)
     number = time.monotonic_ns()
     with (folder / f"{number}.out").open("w+b") as out, (folder / f"{number}.err").open("w+b") as err:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err, env=environment)
+        process: subprocess.Popen[bytes] | Forked
+        if is_forked:
+            with Path(os.devnull).open("rb") as nothing:
+                streams = [nothing.fileno(), out.fileno(), err.fileno()]
+                process = Forked(rank_server(), command[1:], streams, cwd=REPOSITORY, environment=environment)
+        else:
+            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err, env=environment)
         started = Job(process, out, err)
         try:
             yield started

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -23,9 +21,9 @@ from shardflow.format import Dataset
 from shardflow.format.facts.making import attach_facts
 from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, all_blocks, commands, find_blocks, is_script_page
-from tests.docs.reader import make_reader_folder
 from tests.factories import make_dataset
 from tests.field_cases import make_case_dataset
+from tests.forks import run
 from tests.object_stores import s3_bucket
 from tests.run_factory import write_run
 
@@ -71,9 +69,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_world(reader: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's folder with input, and the dataset that was packed from it."""
-    folder = make_reader_folder(tmp_path_factory.mktemp("packed"))
+    folder = shutil.copytree(reader, tmp_path_factory.mktemp("packed") / "reader")
     shutil.copytree(folder / "my-dataset", folder / "dataset")
     (folder / "input").symlink_to("generated")
     _add_recipes(folder)
@@ -192,12 +190,5 @@ def _run_blocks(page: str, blocks: list[Block], world: Path) -> None:
         lines += [""] * (block.line - len(lines))
         lines += block.text.splitlines()
     script.write_text("\n".join(lines), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script.name],
-        cwd=world,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
+    done = run(["-W", "error", script.name], cwd=world)
     assert done.returncode == 0, f"{page}:\n{done.stderr[-3000:]}"

@@ -1,12 +1,14 @@
 """The tutorial and the how-to pages run from their first line to their last, as one who follows them would.
 
-Commands are the installed ones, files are written where the pages say so, nothing is left out but what
-carries ``no-test`` and its reason.
+Files are written where the pages say so, nothing is left out but what carries ``no-test`` and its reason.
+Commands of the tutorial are the installed ones; those of the how-to pages run the installed script in
+forks of one process.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,18 +17,20 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.docs.blocks import REPOSITORY, all_blocks, is_script_page, write_script
-from tests.docs.reader import make_reader_folder
 
 PAGES = sorted({block.page for block in all_blocks() if is_script_page(block.page)})
 TUTORIAL = Path("docs/tutorial.md")
+_INSTALLED = Path(sys.executable).parent
 _TIMEOUT_S = 1100  # of a machine with much else to do; half a minute of two quiet cores
 
 
-def _run(page: Path, folder: Path) -> tuple[int, str, str]:
-    """Run a page in a folder; nothing it started stays behind."""
+def _run(page: Path, folder: Path, *programs: Path) -> tuple[int, str, str]:
+    """Run a page in a folder, with ``programs`` before others; nothing it started stays behind."""
+    places = [*map(str, programs), str(_INSTALLED), os.environ["PATH"]]
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(places),
         "PYTHONPATH": str(REPOSITORY),
     }
     process = subprocess.Popen(
@@ -71,8 +75,20 @@ def test_the_tutorial_runs_from_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_reader_folder(tmp_path_factory.mktemp("made"))
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose ``shardflow`` is the installed one without its start."""
+    program = tmp_path_factory.mktemp("bin") / "shardflow"
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        forks.__file__,
+        forks.command_server(),
+        str(_INSTALLED / program.name),
+    ]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    return program.parent
 
 
 LONG = frozenset({Path("docs/howto/templates.md")})  # trains and resumes: a minute of two quiet cores
@@ -87,6 +103,6 @@ LONG = frozenset({Path("docs/howto/templates.md")})  # trains and resumes: a min
     ],
     ids=str,
 )
-def test_a_how_to_page_runs(page: Path, reader: Path, tmp_path: Path) -> None:
-    code, out, err = _run(page, shutil.copytree(reader, tmp_path / "reader"))
+def test_a_how_to_page_runs(page: Path, reader: Path, forked: Path, tmp_path: Path) -> None:
+    code, out, err = _run(page, shutil.copytree(reader, tmp_path / "reader"), forked)
     assert code == 0, f"{out[-1000:]}\n{err[-3000:]}"

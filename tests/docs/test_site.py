@@ -18,6 +18,8 @@ from shardflow.format.reasons import FLAGS, REASONS
 from shardflow.packing.corpora.config import REASONS as LINE_REASONS
 from tests.docs.blocks import REPOSITORY
 
+pytestmark = pytest.mark.timeout(1200)  # four minutes were too few beside other work
+
 # What makes a browser ask for something by itself; a link (`a`) is only followed by a reader.
 _LOADS = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "video"}
 _ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
@@ -33,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=1100,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return folder

@@ -23,6 +23,7 @@ from shardflow.format.foreign.build import ForeignSource, index_tars
 from shardflow.storage import LocalStore, RemoteOptions, RemoteStore, open_store
 from tests.factories import make_dataset
 from tests.foreign_tars import make_members, python_tar
+from tests.forks import run
 from tests.object_stores import WebServer, s3_bucket
 
 _NUMBERS = count()
@@ -154,7 +155,7 @@ def test_it_may_be_killed_at_any_time(tmp_path: Path) -> None:
         if process.returncode:  # killed before its end
             with pytest.raises(ManifestError):
                 Dataset.open(target)
-    assert subprocess.run([*command, "--json"], check=True, capture_output=True).returncode == 0
+    assert run([*command[1:], "--json"]).returncode == 0
     assert verify(target).is_whole
     assert Dataset.open(target).dataset_id == Dataset.open(source).dataset_id
 

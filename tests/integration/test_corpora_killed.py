@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from shardflow.format.verification import verify
-from tests.corpora_case import REPOSITORY, CorpusCase, make_lines
+from tests.corpora_case import CorpusCase, make_lines
+from tests.forks import REPOSITORY
 from tests.pack_case import tree_digests
 from tests.sweeps import sampled
+
+pytestmark = pytest.mark.usefixtures("packs_inline")
 
 
 def _make(folder: Path) -> CorpusCase:
@@ -55,7 +58,7 @@ def case(tmp_path: Path, expected: tuple[Path, dict[str, str]]) -> CorpusCase:
     return case
 
 
-@pytest.mark.parametrize("num_processes", [1, 5])
+@pytest.mark.parametrize("num_processes", [1, 3])
 def test_the_number_of_processes_does_not_show(
     case: CorpusCase, expected: tuple[Path, dict[str, str]], num_processes: int
 ) -> None:

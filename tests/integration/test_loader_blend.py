@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -215,7 +216,8 @@ def test_torchs_dataloader_takes_a_blend_in_workers(blend: Selection) -> None:
 
     expected = held(list(open_loader(blend, SPECS["lanes"], {}, seed=SEED)))
     streamed = ShardIterableDataset(blend, batch=SPECS["lanes"], seed=SEED, fields=FIELDS)
-    loader = DataLoader(streamed, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    sent = pickle.loads(pickle.dumps(streamed))  # as to spawned workers, without their import of torch
+    loader = DataLoader(sent, batch_size=None, num_workers=2, multiprocessing_context="fork")
     received = list(loader)
     assert held(received) == expected
     assert sum(batch.info.weight.sum() for batch in received) == streamed._loader.plan.num_samples

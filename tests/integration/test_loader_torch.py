@@ -39,8 +39,9 @@ from tests.sweeps import sampled
 # torch warns of more workers than processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-# Workers, how they start, and whether they live on from epoch to epoch.
-WAYS = [(0, "", False), (2, "fork", False), (3, "fork", True), (2, "spawn", True), (1, "spawn", False)]
+# Workers, how they start, and whether they live on from epoch to epoch. A spawned one imports torch: seconds.
+ALWAYS = [(0, "", False), (2, "fork", False), (3, "fork", True), (2, "spawn", True)]
+WAYS = sampled([*ALWAYS, (1, "spawn", False)], ALWAYS)
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
 FIELDS = {"image": sf.Slices(num_slices=3, size=(16, 16)), "report": sf.Text()}
 SEED = 11

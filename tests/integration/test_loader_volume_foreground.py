@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from shardflow.format.facts.sampling import BODY, max_voxels
 from shardflow.format.facts.voxels import VoxelsManifest, attach_voxels
 from shardflow.loading import World
 from shardflow.sampling import BatchSpec, Sampling
+from tests.forks import run
 from tests.integration.loader_support import Batches, batches_of, open_loader, slots_of
 from tests.integration.test_loader_volume_regions import (
     SHAPE,
@@ -172,8 +171,8 @@ def test_slips_are_told(dataset: Dataset, tmp_path: Path) -> None:
 
 def test_a_command_writes_the_same_table(dataset: Dataset, tmp_path: Path) -> None:
     made = make_volumes(tmp_path / "data", series_of, num_samples=NUM_SAMPLES, extra_of=extra_of)
-    command = [sys.executable, "-m", "shardflow.cli.main", "attach", made.store.url, "--voxels", "--json"]
-    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command = ["-m", "shardflow.cli.main", "attach", made.store.url, "--voxels", "--json"]
+    done = json.loads(run(command).stdout)
     assert done["num_annotated"] == NUM_SAMPLES - 1
     assert done["classes"]["nodule"] == NUM_SAMPLES - 1
     assert VoxelsManifest.open(made)[1] == VoxelsManifest.open(dataset)[1]

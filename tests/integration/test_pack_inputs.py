@@ -15,7 +15,8 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from tests.dicom_factory import make_study
-from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
+from tests.forks import PATIENCE_S, REPOSITORY, run
+from tests.pack_case import PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
@@ -259,14 +260,7 @@ def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None
         "shardflow.packing.pack = broken\n"
         "sys.exit(shardflow.cli.main.main(['pack', *sys.argv[1:]]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "--config", str(case.config_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    done = run(["-c", script, "--config", case.config_path])
     assert done.returncode == 1
     assert "internal error: KeyError at" in done.stderr
     assert "DOE" not in done.stdout + done.stderr
@@ -275,23 +269,10 @@ def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None
 
 def test_the_recipe_is_whole(case: PackCase) -> None:
     recipe = REPOSITORY / "pipelines" / "recipes" / "pack_folders.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.pack", "--config", str(recipe), "--print-config"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    command = ["-m", "pipelines.pack", "--print-config", "--config"]
+    done = run([*command, recipe])
     assert done.returncode == 0, done.stderr
     shown = case.folder / "shown.toml"
     shown.write_text(done.stdout, encoding="utf-8")
-    again = subprocess.run(
-        [sys.executable, "-m", "pipelines.pack", "--config", str(shown), "--print-config"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    again = run([*command, shown])
     assert again.stdout == done.stdout

@@ -14,6 +14,8 @@ from tests.dicom_factory import make_study
 from tests.kill_driver import PATIENT, SETTINGS
 from tests.pack_case import REPOSITORY, PackCase
 
+pytestmark = pytest.mark.usefixtures("packs_inline")
+
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.dicom_factory import MadeStudy, make_study
 from tests.factories import sample_entries
-from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, read_ledger, tree_digests
+from tests.forks import run
+from tests.pack_case import PackCase, read_ledger, tree_digests
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
 
@@ -403,15 +403,7 @@ def test_the_commands_take_identifiers_from_a_file_only(case: PackCase, studies:
     common = [str(case.output), "--private-dir", str(case.private)]
 
     def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "shardflow.cli.main", *arguments],
-            cwd=REPOSITORY,
-            input=text,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
+        return run(["-m", "shardflow.cli.main", *arguments], input=text)
 
     done = command("remove", *common, "--patients", "-", text="P1\n\n P1 \n")
     assert done.returncode == 0, done.stderr

@@ -33,9 +33,10 @@ from shardflow.packing.sources.dicom.pixels import check_copies, form_of
 from shardflow.packing.sources.dicom.stacks import StackKind, Study, build_studies
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions, generate
 from shardflow.synthetic.scene import LESION_CONTRASTS, contrast_index
+from tests.forks import REPOSITORY
+from tests.forks import run as run_python
 from tests.stacks import iter_stack
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # Many oddities, so that a few small studies show all of them; damage in few of them.
 PERCENTS = dict.fromkeys(PATHOLOGIES, 50) | {"truncated": 15, "same-number": 10}
 OPTIONS = SynthOptions(
@@ -65,14 +66,7 @@ def truth(made: Path) -> list[Row]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardflow.cli.main", "synth", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return run_python(["-m", "shardflow.cli.main", "synth", *arguments])
 
 
 def digest(folder: Path) -> str:

@@ -15,7 +15,9 @@ import functools
 import math
 import re
 import struct
+import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -113,13 +115,12 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     frame = _parse(payload)
     if frame.shape != out.shape or frame.dtype != out.dtype:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {frame.dtype} {frame.shape}.")
-    blosc2 = _blosc2()
+    if _is_one_chunk_in_c_order(frame):
+        _decompress(_chunk(frame, payload, out.nbytes), out)
+        return
     try:
-        if _is_one_chunk_in_c_order(frame):
-            blosc2.decompress2(_chunk(frame, payload, out.nbytes), dst=out, nthreads=1)
-        else:
-            # A frame of another writer, or one special value without a chunk.
-            out[...] = blosc2.ndarray_from_cframe(bytes(payload))[...]
+        # A frame of another writer, or one special value without a chunk.
+        out[...] = _blosc2().ndarray_from_cframe(bytes(payload))[...]
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
 
@@ -141,19 +142,26 @@ def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> 
                 decode(payload, out)
         except FormatError as error:
             errors[place] = error
-    decompress = _blosc2().decompress2
     for place, chunk, out in chunks:
         try:
-            decompress(chunk, dst=out, nthreads=1)
-        except (RuntimeError, ValueError, TypeError) as error:
-            name = type(error).__name__
-            errors[place] = FormatError(f"a b2nd payload must decode, got {name} from blosc2.")
+            _decompress(chunk, out)
+        except FormatError as error:
+            errors[place] = error
     return errors
+
+
+def load() -> None:
+    """Load now what decodes chunks, which otherwise the first one waits for."""
+    if _library() is None:
+        _blosc2()
 
 
 @functools.cache
 def _blosc2() -> Any:
-    """Import Blosc2 for the first slice: half a second that listing a dataset need not pay."""
+    """Import Blosc2's Python package, for what `_library` is not asked for.
+
+    With it come tables, charts and HTTP: a second that neither listing nor decoding a dataset need pay.
+    """
     import blosc2
 
     # By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
@@ -278,12 +286,61 @@ def decode_chunk(chunk: memoryview, out: NDArray[Any], block_shape: Sequence[int
     """
     target = _by_block(out, block_shape)
     blocks = target if target.flags.c_contiguous else np.empty(target.shape, out.dtype)
-    try:
-        _blosc2().decompress2(chunk, dst=blocks, nthreads=1)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
+    _decompress(chunk, blocks)
     if blocks is not target:
         target[...] = blocks
+
+
+class _DecodingParameters(ctypes.Structure):
+    """``blosc2_dparams`` of version 3."""
+
+    _fields_ = (
+        ("num_threads", ctypes.c_int16),
+        ("super_chunk", ctypes.c_void_p),
+        ("postfilter", ctypes.c_void_p),
+        ("postfilter_parameters", ctypes.c_void_p),
+        ("itemsize", ctypes.c_int32),
+    )
+
+
+class _Context:
+    """What the C library decodes with in one thread: it keeps its scratch memory from chunk to chunk."""
+
+    def __init__(self, library: Any) -> None:
+        self._free = library.blosc2_free_ctx
+        self.pointer = library.blosc2_create_dctx(_DecodingParameters(num_threads=1, itemsize=8))
+        if not self.pointer:
+            raise MemoryError
+
+    def __del__(self) -> None:
+        self._free(self.pointer)
+
+
+_of_thread = threading.local()
+
+
+def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
+    """Decode a chunk, which says itself that it holds ``out.nbytes`` bytes, without the GIL.
+
+    Raises:
+        FormatError: It cannot be decoded.
+    """
+    library = _library()
+    if library is None:
+        try:
+            _blosc2().decompress2(chunk, dst=out, nthreads=1)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
+        return
+    context: _Context | None = getattr(_of_thread, "context", None)
+    if context is None:
+        context = _of_thread.context = _Context(library)
+    source = np.frombuffer(chunk, np.uint8)
+    found = library.blosc2_decompress_ctx(
+        context.pointer, source.ctypes.data, source.nbytes, out.ctypes.data, out.nbytes
+    )
+    if found != out.nbytes:
+        raise FormatError(f"a chunk must decode to {out.nbytes} bytes, got {found} from blosc2.")
 
 
 class OpenFrame:
@@ -349,12 +406,21 @@ class OpenFrame:
 @functools.cache
 def _library() -> Any:
     """Load the C library that lies in the package; None where it is missing, or of another version."""
-    blosc2 = _blosc2()
-    place = Path(blosc2.__file__).parent / "lib" / "libblosc2.so"
-    if not place.exists() or blosc2.blosclib_version.partition(".")[0] != "3":
+    package = find_spec("blosc2")  # imports nothing
+    if package is None or package.origin is None:
+        return None
+    place = Path(package.origin).parent / "lib" / "libblosc2.so"
+    if not place.exists():
         return None
     library = ctypes.CDLL(str(place))
-    pointer, num_bytes = ctypes.c_void_p, ctypes.c_int64
+    library.blosc2_get_version_string.restype = ctypes.c_char_p
+    if library.blosc2_get_version_string().partition(b".")[0] != b"3":
+        return None
+    pointer, num_bytes, num_bytes_32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    library.blosc2_create_dctx.argtypes = [_DecodingParameters]
+    library.blosc2_create_dctx.restype = pointer
+    library.blosc2_decompress_ctx.argtypes = [pointer, pointer, num_bytes_32, pointer, num_bytes_32]
+    library.blosc2_free_ctx.argtypes = [pointer]
     library.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
     library.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
     library.b2nd_free.argtypes = [pointer]
@@ -407,8 +473,8 @@ def read_frame_around(
         num_chunks = math.prod(-(-size // part) for size, part in zip(*layout[:2], strict=True))
         if offsets.nbytes != num_bytes or len(offsets) != num_chunks:
             return None
-        _blosc2().decompress2(ending[:chunk_num_bytes], dst=offsets, nthreads=1)
-    except (ValueError, TypeError, IndexError, RuntimeError, struct.error):
+        _decompress(memoryview(ending)[:chunk_num_bytes], offsets)
+    except (FormatError, ValueError, TypeError, IndexError, struct.error):
         return None
     return layout, offsets
 

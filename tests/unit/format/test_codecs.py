@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import ctypes
 import io
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import blosc2
@@ -413,7 +415,22 @@ def test_an_object_array_is_never_unpickled() -> None:
         decode_array("npy", stream.getvalue())
 
 
-def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_releases_the_gil_and_takes_one_thread() -> None:
+    payload = encode_array("b2nd", _pixels((512, 700), "<i2", "noise"))
+    before = len(list(Path("/proc/self/task").iterdir()))
+    decode_array("b2nd", payload)
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+    assert type(b2nd._library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package was built for a library of the system."""
+    monkeypatch.setattr(b2nd, "_library", lambda: None)
+
+
+@pytest.mark.usefixtures("without_library")
+def test_decoding_by_the_package_releases_the_gil_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """And uses one thread: python-blosc2's default would start as many as there are cores for each slice."""
     calls: list[dict[str, Any]] = []
     real = blosc2.decompress2
@@ -423,9 +440,19 @@ def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
         real(source, dst=dst, **keywords)
 
     monkeypatch.setattr(blosc2, "decompress2", recorded)
-    decode_array("b2nd", encode_array("b2nd", np.arange(256, dtype="<i2").reshape(16, 16)))
+    pixels = np.arange(256, dtype="<i2").reshape(16, 16)
+    assert decode_array("b2nd", encode_array("b2nd", pixels)).tobytes() == pixels.tobytes()
     assert calls == [{"nthreads": 1}]
     assert blosc2.set_releasegil(True) is True  # returns the value before
+
+
+@pytest.mark.usefixtures("without_library")
+def test_a_bad_chunk_is_refused_by_the_package_too() -> None:
+    payload = bytearray(encode_array("b2nd", _pixels((64, 48), "<i2", "smooth")))
+    start = int.from_bytes(payload[11:15], "big")
+    payload[start + 32 : start + 36] = b"\xff" * 4  # where its first block begins
+    with pytest.raises(FormatError, match="must decode, got ValueError from blosc2"):
+        decode_array("b2nd", bytes(payload))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -445,7 +472,12 @@ def test_of_several_slices_a_bad_one_affects_no_other(codec: str) -> None:
         assert str(caught.value) == str(error)
 
 
-def test_what_decodes_nothing_imports_no_blosc2() -> None:
-    """Half a second of every `shardflow info`."""
-    code = "import sys, shardflow.format; sys.exit('blosc2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_what_encodes_nothing_imports_no_blosc2(tmp_path: Path) -> None:
+    """A second of every `shardflow info`, and of every process that trains."""
+    (tmp_path / "slice").write_bytes(encode_array("b2nd", _pixels((64, 48), "<i2", "noise")))
+    code = (
+        "import sys, pathlib, shardflow.fields.decode; from shardflow.format import decode_array\n"
+        "decode_array('b2nd', pathlib.Path(sys.argv[1]).read_bytes()); sys.exit('blosc2' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "slice")]
+    assert subprocess.run(command, check=False).returncode == 0

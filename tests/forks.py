@@ -1,0 +1,291 @@
+"""Python commands in processes forked from one that has imported what they need: 0.1 s a start, not seconds.
+
+``run(["-m", "shardflow.cli.main", "info", folder])`` is ``subprocess.run([sys.executable, "-m", ...])`` where
+the start of the interpreter is not what is tested: a process of its own session, with its own environment,
+folder and standard streams, that ends, fails and is killed like any other. A shell's stand-in for ``python``
+is ``python -I -S tests/forks.py SOCKET ARGUMENT...``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+__all__ = ["PATIENCE_S", "REPOSITORY", "SERVERS", "Forked", "command_server", "rank_server", "run"]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PATIENCE_S = 600.0
+"""Deadline of what a test waits for: long, because a loaded machine is no failure."""
+SERVERS: set[int] = set()
+"""Process ids of the servers, which end with this process."""
+_NUM_STREAMS = 3
+
+
+class Forked:
+    """A running command.
+
+    Args:
+        place: Socket of the server.
+        arguments: As behind ``python``: options ``-W ACTION``, then ``-m MODULE``, ``-c CODE`` or a script.
+        streams: Descriptors of standard input, output and errors.
+        cwd: Where it runs.
+        environment: Of it; that of this process by default.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        *,
+        cwd: str | Path = ".",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.returncode: int | None = None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(place)
+        request = {
+            "arguments": list(arguments),
+            "cwd": str(Path(cwd).absolute()),
+            "environment": dict(os.environ if environment is None else environment),
+        }
+        data = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(self._socket, [data], list(streams))
+        self._socket.sendall(data[sent:])
+        self._answers = self._socket.makefile("r", encoding="ascii")
+        self.pid = int(self._answers.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code, below 0 for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+            self._socket.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        if self.returncode is None and select.select([self._socket], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def command_server() -> str:
+    """Return the socket of a server that has imported the commands, packing and its drivers."""
+    return _serve(
+        "default",
+        [
+            "shardflow.cli.main:command_parsers",
+            "shardflow.packing.handlers",
+            "tests.corpora_case",
+            "tests.inline_engine",
+            "tests.pack_driver",
+        ],
+    )
+
+
+@functools.cache
+def rank_server() -> str:
+    """Return the socket of a server that has imported what ranks of training need."""
+    return _serve("error", ["tests.distributed.forked:import_ahead", "shardflow.training.run"])
+
+
+def run(
+    arguments: Iterable[object],
+    *,
+    cwd: str | Path = REPOSITORY,
+    env: Mapping[str, str] | None = None,
+    input: str = "",  # noqa: A002 - the name that `subprocess.run` has
+    timeout: float = PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python command, and return what `subprocess.run` does with ``capture_output`` and ``text``.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer, and was killed.
+    """
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        source.write(input.encode())
+        source.seek(0)
+        words = [str(one) for one in arguments]
+        streams = [source.fileno(), out.fileno(), err.fileno()]
+        process = Forked(command_server(), words, streams, cwd=cwd, environment=env)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(words, code, _text(out), _text(err))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def _serve(action: str, ahead: Sequence[str]) -> str:
+    """Start a server, which ends with this process, and return its socket once it has imported everything."""
+    place = Path(tempfile.mkdtemp(prefix="forks-"), "socket")
+    command = [sys.executable, "-W", action, "-m", "tests.forks", "serve", str(place), *ahead]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    SERVERS.add(server.pid)
+    atexit.register(_end, server, place)
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise AssertionError(f"the server of forked commands did not start, code {server.wait()}")
+    return str(place)
+
+
+def _end(server: subprocess.Popen[bytes], place: Path) -> None:
+    server.kill()
+    server.communicate()
+    place.unlink(missing_ok=True)
+    place.parent.rmdir()
+
+
+# ---- the server --------------------------------------------------------------------------------------
+
+
+def serve(place: str, ahead: Sequence[str]) -> None:
+    """Fork a process for each request until standard input ends; it returns in the forks alone."""
+    from importlib import import_module
+
+    for name in ahead:
+        module, _, function = name.partition(":")
+        found = import_module(module)
+        if function:
+            getattr(found, function)()
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen()
+    os.write(1, b"ready\n")
+    while True:
+        readable, _, _ = select.select([listener.fileno(), 0], [], [])
+        if 0 in readable:  # whoever started it is gone
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return _be_forked(connection)
+        connection.close()
+        _reap()
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _be_forked(connection: socket.socket) -> None:
+    """Read a request, fork once more, and be the command; the process between tells how it ended."""
+    data, streams, _, _ = socket.recv_fds(connection, 1 << 16, _NUM_STREAMS)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 16)
+    pid = os.fork()
+    if pid:
+        for stream in (*streams, *range(_NUM_STREAMS)):
+            os.close(stream)
+        _tell(connection, pid)
+    connection.close()
+    os.setsid()
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream, descriptor)
+        os.close(stream)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    request = json.loads(data)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _run(request["arguments"])
+
+
+def _tell(connection: socket.socket, pid: int) -> NoReturn:
+    """Say the process id and, once it has ended, the exit code; kill it when nobody waits any more."""
+    try:
+        connection.sendall(f"{pid}\n".encode())
+        has_ended = os.pidfd_open(pid)
+        if has_ended not in select.select([connection.fileno(), has_ended], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        connection.sendall(f"{code}\n".encode())
+    except BrokenPipeError:
+        pass
+    os._exit(0)
+
+
+def _run(arguments: list[str]) -> None:
+    """Run what would follow ``python``."""
+    import runpy
+
+    actions = [os.environ[name] for name in ("PYTHONWARNINGS",) if os.environ.get(name)]
+    while arguments[0] == "-W":
+        actions.append(arguments[1])
+        arguments = arguments[2:]
+    sys.warnoptions[:] = actions or sys.warnoptions  # of processes that this one starts
+    for action in actions:
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+    match arguments:
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.modules.pop(module, None)  # as there, it is a module beside ``__main__``, if it is one
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.path[0] = ""
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case [script, *rest]:
+            sys.argv = [script, *rest]
+            sys.path[0] = str(Path(script).parent.absolute())
+            runpy.run_path(script, run_name="__main__")
+
+
+def _main() -> None:
+    first, *rest = sys.argv[1:]
+    if first == "serve":
+        serve(rest[0], rest[1:])
+        return
+    code = Forked(first, rest, range(_NUM_STREAMS)).wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _main()
