@@ -118,7 +118,8 @@ def _read(name: str | None, option: str) -> tuple[str, ...]:
 
 COMPACT_DESCRIPTION = """\
 Writes the next version of the dataset, in which every shard that held a removed sample is replaced by a new
-one without it. Every field is checked on the way.
+one without it. Every field is checked on the way. Digests of the samples table that an older shardflow left
+behind, which `shardflow verify` notes, are renewed too.
 
 With --delete-old all earlier versions go, and every file that only they named: after that no byte of a
 removed study is left in the dataset. Training runs that began with an earlier version cannot resume.
@@ -148,6 +149,8 @@ def run_compact(arguments: argparse.Namespace) -> int:
     lines = [f"version {summary.manifest_version}: {summary.dataset_id}"]
     if summary.status == "nothing_new":
         lines.append("nothing to do: no shard holds a removed sample")
+    elif not summary.num_shards and not summary.deleted_versions:
+        lines.append("digests of the samples table renewed; no shard was written again")
     if summary.num_shards:
         lines.append(f"shards written again: {summary.num_shards}")
     if summary.deleted_versions:

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import array_header, decode_array
-from shardflow.format.foreign.scan import HEAD_NUM_BYTES, image_header
 from shardflow.format.opencv import opencv
+from shardflow.format.pictures import HEAD_NUM_BYTES, decode_picture, image_header
 from shardflow.format.slice_codecs import b2nd
-from shardflow.format.slice_codecs.png16 import PNG_SIGNATURE, holds_its_chunks
 
 # What neither the first batch nor every forked worker should wait for.
 b2nd.load()
@@ -233,17 +232,10 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
     header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
     if header is None:
         raise FormatError("no JPEG or PNG of a known size")
-    if payload[:8].tobytes() == PNG_SIGNATURE and not holds_its_chunks(payload.data):
-        raise FormatError("a PNG that ends early")
     cv2 = opencv()
     flags = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
     flags |= cv2.IMREAD_COLOR if header.has_color else cv2.IMREAD_GRAYSCALE
-    try:
-        decoded = cv2.imdecode(payload, flags)
-    except cv2.error as error:
-        raise FormatError(type(error).__name__) from None
-    if decoded is None or decoded.shape[:2] != (header.rows, header.columns):
-        raise FormatError("no picture of the size in its header")
+    decoded = decode_picture(payload, flags)
     pixels: NDArray[Any] = cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB) if header.has_color else decoded
     return pixels
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.opencv import opencv
+from shardflow.format.pictures import decode_picture
 from shardflow.format.slice_codecs import b2nd, htj2k, npy, png16
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -277,10 +278,7 @@ def decode_field(field: str, data: Payload) -> Any:
 
 def _decode_picture(data: bytes) -> NDArray[np.uint8]:
     """Decode a thumbnail, JPEG or WebP: ``(rows, columns)`` gray or ``(rows, columns, 3)`` RGB."""
-    cv2 = opencv()
-    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
-    if pixels is None:
-        raise ValueError
+    pixels = decode_picture(data, opencv().IMREAD_UNCHANGED)
     return np.ascontiguousarray(pixels[..., ::-1] if pixels.ndim == 3 else pixels, np.uint8)
 
 

@@ -9,11 +9,8 @@ and the rows that need them.
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self, TypeAlias
 
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ChecksumError, ConfigError, FormatError, ShardflowError
 from shardflow.format.codecs import codec_rank, encode_array
-from shardflow.format.dataset_index import DatasetIndex
+from shardflow.format.dataset_index import DatasetIndex, ShardIndexes
 from shardflow.format.field_digests import FieldDigests
 from shardflow.format.file_blocks import open_large
 from shardflow.format.foreign.places import is_foreign, located
@@ -35,23 +32,15 @@ from shardflow.format.signatures import trust_of, trust_only
 from shardflow.format.table import Table, crc32c
 from shardflow.format.tables import AttachedTables
 from shardflow.format.volumes.bricks import BrickVolume
-from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store
+from shardflow.storage import ByteRange, ByteStore, open_store
 from shardflow.storage.cache.blocks import ObjectBlocks
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
-from shardflow.storage.node_files import named_bytes, own_bytes
+from shardflow.storage.node_files import own_bytes
 
-# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
-# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
-_MAX_INDEX_NUM_BYTES = 256 * 1024 * 1024
 # Of a block in a shard with volumes: a crop of 96 voxels then fetches 1.0 to 1.4 times the bricks it touches,
 # with whole blocks 1.4 to 2.9 times (bricks of 15 to 90 KB).
 _BRICK_BLOCK_PART = 4
-MIN_COLLECTED_SHARDS: Final = 64
-"""Number of shards from which a loader collects their indexes."""
-# More is fetched as it is needed: nobody waits minutes for a first batch.
-_MAX_REMOTE_INDEX_NUM_BYTES = 1 << 30
-logger = logging.getLogger(__name__)
 
 
 class DatasetBlocks:
@@ -155,7 +144,6 @@ class Dataset:
         manifest_version: Number of the version.
         studies: The samples table.
         samples: What is drawn from: the same table; of an `EntityDataset` another one, with its columns.
-        index: The indexes of all shards, once they are collected, else None.
 
     Raises:
         FormatError: The samples table is not the one that the manifest names.
@@ -184,12 +172,7 @@ class Dataset:
                 f"{entry.path} must hold the manifest's samples {expected}, got {counts}; "
                 "is it another dataset's?"
             )
-        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
-        self._index_num_bytes = 0
-        self._lock = threading.Lock()
-        self.index: DatasetIndex | None = None
-        self._is_collected = False
-        self._collecting = threading.Lock()
+        self._indexes = ShardIndexes(self.store, manifest)
         self._read_sample: SampleReader | None = None
         self._tables = tables
 
@@ -403,7 +386,7 @@ class Dataset:
         Args:
             row: Row in the samples table.
         """
-        index = self._open_index(int(self.studies.gather("shard", row)))
+        index = self._indexes.open(int(self.studies.gather("shard", row)))
         if index.original_keys is None:
             return self.studies.sample_key(row)
         key: bytes = index.original_keys[int(self.studies.gather("row_in_shard", row))]
@@ -416,20 +399,12 @@ class Dataset:
             ChecksumError: The index differs from what the manifest says.
             FormatError: It is the index of another shard.
         """
-        with self._lock:
-            index = self._indexes.get(shard)
-            if index is not None:
-                self._indexes.move_to_end(shard)
-                return index
-        index = self._collected_index(shard) or self._open_index(shard)
-        with self._lock:
-            if shard not in self._indexes:
-                self._index_num_bytes += self.manifest.shards[shard].index.num_bytes
-            self._indexes[shard] = index
-            while self._index_num_bytes > _MAX_INDEX_NUM_BYTES and len(self._indexes) > 1:
-                evicted, _ = self._indexes.popitem(last=False)
-                self._index_num_bytes -= self.manifest.shards[evicted].index.num_bytes
-        return index
+        return self._indexes.shard(shard)
+
+    @property
+    def index(self) -> DatasetIndex | None:
+        """The indexes of all shards, once they are collected, else None."""
+        return self._indexes.collected
 
     def collect_indexes(self) -> None:
         """Open the indexes of all shards at once, if there are many; for a reader of many samples.
@@ -437,32 +412,7 @@ class Dataset:
         They are collected in a file that the processes of this machine share (`DatasetIndex`). Where that is
         impossible, each index is opened when it is first needed.
         """
-        with self._collecting:
-            if self.index is not None or self._is_collected:
-                return
-            self._is_collected = True
-            shards = self.manifest.shards
-            if len(shards) < MIN_COLLECTED_SHARDS or (
-                not isinstance(self.store, LocalStore)
-                and sum(entry.index.num_bytes for entry in shards) > _MAX_REMOTE_INDEX_NUM_BYTES
-            ):
-                return
-            try:
-                self.index = DatasetIndex.of(self.manifest, self._open_index)
-            except ShardflowError as error:
-                logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
-
-    def _collected_index(self, shard: int) -> ShardIndex | None:
-        # The bricks of volumes are in the index of the shard alone.
-        if self.index is None or self.manifest.shards[shard].num_volumes:
-            return None
-        try:
-            return self.index.shard(shard)
-        except FormatError as error:  # the file of this node is damaged, not the dataset
-            logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
-            self.index.delete()
-            self.index = None
-            return None
+        self._indexes.collect()
 
     def sample_fields(self, row: int) -> tuple[str, list[FieldLocation]]:
         """Return the path of a sample's shard, and its fields in the order of the tar.
@@ -648,19 +598,6 @@ class Dataset:
             for index in sorted(indexes):
                 found[slice_field(series, index, "npy")] = encode_array("npy", slab[index - first])
         return found
-
-    def _open_index(self, shard: int) -> ShardIndex:
-        entry = self.manifest.shards[shard]
-        file = entry.index
-        data = named_bytes(self.store, file.path, sha256=file.sha256, num_bytes=file.num_bytes)
-        index = ShardIndex.decode(Table(memoryview(data), name=entry.index.path))
-        num_volumes = 0 if index.bricks is None else len(index.bricks.fields)
-        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields, num_volumes)
-        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields, entry.num_volumes):
-            raise FormatError(
-                f"{entry.index.path} must be the index of {entry.name}, got one of {index.shard}."
-            )
-        return index
 
 
 def _not_covered() -> ConfigError:

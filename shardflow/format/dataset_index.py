@@ -1,15 +1,19 @@
-"""Dataset index: the indexes of all shards of a dataset in one table, which the processes of a node share.
+"""Indexes of the shards of a dataset: opened one by one, or all in one table that processes of a node share.
 
 Opening the index of a shard costs a file, a digest and a parse. With a full shuffle each sample of a batch is
 in another shard, so a dataset of many shards would pay that for every sample, or hold every index in every
 process. The first process on a node reads the indexes once, each compared with the manifest's digest, and
 writes their columns one behind another to a node file; all others map it. `DatasetIndex.shard` gives the
-index of one shard as views, and `texts` the places of texts of any shards at once.
+index of one shard as views, and `texts` the places of texts of any shards at once. `ShardIndexes` chooses
+between the two.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,16 +23,23 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError
+from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.index import ShardIndex, TextPlaces
 from shardflow.format.keys import Json
 from shardflow.format.manifest import Manifest
 from shardflow.format.table import StreamedColumn, Table, stream_table
-from shardflow.storage.local import LocalStore
-from shardflow.storage.node_files import node_file
+from shardflow.storage import ByteStore, LocalStore
+from shardflow.storage.node_files import named_bytes, node_file
 
 KIND: Final = "dataset-index"
 FORMAT_VERSION: Final = 1
+MIN_COLLECTED_SHARDS: Final = 64
+"""Number of shards from which a loader collects their indexes."""
+# More is fetched as it is needed: nobody waits minutes for a first batch.
+_MAX_REMOTE_NUM_BYTES: Final = 1 << 30
+# Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
+# rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
+_MAX_OPEN_NUM_BYTES: Final = 256 << 20
 _NUM_THREADS: Final = 16
 _SHARDS_AT_ONCE: Final = 8 * _NUM_THREADS
 _CHUNK_ROWS: Final = 1 << 18
@@ -43,6 +54,99 @@ _COLUMNS: Final = {
 }
 """Columns that are spooled. ``sample_text`` is the number of a sample's text among all fields, or -1; of the
 others docs/format.md, section 6 tells, one shard behind another."""
+logger = logging.getLogger(__name__)
+
+
+class ShardIndexes:
+    """Indexes of the shards of a version, opened as they are needed. Safe for many threads.
+
+    Args:
+        store: Of the dataset.
+        manifest: Its version.
+
+    Attributes:
+        collected: The indexes of all shards, once `collect` has put them together; else None.
+    """
+
+    def __init__(self, store: ByteStore, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        self._open: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self.collected: DatasetIndex | None = None
+        self._is_tried = False
+        self._collecting = threading.Lock()
+
+    def shard(self, shard: int) -> ShardIndex:
+        """Return the index of a shard by its position in the manifest.
+
+        Raises:
+            ChecksumError: The index differs from what the manifest says.
+            FormatError: It is the index of another shard.
+        """
+        with self._lock:
+            index = self._open.get(shard)
+            if index is not None:
+                self._open.move_to_end(shard)
+                return index
+        index = self._of_collected(shard) or self.open(shard)
+        with self._lock:
+            if shard not in self._open:
+                self._num_bytes += self._manifest.shards[shard].index.num_bytes
+            self._open[shard] = index
+            while self._num_bytes > _MAX_OPEN_NUM_BYTES and len(self._open) > 1:
+                evicted, _ = self._open.popitem(last=False)
+                self._num_bytes -= self._manifest.shards[evicted].index.num_bytes
+        return index
+
+    def open(self, shard: int) -> ShardIndex:
+        """Read the index of a shard, which `shard` keeps.
+
+        Raises:
+            ChecksumError: The index differs from what the manifest says.
+            FormatError: It is the index of another shard.
+        """
+        entry = self._manifest.shards[shard]
+        file = entry.index
+        data = named_bytes(self._store, file.path, sha256=file.sha256, num_bytes=file.num_bytes)
+        index = ShardIndex.decode(Table(memoryview(data), name=file.path))
+        num_volumes = 0 if index.bricks is None else len(index.bricks.fields)
+        found = (index.shard, index.shard_num_bytes, index.num_samples, index.num_fields, num_volumes)
+        if found != (entry.name, entry.num_bytes, entry.num_samples, entry.num_fields, entry.num_volumes):
+            raise FormatError(f"{file.path} must be the index of {entry.name}, got one of {index.shard}.")
+        return index
+
+    def collect(self) -> None:
+        """Put the indexes of all shards together, if there are many, see `DatasetIndex`.
+
+        Where that is impossible, each is opened when it is first needed.
+        """
+        with self._collecting:
+            if self._is_tried:
+                return
+            self._is_tried = True
+            shards = self._manifest.shards
+            if len(shards) < MIN_COLLECTED_SHARDS or (
+                not isinstance(self._store, LocalStore)
+                and sum(entry.index.num_bytes for entry in shards) > _MAX_REMOTE_NUM_BYTES
+            ):
+                return
+            try:
+                self.collected = DatasetIndex.of(self._manifest, self.open)
+            except ShardflowError as error:
+                logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
+
+    def _of_collected(self, shard: int) -> ShardIndex | None:
+        # The bricks of volumes are in the index of the shard alone.
+        if self.collected is None or self._manifest.shards[shard].num_volumes:
+            return None
+        try:
+            return self.collected.shard(shard)
+        except FormatError as error:  # the file of this node is damaged, not the dataset
+            logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
+            self.collected.delete()
+            self.collected = None
+            return None
 
 
 class DatasetIndex:

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardflow.errors import ChecksumError, FormatError, StorageError
+from shardflow.errors import ChecksumError, FormatError, NotFoundError, ShardflowError, StorageError
 from shardflow.format.keys import Json, sha256_hex
-from shardflow.format.manifest import FileEntry
+from shardflow.format.manifest import FileEntry, Manifest
 from shardflow.format.table import BLOCK_NUM_BYTES, Table, TableDamageError, encode_table
 from shardflow.storage import ByteRange, ByteStore, LocalStore
 from shardflow.storage.local import write_atomic
@@ -30,7 +30,15 @@ MIN_NUM_BYTES: Final = 16 << 20
 """Size from which a table has digests of its blocks; a smaller one is read whole in 0.02 s."""
 _BLOCKS_AT_ONCE: Final = 64
 _DIGEST_NUM_BYTES: Final = hashlib.sha256().digest_size
+_CAUSE: Final = (
+    "as an older shardflow leaves it when it appends or copies; to renew the digests, write the next version "
+    "(`shardflow pack --append`, `shardflow remove` or `shardflow compact`)"
+)
 logger = logging.getLogger(__name__)
+
+
+class StaleDigestsError(FormatError):
+    """Digests are missing, or those of another table: the table is right, and can only be proven whole."""
 
 
 class BlockDigests:
@@ -94,9 +102,7 @@ def open_large(store: ByteStore, entry: FileEntry, blocks: FileEntry | None) -> 
         except ChecksumError:
             raise
         except (StorageError, FormatError) as error:
-            # A shardflow that knows no such digests copies a dataset without them, and names them again for
-            # the table of its next version.
-            logger.warning("%s is read whole, which is slower: %s", entry.path, error)
+            logger.warning("%s", describe_slower(entry, error))
     buffer = own_bytes(store, entry.path, sha256=entry.sha256, num_bytes=entry.num_bytes)
     return Table(buffer, name=entry.path)
 
@@ -112,7 +118,8 @@ def open_proven(store: ByteStore, entry: FileEntry, blocks: FileEntry) -> Table:
     Raises:
         ChecksumError: The digests are others than the manifest's, or the table does not begin or end as they
             say; when a block is read, that it is another one.
-        FormatError: The digests are those of another table.
+        StaleDigestsError: The digests are missing, or those of another table.
+        FormatError: They are no digests.
         StorageError: The node has no place for the table, or reading failed.
     """
     source = _Blocks(store, entry, blocks)
@@ -185,23 +192,71 @@ def read_digests(
     """Return the digests of the blocks of a file, ``(num_blocks, 32)`` uint8.
 
     Raises:
-        FormatError: They are those of another file.
+        StaleDigestsError: They are missing, or those of another file.
+        FormatError: They are no digests.
         ChecksumError: They are others than the manifest's.
         StorageError: They cannot be read.
     """
-    table = Table(
-        own_bytes(store, blocks.path, sha256=blocks.sha256, num_bytes=blocks.num_bytes), name=blocks.path
-    )
+    try:
+        data = own_bytes(store, blocks.path, sha256=blocks.sha256, num_bytes=blocks.num_bytes)
+    except NotFoundError:
+        raise missing_digests(blocks.path) from None
+    return parse_digests(data, entry, blocks.path)
+
+
+def missing_digests(path: str) -> StaleDigestsError:
+    """Return the error of digests that a manifest names, and that are not there."""
+    return StaleDigestsError(f"{path} must exist and does not, {_CAUSE}.")
+
+
+def describe_slower(entry: FileEntry, error: ShardflowError) -> str:
+    """Return how a reader, and ``shardflow verify``, warn of a table whose blocks cannot be proven alone."""
+    return f"{entry.path} is read whole, which is slower: {error.message}"
+
+
+def parse_digests(data: memoryview, entry: FileEntry, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the digests in a file of them, ``(num_blocks, 32)`` uint8.
+
+    Args:
+        data: The file.
+        entry: The file whose blocks they are of.
+        path: What errors call the digests.
+
+    Raises:
+        StaleDigestsError: They are those of another file.
+        FormatError: They are no digests.
+    """
+    table = Table(data, name=path)
     table.expect_kind(KIND, FORMAT_VERSION)
+    found = (table.meta.get("sha256"), table.meta.get("num_bytes"))
+    if found != (entry.sha256, entry.num_bytes):
+        raise StaleDigestsError(
+            f"{path} must hold the digests of {entry.path}, got those of another table, {_CAUSE}."
+        )
     digests = table.column("block_sha256")
     shape = (-(-entry.num_bytes // BLOCK_NUM_BYTES), _DIGEST_NUM_BYTES)
-    found = (table.meta.get("sha256"), table.meta.get("num_bytes"), table.meta.get("block_num_bytes"))
-    if found != (entry.sha256, entry.num_bytes, BLOCK_NUM_BYTES) or digests.shape != shape:
+    if table.meta.get("block_num_bytes") != BLOCK_NUM_BYTES or digests.shape != shape:
         raise FormatError(
-            f"{blocks.path} must hold the digests of {entry.path}, got those of another file; "
+            f"{path} must hold {shape[0]} digests of blocks of {BLOCK_NUM_BYTES} bytes, got others; "
             "run `shardflow verify`."
         )
     return digests
+
+
+def has_stale_digests(store: ByteStore, manifest: Manifest) -> bool:
+    """Return whether a version names digests of its samples table that are missing or of another table.
+
+    Raises:
+        FormatError: They are damaged.
+        StorageError: They cannot be read.
+    """
+    if manifest.samples_blocks is None:
+        return False
+    try:
+        read_digests(store, manifest.samples, manifest.samples_blocks)
+    except StaleDigestsError:
+        return True
+    return False
 
 
 def _runs(blocks: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[tuple[int, int]]:

@@ -57,6 +57,20 @@ class DamageError(Exception):
         self.damage = damage
 
 
+class Collecting:
+    """Context that appends the damage which a check finds to a list, and continues."""
+
+    def __init__(self, damages: list[Damage]) -> None:
+        self._damages = damages
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, DamageError):
+            self._damages.append(error.damage)
+        return isinstance(error, DamageError)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectedFile:
     """A file, and its size and digest where a manifest that can be trusted names them."""

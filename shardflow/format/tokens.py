@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, NotFoundError, ShardflowError
-from shardflow.format.dataset import MIN_COLLECTED_SHARDS, Dataset
+from shardflow.format.dataset import Dataset
+from shardflow.format.dataset_index import MIN_COLLECTED_SHARDS
 from shardflow.format.keys import DIGEST_PATTERN, Json
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import StreamedColumn, Table, encode_table, stream_table

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardflow.errors import FormatError, ManifestError, NoListingError, StorageError
-from shardflow.format.copies.copying import Sidecar, find_sidecars
-from shardflow.format.counts import ConversationCounts, CountsManifest
-from shardflow.format.entities import EntityManifest, EntityTable
-from shardflow.format.facts.series import SeriesManifest, SeriesTable
-from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
-from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
-from shardflow.format.field_digests import FieldDigestsManifest, digests_of
-from shardflow.format.file_blocks import BlockDigests
+from shardflow.errors import ManifestError, NoListingError, NotFoundError, StorageError
+from shardflow.format.copies.copying import Sidecar
+from shardflow.format.entities import EntityManifest
+from shardflow.format.facts.series import SeriesManifest
+from shardflow.format.facts.studies import StudiesManifest
+from shardflow.format.file_blocks import (
+    BlockDigests,
+    StaleDigestsError,
+    describe_slower,
+    missing_digests,
+    parse_digests,
+)
 from shardflow.format.foreign.places import located
 from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LineOutcomes, verify_ledger
@@ -43,6 +42,7 @@ from shardflow.format.manifest import (
 from shardflow.format.samples import SamplesTable
 from shardflow.format.shard_checks import (
     WHOLE_FILE,
+    Collecting,
     Damage,
     DamageError,
     ExpectedFile,
@@ -52,10 +52,9 @@ from shardflow.format.shard_checks import (
     checking,
     open_table,
 )
-from shardflow.format.sidecars import SidecarManifest
-from shardflow.format.table import Table
-from shardflow.format.tables import TableManifest, open_columns_table
-from shardflow.format.tokens import TokensManifest, counts_column, ids_table
+from shardflow.format.sidecar_checks import check_sidecars, find_sidecars_to_check, sidecar_paths
+from shardflow.format.tables import TableManifest
+from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore, open_store
 from shardflow.storage.node_files import object_pieces
 
@@ -133,14 +132,14 @@ def verify(
     store = located(store, manifests.values())
     beside_damages: list[Damage] = []
     notes: list[str] = []
-    sidecars = _find_beside(store, manifests.values(), beside_damages, notes)
+    sidecars = find_sidecars_to_check(store, manifests.values(), beside_damages, notes)
     plan = _plan_files(store, manifests, all_versions, sidecars)
     damages += plan.damages
 
     checkers: dict[str, list[SamplesChecker]] = {}
     table_damages: dict[str, list[Damage]] = {}
     for table in plan.samples:
-        with _Collecting(table_damages.setdefault(table.path, [])):
+        with Collecting(table_damages.setdefault(table.path, [])):
             checkers[table.path] = _check_samples_table(store, table, manifests)
     results: list[_ShardResult] = []
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
@@ -153,22 +152,24 @@ def verify(
     for path, found in table_damages.items():
         rows = [row for result in results for table_path, row in result.rows if table_path == path]
         damages += found or ([min(rows).describe(path)] if rows else [])
+    for file in plan.blocks:
+        with Collecting(damages):
+            _check_blocks(store, file, manifests.values(), notes)
     for check, files in (
-        (_check_blocks, plan.blocks),
         (_check_ledger, plan.ledgers),
         (_check_lines, plan.lines),
         (_check_page, plan.pages),
     ):
         for file in files:
-            with _Collecting(damages):
+            with Collecting(damages):
                 check(store, file, manifests.values())
     tables = {
         checker.manifest.dataset_id: checker.samples for group in checkers.values() for checker in group
     }
-    _check_beside(store, sidecars, tables, beside_damages)
+    check_sidecars(store, sidecars, tables, beside_damages)
     damages += beside_damages
 
-    paths = [*plan.paths(), *_sidecar_paths(sidecars)]
+    paths = [*plan.paths(), *sidecar_paths(sidecars)]
     manifest = manifests.get(newest)
     return VerifyReport(
         dataset_id=manifest.dataset_id if manifest else None,
@@ -187,20 +188,6 @@ def verify(
         num_study_tables=sum(isinstance(sidecar.manifest, StudiesManifest) for sidecar in sidecars),
         num_tables=sum(isinstance(sidecar.manifest, TableManifest) for sidecar in sidecars),
     )
-
-
-class _Collecting:
-    """Context that appends the damage which a check finds to a list, and continues."""
-
-    def __init__(self, damages: list[Damage]) -> None:
-        self._damages = damages
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, DamageError):
-            self._damages.append(error.damage)
-        return isinstance(error, DamageError)
 
 
 def _size_or_zero(store: ByteStore, path: str) -> int:
@@ -283,7 +270,7 @@ def _plan_files(
             if named and named.path not in before:
                 files.append(ExpectedFile.of(named))
     try:
-        own = {*plan.manifests, *known, *_sidecar_paths(sidecars)}
+        own = {*plan.manifests, *known, *sidecar_paths(sidecars)}
         unread = {sidecar.path for sidecar in sidecars if sidecar.manifest is None}
         others = [
             path for path in store.list("") if path not in own and path.rpartition("/")[0] not in unread
@@ -298,16 +285,6 @@ def _plan_files(
     if len(others) > len(plain):
         plan.notes.append(f"{len(others) - len(plain)} more files are named by no manifest")
     return plan
-
-
-def _sidecar_paths(sidecars: Iterable[Sidecar]) -> list[str]:
-    """Return the files of the sidecars whose manifests can be trusted."""
-    return [
-        f"{sidecar.path}/{name}"
-        for sidecar in sidecars
-        if sidecar.manifest is not None
-        for name in (*sidecar.manifest.tables(), sidecar.kind.file_name)
-    ]
 
 
 def _plan_by_name(plan: _Plan, paths: list[str]) -> list[str]:
@@ -341,9 +318,9 @@ def _check_shard(
     result = _ShardResult()
     index: ShardIndex | None = None
     of_index: list[Damage] = []
-    with _Collecting(of_index):
+    with Collecting(of_index):
         index = _open_index(store, shard)
-    with _Collecting(result.damages):
+    with Collecting(result.damages):
         check_bytes(store, shard.tar, index)
     result.damages += of_index
     if index is not None:
@@ -395,21 +372,50 @@ def _check_samples_table(
     return group
 
 
-def _check_blocks(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
-    """Compare the digests of a samples table's blocks with the table."""
+def _check_blocks(
+    store: ByteStore, expected: ExpectedFile, manifests: Collection[Manifest], notes: list[str]
+) -> None:
+    """Compare the digests of a samples table's blocks with the table.
+
+    Those that are missing, or of an earlier table, are no damage: the table's own digest proves it. They are
+    noted of the newest version, whose readers warn of them.
+    """
     path = expected.path
-    with checking(path):
-        data = store.read(path)
-    expected.compare(data)
+    newest = max(manifest.manifest_version for manifest in manifests)
     for manifest in manifests:
-        entry, blocks = manifest.samples, manifest.samples_blocks
-        if blocks and blocks.path == path:
-            digests = BlockDigests()
-            with checking(entry.path):
-                for piece in object_pieces(store, entry.path, entry.num_bytes):
-                    digests.add(piece)
-            if digests.encode(entry) != data:
-                raise DamageError(Damage(path, WHOLE_FILE, f"other digests than those of {entry.path}"))
+        if manifest.samples_blocks is None or manifest.samples_blocks.path != path:
+            continue
+        entry = manifest.samples
+        with checking(path):
+            try:
+                data = _read_digests(store, expected, entry)
+            except StaleDigestsError as error:
+                if manifest.manifest_version == newest:
+                    notes.append(describe_slower(entry, error))
+                continue
+        digests = BlockDigests()
+        with checking(entry.path):
+            for piece in object_pieces(store, entry.path, entry.num_bytes):
+                digests.add(piece)
+        if digests.encode(entry) != data:
+            raise DamageError(Damage(path, WHOLE_FILE, f"other digests than those of {entry.path}"))
+
+
+def _read_digests(store: ByteStore, expected: ExpectedFile, entry: FileEntry) -> bytes:
+    """Return a file of digests that holds those of a samples table.
+
+    Raises:
+        StaleDigestsError: It does not exist, or holds those of another table.
+        FormatError: It holds no digests.
+        StorageError: It cannot be read.
+    """
+    try:
+        data = store.read(expected.path)
+    except NotFoundError:
+        raise missing_digests(expected.path) from None
+    expected.compare(data)
+    parse_digests(memoryview(data), entry, expected.path)
+    return data
 
 
 def _check_ledger(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
@@ -444,241 +450,3 @@ def _check_page(store: ByteStore, expected: ExpectedFile, _: Iterable[Manifest])
     with checking(expected.path):
         data = store.read(expected.path)
     expected.compare(data)
-
-
-def _find_beside(
-    store: ByteStore, manifests: Iterable[Manifest], damages: list[Damage], notes: list[str]
-) -> list[Sidecar]:
-    """Find the sidecars of a dataset, and check their manifests; no table is read.
-
-    A sidecar is damage where it would be read and is wrong. One that no version here would read, or that no
-    job finished, is only worth a note.
-    """
-
-    @contextmanager
-    def guard(path: str) -> Iterator[None]:
-        with _Collecting(damages), checking(path):
-            yield
-
-    try:
-        sidecars = find_sidecars(store, manifests, guard=guard)
-    except NoListingError:
-        notes.append("what else is beside the shards was not looked for: the store cannot list")
-        return []
-    for sidecar in sidecars:
-        if not sidecar.is_finished:
-            notes.append(f"{sidecar.path} is of a job that is not done; start it again, or delete it")
-        elif sidecar.version is None:
-            notes.append(
-                f"{sidecar.path} belongs to no version of this dataset that can be read, and was not "
-                "checked; delete it if it is of none"
-            )
-    return sidecars
-
-
-def _check_beside(
-    store: ByteStore, sidecars: Iterable[Sidecar], samples: Mapping[str, SamplesTable], damages: list[Damage]
-) -> None:
-    """Read every table of the sidecars whose manifests can be trusted.
-
-    Args:
-        store: Of the dataset.
-        sidecars: Views before tokens.
-        samples: The samples tables that are whole, by ``dataset_id``.
-        damages: Receives the first damage of each file.
-    """
-    num_rows = {owner: table.num_samples for owner, table in samples.items()}
-    for sidecar in sidecars:
-        manifest = sidecar.manifest
-        if isinstance(manifest, EntityManifest):
-            with _Collecting(damages):
-                _check_view(store, sidecar, manifest, samples.get(manifest.dataset_id))
-            num_rows[manifest.digest] = manifest.num_entities
-        elif isinstance(manifest, TokensManifest):
-            _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
-        elif isinstance(manifest, CountsManifest):
-            with _Collecting(damages):
-                _check_counts(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, SeriesManifest):
-            with _Collecting(damages):
-                _check_series(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, StudiesManifest):
-            with _Collecting(damages):
-                _check_studies(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, VoxelsManifest):
-            with _Collecting(damages):
-                _check_voxels(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, TableManifest):
-            with _Collecting(damages):
-                _check_table(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, FieldDigestsManifest):
-            for number, expected in enumerate(_expected_tables(sidecar, manifest)):
-                with _Collecting(damages):
-                    table = open_table(store, expected)
-                    with checking(expected.path):
-                        digests_of(table, manifest.dataset_id, number)
-
-
-def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
-    return [ExpectedFile(f"{sidecar.path}/{name}", *facts) for name, facts in manifest.tables().items()]
-
-
-def _check_view(
-    store: ByteStore, sidecar: Sidecar, view: EntityManifest, studies: SamplesTable | None
-) -> None:
-    (expected,) = _expected_tables(sidecar, view)
-    path = expected.path
-    table = open_table(store, expected)
-    with checking(path):
-        entities = EntityTable(table)
-    if (table.meta.get("dataset_id"), entities.num_samples) != (view.dataset_id, view.num_entities):
-        problem = "the table of another view or version than its manifest names"
-        raise DamageError(Damage(path, WHOLE_FILE, problem))
-    if studies is None:
-        return
-    if view.num_studies != studies.num_samples:
-        counts = f"{view.num_studies} studies instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_studies", counts))
-    rows = entities.column("study").astype(np.int64)
-    wrong = rows >= studies.num_samples
-    for column in ("shard", "row_in_shard"):
-        places = studies.column(column)[np.where(wrong, 0, rows)] if studies.num_samples else rows
-        wrong |= entities.column(column) != places
-    numbers = np.flatnonzero(wrong)
-    if len(numbers):
-        problem = f"a row that lies elsewhere than its study (row {numbers[0]})"
-        raise DamageError(Damage(path, "column study", problem))
-
-
-def _check_series(
-    store: ByteStore, sidecar: Sidecar, facts: SeriesManifest, studies: SamplesTable | None
-) -> None:
-    """Check a series table, and its numbers of series against those of the samples table."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        series = SeriesTable(table)
-    if (series.num_samples, series.num_series) != (facts.num_samples, facts.num_series):
-        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
-    if studies is None:
-        return
-    if series.num_samples != studies.num_samples:
-        counts = f"{series.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
-    numbers = np.flatnonzero(np.diff(series.first_series()) != studies.column("num_series"))
-    if len(numbers):
-        problem = f"another number of series than the samples table has (row {numbers[0]})"
-        raise DamageError(Damage(expected.path, "column first_series", problem))
-
-
-def _check_voxels(
-    store: ByteStore, sidecar: Sidecar, facts: VoxelsManifest, studies: SamplesTable | None
-) -> None:
-    """Check a voxel table, and that its entries are of series that there are."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        voxels = VoxelTable(table)
-    if studies is None:
-        return
-    if not voxels.num_samples == facts.num_samples == studies.num_samples:
-        counts = f"{voxels.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
-    owners = np.repeat(np.arange(voxels.num_samples), np.diff(voxels.first_entry))
-    if (voxels.series >= studies.column("num_series")[owners]).any():
-        raise DamageError(
-            Damage(expected.path, "column series", "an entry of a series that its sample lacks")
-        )
-
-
-def _check_studies(
-    store: ByteStore, sidecar: Sidecar, facts: StudiesManifest, studies: SamplesTable | None
-) -> None:
-    """Check a study facts table, and that each earlier study is one of the same person and split."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        found = StudyTable(table)
-    if found.num_samples != facts.num_samples:
-        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
-    if studies is None:
-        return
-    if found.num_samples != studies.num_samples:
-        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
-    known = (found.array("patient_key"), found.array("study_day"), studies.column("num_slices"))
-    numbers = np.flatnonzero(previous_rows(*known, studies.splits.values()) != found.array("previous_row"))
-    if len(numbers):
-        problem = f"another earlier study than days and persons give (row {numbers[0]})"
-        raise DamageError(Damage(expected.path, "column previous_row", problem))
-
-
-def _check_table(
-    store: ByteStore, sidecar: Sidecar, manifest: TableManifest, studies: SamplesTable | None
-) -> None:
-    """Check an attached table, and its number of rows where they are samples."""
-    (expected,) = _expected_tables(sidecar, manifest)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        open_columns_table(table, manifest).verify()
-    if studies is not None and manifest.unit == "study" and manifest.num_rows != studies.num_samples:
-        counts = f"{manifest.num_rows} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_rows", counts))
-
-
-def _check_tokens(
-    store: ByteStore, sidecar: Sidecar, tokens: TokensManifest, num_rows: int | None, damages: list[Damage]
-) -> None:
-    expected = tokens.num_samples if num_rows is None else num_rows
-    for found in (tokens.num_samples, sum(file.num_rows for file in tokens.files)):
-        if found != expected:
-            numbers = f"{found} samples instead of {expected}"
-            damages.append(Damage(sidecar.manifest_path, "num_samples", numbers))
-            return
-    owner = {"tokenizer": tokens.tokenizer, "dataset_id": tokens.dataset_id}
-    expected_counts, *expected_ids = _expected_tables(sidecar, tokens)
-    counts = None
-    with _Collecting(damages):
-        table = open_table(store, expected_counts)
-        with checking(expected_counts.path):
-            counts = counts_column(table, num_samples=tokens.num_samples, **owner)
-    first_row = 0
-    for expected_table, file in zip(expected_ids, tokens.files, strict=True):
-        rows = range(first_row, first_row + file.num_rows)
-        with _Collecting(damages):
-            table = open_table(store, expected_table)
-            with checking(expected_table.path):
-                ids_table(table, first_row=rows.start, num_rows=len(rows), **owner)
-                _check_ids(table, None if counts is None else counts[rows.start : rows.stop])
-        first_row = rows.stop
-
-
-def _check_counts(
-    store: ByteStore, sidecar: Sidecar, manifest: CountsManifest, studies: SamplesTable | None
-) -> None:
-    (expected,) = _expected_tables(sidecar, manifest)
-    table = open_table(store, expected)
-    num_rows = manifest.num_samples
-    with checking(expected.path):
-        found = ConversationCounts.decode(
-            table, processor=manifest.processor, dataset_id=manifest.dataset_id, num_rows=num_rows
-        )
-        table.verify()
-    # A template makes conversations of series and images too.
-    is_of_studies = studies is not None and manifest.template is None
-    if studies is not None and is_of_studies and found.num_samples != studies.num_samples:
-        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
-
-
-def _check_ids(table: Table, counts: NDArray[Any] | None) -> None:
-    """Compare the places of tokens with the ids and with the table of counts.
-
-    Raises:
-        FormatError: They disagree.
-    """
-    starts = table.column("first_token").astype(np.int64)
-    if starts[0] or starts[-1] != table.num_rows("token_ids"):
-        raise FormatError("places of tokens that are not those of its ids")
-    if counts is not None and (np.diff(starts) != counts).any():
-        raise FormatError("other numbers of tokens than the table of counts")

@@ -25,11 +25,11 @@ from shardflow.loading.selection import FULL_STUDY
 from shardflow.monitoring.outlets import SINKS, check_metrics_address
 from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig
+from shardflow.training.augmentation import AugmentConfig, VolumeAugmentConfig
 from shardflow.training.model_fields import (
     IMAGE_FIELD,
     REPORT_FIELD,
     TaskConfig,
-    VolumeAugmentConfig,
     check_classify_fields,
     check_conversation_fields,
     check_report_fields,
@@ -46,7 +46,6 @@ CountOrZero = Annotated[int, Bounds(0)]
 _LONGEST_S = 10_000_000.0  # four months; larger values overflow some clocks of the system
 Seconds = Annotated[float, Bounds(0.1, _LONGEST_S)]
 SecondsOrZero = Annotated[float, Bounds(0.0, _LONGEST_S)]
-Share = Annotated[float, Bounds(0.0, 1.0)]
 ByteSizeOrZero = Annotated[ByteSize, Bounds(0)]
 
 
@@ -321,35 +320,6 @@ class ParallelConfig:
                 "parallel.accumulation and parallel.reshard_after_forward must be left out under ddp, got "
                 "one; remove it, or set parallel.strategy to 'fsdp2'."
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AugmentConfig:
-    """Augmentation of training images, within the limits of their modality; evaluations use none.
-
-    Each number is drawn anew for each sample of each epoch, keyed by seed, epoch, step, micro-batch and slot.
-    """
-
-    rotate_deg: Annotated[float, Bounds(0.0, 180.0)] = 0.0
-    """Turned by up to this, either way."""
-    zoom: Share = 0.0
-    """Enlarged by up to this share, so that a crop fills the frame."""
-    shift: Share = 0.0
-    """Moved by up to this share of width and height."""
-    intensity: Share = 0.0
-    """Gain, offset and gamma changed by up to this share; never where intensities are measurements."""
-    mirror: Share = 0.0
-    """Probability of left and right exchanged; never where the report names a side."""
-    flip: Share = 0.0
-    """Probability of top and bottom exchanged, where a modality has no top."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether anything is wanted."""
-        return self != AugmentConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,14 +29,8 @@ from shardflow.sampling.blend import components_from_json
 from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import (
-    AugmentConfig,
-    BatchConfig,
-    DataConfig,
-    ImageConfig,
-    TextConfig,
-    default_fields,
-)
+from shardflow.training.augmentation import AugmentConfig
+from shardflow.training.config import BatchConfig, DataConfig, ImageConfig, TextConfig, default_fields
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs

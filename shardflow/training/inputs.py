@@ -28,7 +28,7 @@ from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
 from shardflow.telemetry import StageCounters
-from shardflow.training.config import AugmentConfig
+from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,

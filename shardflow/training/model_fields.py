@@ -17,7 +17,6 @@ from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.fields.types.tokens import Tokens
-from shardflow.fields.volumes.augmentation import VolumeAugmentSettings
 from shardflow.fields.volumes.field import Volume
 from shardflow.format.keys import CONVERSATION_FIELD as STORED_CONVERSATION
 
@@ -127,46 +126,6 @@ class TaskConfig:
     def has_next_tokens(self) -> bool:
         """Whether the next token of conversations is learned, and nothing about whole ones."""
         return self.type in _OF_TOKENS and not self.target
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VolumeAugmentConfig:
-    """Augmentation of the volumes of ``segment`` on the device; evaluations use none.
-
-    The loader then delivers stored voxels with a margin, and the device resamples them once, to
-    ``fields.image.roi_size`` and its ``spacing_mm``.
-    """
-
-    preset: str = "none"
-    """``nnunet``, ``geometry`` or ``strong``, see `shardflow.VolumeAugmentation`."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of `shardflow.VolumeAugmentation` that differ from the preset's, such as ``flip_prob = [0.0,
-    0.5, 0.5]``."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("roi_size", "spacing_mm", "interpolation"):
-            if name in self.settings:
-                raise ConfigError(f"settings.{name} follows fields.image.{name}; remove it.")
-        VolumeAugmentSettings.preset(self.preset, roi_size=(1, 1, 1), **self.settings)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether anything is wanted."""
-        return self.preset != "none" or bool(self.settings)
-
-    def check(self, volume: Volume) -> None:
-        """Refuse volumes that only the loader can resample.
-
-        Raises:
-            ConfigError: They are such.
-        """
-        for name, refused in (("center", "whole"), ("interpolation", "nearest"), ("antialias", True)):
-            if self.is_active and getattr(volume, name) == refused:
-                raise ConfigError(
-                    f"fields.image.{name} = {refused!r} is resampled by the loader, and [augment_volumes] "
-                    "resamples on the device; remove one of them."
-                )
 
 
 def _check_type(

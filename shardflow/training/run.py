@@ -35,6 +35,7 @@ from shardflow.monitoring import open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
 from shardflow.training.adoption import Adoption, check_meanings
+from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.checkpoint.files import (
     Checkpoint,
     CheckpointFolder,
@@ -43,7 +44,7 @@ from shardflow.training.checkpoint.files import (
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.checkpoint.start import StartDecision, agree_on_start
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
-from shardflow.training.config import AugmentConfig, TrainConfig
+from shardflow.training.config import TrainConfig
 from shardflow.training.data import open_data
 from shardflow.training.distributed import (
     Ranks,

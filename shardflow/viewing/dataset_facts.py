@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardflow.errors import FormatError
 from shardflow.format import Dataset, FieldLocation, decode_array
-from shardflow.format.codecs import decode_field
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
+from shardflow.format.pictures import picture_size
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
 from shardflow.viewing.planes import Picture, encode_thumbnail, pixel_spacing
@@ -363,7 +364,10 @@ def _packed_thumbnail(dataset: Dataset, row: int, fields: list[FieldLocation]) -
     if all(field.name != name for field in fields):
         return None
     jpeg = dataset.read_fields(row, [name])[name]
-    height, width = decode_field(name, jpeg).shape[:2]
+    size = picture_size(jpeg)
+    if size is None:
+        raise FormatError(f"{name} must be a JPEG, got other bytes; run `shardflow verify`.")
+    height, width = size
     if not _SIDE // 2 <= max(height, width) <= 2 * _SIDE:
         return None
     scale = _SIDE / max(height, width)

@@ -131,6 +131,7 @@ print(needed(folder, size=(8, 8)))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it installs the packages, and runs every command of theirs
 def test_a_minimal_install_runs_every_help(tmp_path: Path) -> None:
     """The wheel with the base dependencies alone, in an environment of its own."""
     uv = [sys.executable, "-m", "uv"] if shutil.which("uv") is None else ["uv"]

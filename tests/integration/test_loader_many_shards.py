@@ -17,7 +17,7 @@ import pytest
 import shardflow as sf
 from benchmarks.stream.many_shards import make, read
 from shardflow.errors import StorageError
-from shardflow.format import Dataset, dataset, manifest_table, tokens
+from shardflow.format import Dataset, dataset_index, manifest_table, tokens
 from shardflow.format.manifest_table import SharedShards
 from shardflow.format.tokens import TokenIds
 from shardflow.sampling import BatchSpec
@@ -74,7 +74,7 @@ def _epoch(url: Path, fields: Mapping[str, sf.Field]) -> list[str]:
 
 
 def _collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dataset, tokens):
+    for module in (dataset_index, tokens):
         monkeypatch.setattr(module, "MIN_COLLECTED_SHARDS", NUM_SHARDS + 1)
     monkeypatch.setattr(tokens, "MAX_JOINED_BYTES", 0)
 
@@ -135,7 +135,7 @@ def test_every_index_and_text_is_the_shard_s_own(source: tuple[Path, str]) -> No
     shards, inside = (found.studies.gather(name, rows).astype(np.int64) for name in ("shard", "row_in_shard"))
     texts = found.index.texts(shards, inside)
     for position in range(NUM_SHARDS):
-        own, view = found._open_index(position), found.shard_index(position)
+        own, view = found._indexes.open(position), found.shard_index(position)
         assert [own.fields(row) for row in range(own.num_samples)] == [
             view.fields(row) for row in range(view.num_samples)
         ]

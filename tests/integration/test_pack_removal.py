@@ -14,6 +14,7 @@ import pytest
 
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, ManifestError
+from shardflow.format import shard_files
 from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.facts.studies import open_studies
@@ -22,6 +23,7 @@ from shardflow.format.samples import SamplesTable
 from shardflow.format.tokens import TokenIds
 from shardflow.format.verification import verify
 from shardflow.loading import open_view
+from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
@@ -285,6 +287,26 @@ def test_compacting_in_two_runs_and_with_nothing_to_do(case: PackCase, studies: 
     assert (three.manifest_version, three.num_shards, three.deleted_versions) == (3, 0, (1, 2))
     manifest = case.open().manifest
     assert len({shard.name for shard in manifest.shards}) == len(manifest.shards)
+
+
+def test_compact_renews_digests_that_an_older_shardflow_left_behind(
+    case: PackCase, studies: list[MadeStudy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_files, "MIN_NUM_BYTES", 1)
+    remove(case.output, case.private, Withdrawn(studies=[studies[1].study_instance_uid]))
+    with monkeypatch.context() as older:  # it knows no digests, and takes over what ``extra`` says
+        older.setattr(shard_files, "MIN_NUM_BYTES", 1 << 40)
+        older.setattr(Base, "extra", property(lambda base: {**base.manifest.extra}))
+        compact(case.output, case.private)
+    assert [case.output / "samples" / "samples-000002.blocks"] == list(case.output.rglob("*.blocks"))
+    found = verify(str(case.output))
+    assert not found.damages
+    assert "samples-000002.blocks must hold the digests of samples/samples-000003.tbl" in found.notes[0]
+    renewed = compact(case.output, case.private)
+    assert (renewed.status, renewed.manifest_version, renewed.num_shards) == ("compacted", 4, 0)
+    found = verify(str(case.output))
+    assert (found.damages, found.notes) == ((), ())
+    assert compact(case.output, case.private).status == "nothing_new"
 
 
 def test_names_of_shards_are_never_used_again(case: PackCase, studies: list[MadeStudy]) -> None:

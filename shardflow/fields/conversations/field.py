@@ -8,7 +8,6 @@ that fit into them; a batch shows as much of it as its longest conversation need
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 
 from shardflow.config import PLACE
 from shardflow.errors import ConfigError
-from shardflow.fields.conversations.packed import PlannedCounts, packed_specs, present_packed
+from shardflow.fields.conversations.arrays import ConversationArrays, present_conversations
+from shardflow.fields.conversations.planned import PlannedCounts
 from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError, roles_of
 from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
@@ -225,42 +225,7 @@ class Conversation(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return ids, mask, weights and the other entries of the processor."""
-        name = entry["name"]
-        pictures = _present_pictures(entry, arrays)
-        if "scores" in entry:
-            pictures[f"{name}_score"] = arrays[f"{name}.score"]
-        if "packed" in entry:
-            return present_packed(entry, arrays, pictures) | pictures
-        lengths = arrays[f"{name}.length"]
-        longest = max(1, int(lengths.max(initial=0)))
-        place = slice(None) if entry["pairs"] else 0
-
-        def shown(array: NDArray[Any]) -> NDArray[Any]:
-            found: NDArray[Any] = array[:, place, :longest]
-            return found
-
-        mask = np.arange(longest) < lengths[:, :, None]
-        found = {
-            name: shown(arrays[f"{name}.ids"]),
-            f"{name}_mask": shown(mask.astype(np.uint8)),
-            f"{name}_weights": shown(arrays[f"{name}.weights"]),
-        }
-        found |= {f"{name}_{one}": shown(arrays[f"{name}.{one}"]) for one in entry["tokens"]}
-        return found | pictures
-
-
-def _present_pictures(entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-    """Return the entries of the pictures of a batch, one picture after another."""
-    name, found = entry["name"], {}
-    for one, shape in entry["pictures"].items():
-        starts, rows = arrays[f"{name}.{one}.start"], arrays[f"{name}.{one}.rows"]
-        data = arrays[f"{name}.{one}.data"].reshape(-1, *shape)
-        pairs = zip(starts.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
-        pieces = [data[start : start + count] for start, count in pairs if count]
-        found[f"{name}_{one}"] = np.concatenate(pieces) if pieces else data[:0]
-        offsets = np.append(0, np.cumsum(rows.sum(axis=1)))
-        found[f"{name}_{one}_offsets"] = offsets.astype(np.int64)
-    return found
+        return present_conversations(entry, arrays)
 
 
 class BoundRendered(BoundField):
@@ -272,6 +237,15 @@ class BoundRendered(BoundField):
         self._counters = context.counters
         self._original = Renderer.load(spec.processor)
         self._form: RenderedForm = self._original.form(spec.max_tokens, spec.max_images)
+        self._arrays = ConversationArrays(
+            self.name,
+            self._form,
+            num_sequences=spec.num_sequences,
+            max_tokens=spec.max_tokens,
+            pad_id=self._original.pad_id,
+            is_packed=spec.packed,
+            has_scores=spec.scores,
+        )
         self._lock, self._local = threading.Lock(), threading.local()
         self._counts: PlannedCounts | None = None
 
@@ -287,67 +261,15 @@ class BoundRendered(BoundField):
 
     def array_specs(self, slots: Slots) -> list[ArraySpec]:
         """Name the arrays of a micro-batch."""
-        name, num_slots, of_slot = self.name, len(slots), self.spec.num_sequences
-        if self.spec.packed:
-            planned = self._planned(slots)
-            num_tokens = int(planned.tokens[:, :of_slot].sum())
-            specs = packed_specs(name, num_tokens, num_slots, of_slot, self._form.tokens)
-            specs += self._score_specs(num_slots)
-            return specs + self._picture_specs(
-                num_slots, {one: int(rows[:, :of_slot].sum()) for one, rows in planned.rows.items()}
-            )
-        tokens = num_slots, of_slot, self.spec.max_tokens
-        specs = [
-            ArraySpec.of(f"{name}.ids", np.int64, *tokens),
-            ArraySpec.of(f"{name}.weights", np.float32, *tokens),
-            ArraySpec.of(f"{name}.length", np.int64, num_slots, of_slot),
-            *(ArraySpec.of(f"{name}.{one}", np.int64, *tokens) for one in self._form.tokens),
-            *self._score_specs(num_slots),
-        ]
-        most = {one: num_slots * of_slot * entry.most_rows for one, entry in self._form.pictures.items()}
-        return specs + self._picture_specs(num_slots, most)
-
-    def _score_specs(self, num_slots: int) -> list[ArraySpec]:
-        return [ArraySpec.of(f"{self.name}.score", np.float32, num_slots)] if self.spec.scores else []
-
-    def _picture_specs(self, num_slots: int, rows: Mapping[str, int]) -> list[ArraySpec]:
-        name, places, specs = self.name, (num_slots, self.spec.num_sequences), []
-        for one, entry in self._form.pictures.items():
-            specs.append(ArraySpec.of(f"{name}.{one}.data", entry.dtype, rows[one] * math.prod(entry.shape)))
-            specs.append(ArraySpec.of(f"{name}.{one}.start", np.int64, *places))
-            specs.append(ArraySpec.of(f"{name}.{one}.rows", np.int64, *places))
-        return specs
+        return self._arrays.specs(len(slots), self._planned(slots))
 
     def prepare(self, arrays: Arrays, slots: Slots) -> None:
         """Lay out the slots, and empty every one."""
-        name, of_slot = self.name, self.spec.num_sequences
-        for one, entry in self._form.pictures.items():
-            starts = arrays[f"{name}.{one}.start"]
-            rows = np.full(starts.shape, entry.most_rows)
-            if self.spec.packed:
-                rows = self._planned(slots).rows[one][:, :of_slot].astype(np.int64)
-            starts[:] = (np.cumsum(rows) - rows.reshape(-1)).reshape(starts.shape)
-        if self.spec.packed:
-            planned = self._planned(slots).tokens[:, :of_slot].astype(np.int64)
-            arrays[f"{name}.planned"][:] = planned
-            arrays[f"{name}.start"][:] = (np.cumsum(planned) - planned.reshape(-1)).reshape(planned.shape)
-        self.blank(arrays, slice(None))
+        self._arrays.prepare(arrays, self._planned(slots))
 
     def blank(self, arrays: Arrays, slot: int | slice) -> None:
         """Make a slot look like one without a conversation; packed ones keep their planned length."""
-        name, fillers = self.name, {"ids": self._original.pad_id, "weights": 0}
-        for one, filler in (fillers | dict.fromkeys(self._form.tokens, 0)).items():
-            if not self.spec.packed:
-                arrays[f"{name}.{one}"][slot] = filler
-                continue
-            start, planned = arrays[f"{name}.start"][slot], arrays[f"{name}.planned"][slot]
-            first = int(start.reshape(-1)[0]) if start.size else 0
-            arrays[f"{name}.{one}.data"][first : first + int(planned.sum())] = filler
-        arrays[f"{name}.length"][slot] = 0
-        if self.spec.scores:
-            arrays[f"{name}.score"][slot] = 0
-        for one in self._form.pictures:
-            arrays[f"{name}.{one}.rows"][slot] = 0
+        self._arrays.blank(arrays, slot)
 
     def example(self, arrays: Arrays) -> None:
         """Give the only slot a token."""
@@ -397,25 +319,7 @@ class BoundRendered(BoundField):
             rendered = self._render(stored if span is None else stored.part(span), members)
         if rendered is None or not all(self._fits(one) for one in rendered):
             return False
-        if self.spec.packed:
-            self._check_planned(arrays, slot, rendered)
-        name = self.name
-        if self.spec.scores:
-            arrays[f"{name}.score"][slot] = stored.score
-        for place, one in enumerate(rendered):
-            length = len(one.ids)
-            for token, values in {"ids": one.ids, "weights": one.weights, **one.tokens}.items():
-                if self.spec.packed:
-                    start = int(arrays[f"{name}.start"][slot, place])
-                    arrays[f"{name}.{token}.data"][start : start + length] = values
-                else:
-                    arrays[f"{name}.{token}"][slot, place, :length] = values
-            for picture, values in one.pictures.items():
-                start = int(arrays[f"{name}.{picture}.start"][slot, place])
-                data = arrays[f"{name}.{picture}.data"].reshape(-1, *values.shape[1:])
-                data[start : start + len(values)] = values
-                arrays[f"{name}.{picture}.rows"][slot, place] = len(values)
-            arrays[f"{name}.length"][slot, place] = length
+        self._arrays.write(arrays, slot, rendered, stored.score)
         return True
 
     def _fits(self, rendered: Rendered) -> bool:
@@ -439,27 +343,10 @@ class BoundRendered(BoundField):
             return None
         return stored.render(self._own(), members, train_on=spec.train_on)
 
-    def _check_planned(self, arrays: Arrays, slot: int, rendered: Sequence[Rendered]) -> None:
-        """Refuse a conversation of another size than the plan counted with.
-
-        Raises:
-            RenderError: It is.
-        """
-        planned = arrays[f"{self.name}.planned"][slot].tolist()
-        is_same = [len(one.ids) for one in rendered] == planned
-        for name in self._form.pictures:
-            starts = arrays[f"{self.name}.{name}.start"].reshape(-1)
-            shape = self._form.pictures[name].shape
-            end = len(arrays[f"{self.name}.{name}.data"]) // max(1, math.prod(shape))
-            bounds = np.append(starts, end)
-            first = slot * len(rendered)
-            room = np.diff(bounds[first : first + len(rendered) + 1]).tolist()
-            is_same &= [len(one.pictures.get(name, ())) for one in rendered] == room
-        if not is_same:
-            raise RenderError("it has another number of tokens or pictures than was counted")
-
-    def _planned(self, slots: Slots) -> ConversationCounts:
+    def _planned(self, slots: Slots) -> ConversationCounts | None:
         """Return the counts of each slot that the plan gives a sample; of a packed micro-batch."""
+        if not self.spec.packed:
+            return None
         assert self._counts is not None  # noqa: S101 - opened for it
         return slots.once(self.name, self._counts.gather)
 

@@ -218,6 +218,11 @@ def copy_dataset(
         sidecars, notes = _sidecars_to_copy(source, target, list(manifests.values()))
     source = located(source, manifests.values())
     files = {entry.path: entry for manifest in manifests.values() for entry in manifest.files()}
+    for blocks in filter(None, (manifest.samples_blocks for manifest in manifests.values())):
+        # A copy by a shardflow that knows no such digests has none, and is read without them.
+        if blocks.path in files and not _is_there(source, blocks.path):
+            del files[blocks.path]
+            notes.append(f"{blocks.path} was left behind: SRC has none")
     files |= {entry.path: entry for sidecar in sidecars for entry in sidecar.tables}
     sidecar_manifests = [sidecar.manifest for sidecar in sidecars]
     total = sum(entry.num_bytes for entry in (*files.values(), *sidecar_manifests))
@@ -347,6 +352,14 @@ class _SidecarFiles:
             view=self.sidecar.view,
             num_bytes=sum(entry.num_bytes for entry in (*self.tables, self.manifest)),
         )
+
+
+def _is_there(store: ByteStore, path: str) -> bool:
+    try:
+        store.size(path)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _sidecars_to_copy(

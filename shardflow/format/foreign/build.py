@@ -31,10 +31,8 @@ from shardflow.format.foreign.places import LOCATIONS_VERSION, ImageFacts, split
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
     FOREIGN_KEY_NUM_BYTES,
-    HEAD_NUM_BYTES,
     TarMember,
     foreign_sample_key,
-    image_header,
     is_meta,
     scan_tar,
     split_member,
@@ -42,6 +40,7 @@ from shardflow.format.foreign.scan import (
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, sha256_hex, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
+from shardflow.format.pictures import HEAD_NUM_BYTES, image_header
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import IMAGE_KINDS, key_hashes, repeated_hashes
 from shardflow.format.shard_files import write_samples

@@ -7,34 +7,21 @@ and size).
 Names are cut as webdataset 1.0 was measured to do: the key is the path up to the first dot of its last part,
 folders included; the rest, in lower case, is the field. Members without a dot, and ``__names__`` at the top
 level, belong to no sample.
-
-Image headers: PNG (ISO 15948) and JPEG (ITU-T T.81).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import google_crc32c
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.tar import BLOCK_NUM_BYTES, HashedStream
 
-HEAD_NUM_BYTES: Final = 1 << 18
-"""Enough for a JPEG whose size follows a thumbnail and a color profile."""
-
-_MAX_PIXELS: Final = 1 << 28
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
-# Color types of PNG without color: gray, and gray with alpha.
-_PNG_GRAY: Final = (0, 4)
-# Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
-_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 FOREIGN_KEY_NUM_BYTES: Final = 32
 FOREIGN_FIELD_PATTERN: Final = re.compile(r"[a-z0-9_@+-]+(\.[a-z0-9_@+-]+)*", re.ASCII)
 MAX_PATTERN_NAMES: Final = 1_000_000
@@ -47,56 +34,6 @@ _REGULAR: Final = frozenset({0, ord("0"), ord("7")})
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _REFUSED: Final = {ord("1"): "a hard link", ord("2"): "a symbolic link", ord("S"): "a sparse file"}
-
-
-class ImageHeader(NamedTuple):
-    """Size and kind of an image, from its header."""
-
-    rows: int
-    columns: int
-    has_color: bool
-    """Whether it stores color, a palette too."""
-    num_bits: int
-    """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
-
-    @property
-    def is_gray(self) -> bool:
-        """Whether it is decoded as one sample of 8 bits per pixel."""
-        return not self.has_color and self.num_bits == 8
-
-
-def image_header(head: bytes) -> ImageHeader | None:
-    """Read the header of a PNG or JPEG; None where its first bytes do not tell."""
-    header = _stated(head)
-    # A header may state any size, and memory is allocated by it.
-    return header if header and 0 < header.rows * header.columns <= _MAX_PIXELS else None
-
-
-def image_size(head: bytes) -> tuple[int, int] | None:
-    """Return ``(rows, columns)`` of a PNG or JPEG; None where its first bytes do not tell."""
-    header = image_header(head)
-    return header and header[:2]
-
-
-def _stated(head: bytes) -> ImageHeader | None:
-    if head.startswith(_PNG) and len(head) >= 26 and head[12:16] == b"IHDR":
-        columns, rows, num_bits, color_type = struct.unpack_from(">IIBB", head, 16)
-        return ImageHeader(rows, columns, color_type not in _PNG_GRAY, 16 if num_bits > 8 else 8)
-    if not head.startswith(b"\xff\xd8"):
-        return None
-    at = 2
-    while at + 10 <= len(head) and head[at] == 0xFF:
-        marker = head[at + 1]
-        if marker == 0xFF:
-            at += 1
-        elif marker in _ALONE:
-            at += 2
-        elif marker in _FRAMES:
-            num_bits, rows, columns, num_samples = struct.unpack_from(">BHHB", head, at + 4)
-            return ImageHeader(rows, columns, num_samples > 1, 16 if num_bits > 8 else 8)
-        else:
-            at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
-    return None
 
 
 def split_member(name: bytes) -> tuple[bytes, str] | None:

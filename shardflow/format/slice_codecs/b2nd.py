@@ -47,6 +47,9 @@ _CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS = 31, 0x70, 0x10
 ZEROS_OFFSET = -(1 << 63) + (1 << 56)
 """Offset of a chunk of zeros, which has no bytes in a frame."""
 _METALAYER_MARK = b"\xa4b2nd\xd2"
+# Of frames of other writers, whose blocks have some 10 KB and more.
+_MIN_PARTS, _PART_NUM_BYTES = 1024, 1024
+_MIN_CHUNK_NUM_BYTES, _MAX_PADDING = 1 << 22, 8
 DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
 
 
@@ -118,8 +121,9 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     if _is_one_chunk_in_c_order(frame):
         _decompress(_chunk(frame, payload, out.nbytes), out)
         return
+    # A frame of another writer, or one special value without a chunk.
+    _check_parts(frame, out.nbytes)
     try:
-        # A frame of another writer, or one special value without a chunk.
         out[...] = _blosc2().ndarray_from_cframe(bytes(payload))[...]
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
@@ -515,6 +519,27 @@ def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
     )
 
 
+def _check_parts(frame: _Frame, out_num_bytes: int) -> None:
+    """Refuse a frame of so many or so large parts that decoding a small payload takes minutes or gigabytes.
+
+    Each part is decoded alone, and whole, also where little of it is in the array; one of a single value
+    takes no bytes of the payload.
+    """
+    num_parts = part_num_bytes = 1
+    for size, chunk, block in zip(frame.shape, frame.chunk_shape, frame.block_shape, strict=True):
+        num_blocks = -(-chunk // block)
+        num_parts *= -(-size // chunk) * num_blocks
+        part_num_bytes *= num_blocks * block
+    part_num_bytes *= frame.dtype.itemsize
+    most_parts = _MIN_PARTS + out_num_bytes // _PART_NUM_BYTES
+    most_num_bytes = _MIN_CHUNK_NUM_BYTES + _MAX_PADDING * out_num_bytes
+    if num_parts > most_parts or part_num_bytes > most_num_bytes:
+        raise FormatError(
+            f"a slice of {out_num_bytes} bytes must have up to {most_parts} blocks, and chunks of up to "
+            f"{most_num_bytes} bytes, got {num_parts} blocks in chunks of {part_num_bytes}."
+        )
+
+
 def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:
     """Return the only chunk of a frame, once it is sure that it fits.
 
@@ -567,7 +592,7 @@ def _array_layout(
     block_shape = struct.unpack_from(">x" + "xi" * num_axes, header, at)
     at += 1 + 5 * num_axes
     # dtype format 0 (NumPy), str32 mark and length
-    if header[at] != 0 or header[at + 1] != 0xDB or min(shape, default=0) < 1 or min(block_shape) < 1:
+    if header[at] != 0 or header[at + 1] != 0xDB or min((*shape, *chunk_shape, *block_shape), default=0) < 1:
         raise ValueError
     (length,) = _HEADER_NUM_BYTES.unpack_from(header, at + 2)
     name = header[at + 6 : at + 6 + length]

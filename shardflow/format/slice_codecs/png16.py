@@ -6,7 +6,6 @@ PNG has no signed numbers, so int16 is stored with an offset, which a text chunk
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import struct
 import zlib
@@ -17,13 +16,12 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.opencv import opencv
+from shardflow.format.pictures import PNG_SIGNATURE, decode_picture
 
 # Of a PNG (ISO/IEC 15948): signature, then the chunk IHDR with width, height, depth and color type, and its
 # checksum. Ours has the chunk tEXt behind it where values are moved.
 _HEAD = struct.Struct(">8sI4sIIBB")
 _HEAD_NUM_BYTES = 33
-_CHUNK = struct.Struct(">I4s")
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GRAY, _RGB = 0, 2
 _OFFSET = 0x8000
 _OFFSET_TEXT = b"Offset\x00-32768"
@@ -81,12 +79,9 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     if shape != out.shape or dtype != out.dtype:
         raise FormatError(f"a slice must be {out.dtype} {out.shape}, got {dtype} {shape}.")
     cv2 = opencv()
-    found = None
-    if holds_its_chunks(payload):
-        with contextlib.suppress(cv2.error):
-            found = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
+    found = decode_picture(payload, cv2.IMREAD_UNCHANGED)
     stored = out.view(np.uint16) if dtype.kind == "i" else out
-    if found is None or found.shape != shape or found.dtype != stored.dtype:
+    if found.shape != shape or found.dtype != stored.dtype:
         raise FormatError("a png16 payload must decode, got a damaged PNG.")
     # OpenCV decodes into memory of its own; the copy from there restores color order and sign.
     plain = found[..., ::-1] if found.ndim == _COLORS else found
@@ -94,23 +89,6 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         np.bitwise_xor(plain, _OFFSET, out=stored)
     else:
         np.copyto(stored, plain)
-
-
-def holds_its_chunks(payload: memoryview) -> bool:
-    """Tell whether a PNG has pixels before its end, and no chunk longer than what is left of the file.
-
-    OpenCV allocates the length that a chunk states, up to 4 GiB, and reads on behind an end that comes before
-    the pixels.
-    """
-    position = len(PNG_SIGNATURE)
-    has_pixels = False
-    while position + _CHUNK.size <= len(payload):
-        num_bytes, kind = _CHUNK.unpack_from(payload, position)
-        position += 12 + num_bytes
-        if kind == b"IEND":  # what follows is not read
-            return has_pixels and not num_bytes and position <= len(payload)
-        has_pixels = has_pixels or kind == b"IDAT"
-    return position <= len(payload)
 
 
 @functools.cache

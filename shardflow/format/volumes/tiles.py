@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.opencv import opencv
+from shardflow.format.pictures import decode_picture
 
 TILES_CODEC: Final = "tiles"
 """Codec of a slide, in ``study.json`` and the series table."""
@@ -120,13 +121,10 @@ def decode_tile(payload: memoryview | bytes, out: NDArray[np.uint8]) -> None:
         _inflate_tile(payload, out)
         return
     cv2 = opencv()
-    try:
-        pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)
-        if pixels is None or pixels.shape != out.shape or pixels.dtype != np.uint8:
-            raise FormatError(f"a tile must be a JPEG stream of {out.shape}, got another one.")
-        cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=out)
-    except cv2.error:
-        raise FormatError("a tile could not be decoded (JPEG).") from None
+    pixels = decode_picture(payload, cv2.IMREAD_UNCHANGED, size=out.shape[:2])
+    if pixels.shape != out.shape or pixels.dtype != np.uint8:
+        raise FormatError(f"a tile must be a JPEG stream of {out.shape}, got another one.")
+    cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=out)
 
 
 def _inflate_tile(payload: memoryview | bytes, out: NDArray[np.uint8]) -> None:

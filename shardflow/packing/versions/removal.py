@@ -27,6 +27,7 @@ from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format.dataset import Dataset, check_field_bytes
 from shardflow.format.entities import view_digests
 from shardflow.format.facts.voxels import carry_shard_voxels
+from shardflow.format.file_blocks import has_stale_digests
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import REPORT_COUNTS, REPORT_JSON_FIELD, SAMPLE_KEY_PATTERN, shard_name
 from shardflow.format.manifest import Manifest, ShardEntry, manifest_path, versions
@@ -285,7 +286,8 @@ class CompactionSummary:
     """Result of a compaction."""
 
     status: _CompactionStatus
-    """``compacted``, or ``nothing_new``: no shard holds a removed sample, and no version was deleted."""
+    """``compacted``, or ``nothing_new``: no shard holds a removed sample, no digests of another samples table
+    are named, and no version was deleted."""
     dataset_id: str
     manifest_version: int
     num_shards: int
@@ -299,7 +301,7 @@ class CompactionSummary:
 
 
 def compact(output: Path, private: Path, *, deletes_old: bool = False) -> CompactionSummary:
-    """Write a version whose shards hold no removed sample.
+    """Write a version whose shards hold no removed sample, and whose samples table has digests of its own.
 
     A published dataset is updated at its address too, and versions are deleted in both places.
 
@@ -318,7 +320,8 @@ def compact(output: Path, private: Path, *, deletes_old: bool = False) -> Compac
     with open_newest(output, private) as newest:
         store, manifest, uploader = LocalStore(newest.workspace.output), newest.base.manifest, newest.uploader
         holed = [shard for shard in manifest.shards if shard.num_removed]
-        if holed:
+        renews = has_stale_digests(store, manifest)
+        if holed or renews:
             manifest = _write_compacted(newest, shown)
         if uploader is not None:
             uploader.finish()
@@ -329,7 +332,7 @@ def compact(output: Path, private: Path, *, deletes_old: bool = False) -> Compac
                 uploader.erase_unnamed()
     shown.phase("done", 0)
     return CompactionSummary(
-        status="compacted" if holed or (deletes_old and deleted) else "nothing_new",
+        status="compacted" if holed or renews or (deletes_old and deleted) else "nothing_new",
         dataset_id=manifest.dataset_id,
         manifest_version=manifest.manifest_version,
         num_shards=len(holed),

@@ -24,7 +24,8 @@ from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format.facts.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
-from shardflow.training.config import AugmentConfig, ImageConfig, ModelConfig
+from shardflow.training.augmentation import AugmentConfig
+from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.inputs import ImageMaker
 from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, TaskConfig

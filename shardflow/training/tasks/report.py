@@ -17,14 +17,8 @@ from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader, Selection
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
-from shardflow.training.config import (
-    AugmentConfig,
-    BatchConfig,
-    ImageConfig,
-    LoraConfig,
-    ModelConfig,
-    TextConfig,
-)
+from shardflow.training.augmentation import AugmentConfig
+from shardflow.training.config import BatchConfig, ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.data import batch_spec, open_inputs, run_fields, sample_inputs
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs

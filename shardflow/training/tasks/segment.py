@@ -32,10 +32,11 @@ from shardflow.loading.windows import select_windows
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters
+from shardflow.training.augmentation import VolumeAugmentConfig
 from shardflow.training.config import ModelConfig
 from shardflow.training.device.volumes import VolumeAugmentation
 from shardflow.training.distributed import Ranks
-from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig, VolumeAugmentConfig
+from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig
 from shardflow.training.models.building import build_target, freeze
 from shardflow.training.models.unet import UNet3d
 from shardflow.training.tasks.task import ArrayTask, Meter

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ChecksumError, FormatError, ManifestError, NotFoundError, ShortReadError
-from shardflow.format import Dataset, decode_array
-from shardflow.format import dataset as dataset_module
+from shardflow.format import Dataset, dataset_index, decode_array
 from shardflow.format.index import ShardIndex
 from shardflow.format.table import Table, encode_table
 from tests.factories import make_dataset, make_sample
@@ -156,10 +155,10 @@ def test_indexes_are_kept_within_a_bound_of_bytes(folder: Path, monkeypatch: pyt
     dataset = Dataset.open(folder)
     first = dataset.shard_index(0)
     assert dataset.shard_index(0) is first
-    monkeypatch.setattr(dataset_module, "_MAX_INDEX_NUM_BYTES", 1)
+    monkeypatch.setattr(dataset_index, "_MAX_OPEN_NUM_BYTES", 1)
     dataset.shard_index(1)
-    assert list(dataset._indexes) == [1]
-    assert dataset._index_num_bytes == dataset.manifest.shards[1].index.num_bytes
+    assert list(dataset._indexes._open) == [1]
+    assert dataset._indexes._num_bytes == dataset.manifest.shards[1].index.num_bytes
     assert dataset.shard_index(0) is not first
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from shardflow.errors import ChecksumError, FormatError, StorageError
 from shardflow.format import Dataset, shard_files
 from shardflow.format.copies.subset import copy_subset
 from shardflow.format.file_blocks import BlockDigests, open_proven
-from shardflow.format.manifest import FileEntry, Manifest, load
+from shardflow.format.manifest import FileEntry, Manifest, commit, load
 from shardflow.format.samples import COLUMNS, SamplesTable
 from shardflow.format.table import BLOCK_NUM_BYTES, Table, encode_table
 from shardflow.storage import ByteRange, LocalStore
@@ -191,30 +192,55 @@ def test_a_hostile_dataset_cannot_fill_the_file_of_another(folder: Path, tmp_pat
     )
 
 
-@pytest.mark.parametrize("wrong", ["missing", "of another table"])
-def test_a_dataset_of_an_older_shardflow_is_read_whole(
+def _appended_by_an_older_one(folder: Path) -> Manifest:
+    """Write a next version as a shardflow does that knows no digests: it takes over what ``extra`` says."""
+    store = LocalStore(folder)
+    first = load(store)
+    shards, path = tuple(first.shards[:-1]), "samples/samples-000002.tbl"
+    num_samples = sum(shard.num_samples for shard in shards)
+    whole = _whole(folder)
+    columns = {name: np.array(whole.column(name)[:num_samples]) for name in COLUMNS}
+    meta = {**whole._table.meta, "splits": {"train": [0, num_samples]}}
+    table = shard_files.write_file(folder, path, [encode_table(columns, meta)])
+    next_one = replace(
+        first,
+        manifest_version=2,
+        parent=first.dataset_id,
+        shards=shards,
+        samples=table,
+        counts=replace(first.counts, packed=num_samples),
+        ledger=None,
+    )
+    commit(store, next_one)
+    return next_one
+
+
+@pytest.mark.parametrize("wrong", ["missing", "of an earlier table"])
+def test_a_dataset_of_an_older_shardflow_is_read_whole_and_verified(
     folder: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that knows no digests copies a dataset without them, and names them for its next table too."""
-    whole, manifest = _whole(folder), load(LocalStore(folder))
-    path = folder / _blocks(manifest).path
+    manifest = load(LocalStore(folder))
     if wrong == "missing":
-        path.unlink()
+        (folder / _blocks(manifest).path).unlink()
     else:
-        table = folder / manifest.samples.path
-        other = shard_files.write_file(folder, "samples/samples-000002.tbl", [table.read_bytes() + b"x"])
-        digests = BlockDigests()
-        digests.add(table.read_bytes() + b"x")
-        entry = shard_files.write_file(folder, _blocks(manifest).path, [digests.encode(other)])
-        edit_manifest(
-            folder,
-            lambda body: body["extra"]["samples_blocks"].update(
-                num_bytes=entry.num_bytes, sha256=entry.sha256
-            ),
-        )
+        manifest = _appended_by_an_older_one(folder)
     samples = Dataset.open(folder).samples
-    np.testing.assert_array_equal(samples.column("sample_key"), whole.column("sample_key"))
-    assert "samples-000001.tbl is read whole" in caplog.text
+    np.testing.assert_array_equal(samples.column("sample_key"), _whole(folder).column("sample_key"))
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        f"{manifest.samples.path} is read whole, which is slower: samples/samples-000001.blocks"
+    )
+    assert "`shardflow compact`" in warning
+    report = sf.verify(folder)
+    assert (report.damages, report.notes) == ((), (warning,))
+    # The table is proven by its own digest.
+    table = folder / manifest.samples.path
+    data = bytearray(table.read_bytes())
+    data[3 * BLOCK_NUM_BYTES] ^= 1
+    table.write_bytes(data)
+    (damage,) = sf.verify(folder).damages
+    assert damage.path == manifest.samples.path
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 64])
@@ -252,6 +278,14 @@ def test_a_copy_has_them_and_a_part_has_its_own(folder: Path, tmp_path: Path) ->
     copy_subset(Dataset.open(folder), np.arange(9), tmp_path / "part")
     assert load(LocalStore(tmp_path / "part")).samples_blocks is None  # it is small
     assert sf.verify(tmp_path / "part").is_whole
+
+
+def test_a_dataset_without_them_is_copied(folder: Path, tmp_path: Path) -> None:
+    path = _blocks(load(LocalStore(folder))).path
+    (folder / path).unlink()
+    report = sf.copy(LocalStore(folder), LocalStore(tmp_path / "copy"))
+    assert report.notes == (f"{path} was left behind: SRC has none",)
+    assert not sf.verify(tmp_path / "copy").damages
 
 
 def test_processes_fill_one_file_at_once(folder: Path, node: Path) -> None:

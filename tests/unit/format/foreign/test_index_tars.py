@@ -21,7 +21,8 @@ from shardflow.format.foreign.build import (
     IndexReport,
     index_tars,
 )
-from shardflow.format.foreign.scan import expand_braces, image_header, image_size, split_member
+from shardflow.format.foreign.scan import expand_braces, split_member
+from shardflow.format.pictures import image_header, picture_size
 from shardflow.format.tar import END_OF_ARCHIVE, encode_member
 from tests.foreign_tars import (
     gnu_tar,
@@ -136,9 +137,9 @@ def test_facts_are_what_plans_need(tmp_path: Path) -> None:
 def test_images_tell_their_size() -> None:
     for kind in ("png", "jpg"):
         pixels, data = picture(3, kind)
-        assert image_size(data) == pixels.shape[:2]
+        assert picture_size(data) == pixels.shape[:2]
         for length in range(30):
-            assert image_size(data[:length]) in (None, pixels.shape[:2])
+            assert picture_size(data[:length]) in (None, pixels.shape[:2])
         grey, colour = (image_header(picture(number, kind)[1]) for number in (3, 4))
         assert grey is not None
         assert colour is not None
@@ -146,8 +147,8 @@ def test_images_tell_their_size() -> None:
     deep = image_header(encode_array("png16", np.full((4, 5), 40_000, np.uint16)))
     assert deep is not None
     assert not deep.is_gray
-    assert image_size(b"") is None
-    assert image_size(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\xff\xff\xff\xff\xff\xff") is None
+    assert picture_size(b"") is None
+    assert picture_size(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\xff\xff\xff\xff\xff\xff") is None
 
 
 # ---- what does not fit ---------------------------------------------------------------------------

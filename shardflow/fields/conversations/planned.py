@@ -1,14 +1,10 @@
-"""Packed sequences: several conversations one behind another, each seen by itself alone.
-
-Positions begin at 0 in each conversation, from which attention of transformers knows where one ends; labels
-leave out the first token of each, which the token before it, of another conversation, would predict.
-"""
+"""Counts of the conversations of a selection: what a token budget charges, and the room of packed slots."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +12,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.stored import check_counts
-from shardflow.fields.field import Arrays, ArraySpec, FieldContext, Slots
+from shardflow.fields.field import FieldContext, Slots
 from shardflow.fields.units import PartDataset
 from shardflow.format.counts import ConversationCounts, CountedTemplate, open_conversation_counts
 from shardflow.format.dataset import Dataset
@@ -24,100 +20,6 @@ from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.sampling.budget import TokenBudget
 
 _LOGGER = logging.getLogger(__name__)
-
-IGNORED_LABEL: Final = -100
-"""Label of a token that is not predicted, as losses of torch and transformers know it."""
-
-
-def packed_specs(
-    name: str, num_tokens: int, num_slots: int, num_sequences: int, tokens: Sequence[str]
-) -> list[ArraySpec]:
-    """Name the arrays of the tokens of a packed micro-batch; ``planned`` are the lengths that tables know."""
-    places = num_slots, num_sequences
-    return [
-        ArraySpec.of(f"{name}.ids.data", np.int64, num_tokens),
-        ArraySpec.of(f"{name}.weights.data", np.float32, num_tokens),
-        *(ArraySpec.of(f"{name}.{one}.data", np.int64, num_tokens) for one in tokens),
-        ArraySpec.of(f"{name}.start", np.int64, *places),
-        ArraySpec.of(f"{name}.planned", np.int64, *places),
-        ArraySpec.of(f"{name}.length", np.int64, *places),
-    ]
-
-
-def present_packed(entry: Mapping[str, Any], arrays: Arrays, pictures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a packed micro-batch, see `shardflow.Conversation`.
-
-    Args:
-        entry: What the field described.
-        arrays: Of the batch.
-        pictures: Its entries of pictures, by name.
-    """
-    name = entry["name"]
-    planned, lengths = arrays[f"{name}.planned"].reshape(-1), arrays[f"{name}.length"].reshape(-1)
-    num_tokens = int(planned.sum())
-    # A micro-batch without samples has a token, so that a model can run on it.
-    sizes = planned[planned > 0] if num_tokens else np.ones(1, np.int64)
-    cuts = np.append(0, np.cumsum(sizes))
-    total = int(cuts[-1])
-    position = np.arange(total) - np.repeat(cuts[:-1], sizes)
-    segment = np.zeros(total, np.int64)
-    is_token = np.zeros(total, np.uint8)
-    if num_tokens:
-        segment[:] = np.repeat(np.arange(len(planned)), planned)
-        is_token[:] = position < np.repeat(lengths, planned)
-
-    def row(of: str, filler: int) -> NDArray[Any]:
-        data = arrays[f"{name}.{of}.data"]
-        return (data if num_tokens else np.full(1, filler, data.dtype))[None]
-
-    ids, weights = row("ids", entry["pad_id"]), row("weights", 0).copy()
-    weights[:, position == 0] = 0
-    positions = position[None]
-    if entry["mrope"] is not None:
-        token, merge = entry["mrope"]
-        grid = pictures[f"{name}_image_grid_thw"]
-        positions = np.concatenate([positions, _with_grids(ids[0], position, grid, token, merge)])[:, None]
-    return {
-        name: ids,
-        f"{name}_mask": is_token[None],
-        f"{name}_weights": weights,
-        f"{name}_labels": np.where(weights > 0, ids, IGNORED_LABEL),
-        f"{name}_position_ids": positions,
-        f"{name}_segment_ids": segment[None],
-        f"{name}_cu_seqlens": cuts.astype(np.int32),
-        **{f"{name}_{one}": row(one, 0) for one in entry["tokens"]},
-    }
-
-
-def _with_grids(
-    ids: NDArray[np.int64], position: NDArray[np.int64], grid: NDArray[np.int64], token: int, merge: int
-) -> NDArray[np.int64]:
-    """Return positions in time, rows and columns, ``(3, T)``, as Qwen2-VL and Qwen2.5-VL count them.
-
-    A picture takes as many positions as its longer side has tokens, whatever the number of its tokens.
-
-    Args:
-        ids: ``(T,)``.
-        position: ``(T,)`` place in the conversation.
-        grid: ``(N, 3)`` patches of each picture in time, rows and columns.
-        token: Id of a token of a picture.
-        merge: Patches on the side of a token.
-    """
-    places = np.flatnonzero(ids == token)
-    inside = grid // np.array([1, merge, merge])
-    sizes = inside.prod(axis=1)
-    advance = np.ones(len(ids), np.int64)
-    advance[places] = 0
-    advance[places[np.cumsum(sizes) - 1]] = inside[:, 1:].max(axis=1, initial=0)
-    before = np.cumsum(advance) - advance
-    base = before - np.repeat(
-        before[position == 0], np.diff(np.append(np.flatnonzero(position == 0), len(ids)))
-    )
-    found = np.repeat(base[None], 3, axis=0)
-    if len(inside):
-        steps = [np.indices(tuple(one)).reshape(3, -1) for one in inside.tolist()]
-        found[:, places] += np.concatenate(steps, axis=1)
-    return found
 
 
 class _Settings(Protocol):

@@ -1,0 +1,175 @@
+"""Pictures: JPEG, PNG and WebP files of a dataset, checked before OpenCV decodes them.
+
+A file may be a stranger's, with the checksum that fits. OpenCV tells a file by its first bytes, whatever its
+name says, allocates what a header states, and makes up what is missing: some hundred bytes of JPEG become a
+gigabyte of gray, or are gone through a thousand times. What a file states is compared with its length first.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardflow.errors import FormatError
+from shardflow.format.opencv import opencv
+
+HEAD_NUM_BYTES: Final = 1 << 18
+"""Enough for a JPEG whose size follows a thumbnail and a color profile."""
+# Color types of PNG without color: gray, and gray with alpha.
+_PNG_GRAY: Final = (0, 4)
+# Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
+_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
+PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
+_PNG_CHUNK: Final = struct.Struct(">I4s")
+_JPEG_START, _JPEG_SCAN = b"\xff\xd8", b"\xff\xda"
+# Of a WebP (RFC 9649): the chunk behind the head, and in it sizes minus one, or 14 bits of the size itself.
+_WEBP_HEAD: Final = struct.Struct("<4s4x4s4s4x")
+_WEBP_NUM_BYTES: Final = 30
+_MAX_PIXELS: Final = 1 << 28
+_MAX_PIXELS_PER_BYTE: Final = {_JPEG_START: 1024, PNG_SIGNATURE[:2]: 8 * 1032}
+"""By the first bytes. Huffman coding takes a bit or more for each block of 64 pixels of a JPEG (ITU-T T.81),
+which is half of this; deflate expands up to 1032 times, and a byte of PNG holds up to 8 pixels."""
+_MAX_SCANS: Final = 100
+"""Of a JPEG. Progressive encoders write about 10, and each goes through the whole picture."""
+
+
+class ImageHeader(NamedTuple):
+    """Size and kind of an image, from its header."""
+
+    rows: int
+    columns: int
+    has_color: bool
+    """Whether it stores color, a palette too."""
+    num_bits: int
+    """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
+
+    @property
+    def is_gray(self) -> bool:
+        """Whether it is decoded as one sample of 8 bits per pixel."""
+        return not self.has_color and self.num_bits == 8
+
+
+def image_header(head: bytes) -> ImageHeader | None:
+    """Read the header of a PNG or JPEG; None where its first bytes do not tell."""
+    header = _stated(head)
+    # A header may state any size, and memory is allocated by it.
+    return header if header and 0 < header.rows * header.columns <= _MAX_PIXELS else None
+
+
+def _stated(head: bytes) -> ImageHeader | None:
+    if head.startswith(PNG_SIGNATURE) and len(head) >= 26 and head[12:16] == b"IHDR":
+        columns, rows, num_bits, color_type = struct.unpack_from(">IIBB", head, 16)
+        return ImageHeader(rows, columns, color_type not in _PNG_GRAY, 16 if num_bits > 8 else 8)
+    if not head.startswith(b"\xff\xd8"):
+        return None
+    at = 2
+    while at + 10 <= len(head) and head[at] == 0xFF:
+        marker = head[at + 1]
+        if marker == 0xFF:
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        elif marker in _FRAMES:
+            num_bits, rows, columns, num_samples = struct.unpack_from(">BHHB", head, at + 4)
+            return ImageHeader(rows, columns, num_samples > 1, 16 if num_bits > 8 else 8)
+        else:
+            at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
+    return None
+
+
+def decode_picture(
+    payload: bytes | memoryview | NDArray[np.uint8], flags: int, *, size: tuple[int, int] | None = None
+) -> NDArray[Any]:
+    """Decode a JPEG, PNG or WebP as ``cv2.imdecode``, with colors in OpenCV's order.
+
+    Args:
+        payload: The file.
+        flags: Of ``cv2.imdecode``.
+        size: Rows and columns that it must state; None for any.
+
+    Returns:
+        ``(rows, columns)``, or with a last axis of 3 or 4; uint8 or uint16.
+
+    Raises:
+        FormatError: It states no size or another one, more pixels than its bytes can hold, or cannot be
+            decoded.
+        ConfigError: OpenCV is not installed.
+    """
+    view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
+    stated = _check(view)
+    if size is not None and stated != size:
+        raise FormatError(f"a picture must have {size[0]} x {size[1]} pixels, got {stated[0]} x {stated[1]}.")
+    cv2 = opencv()
+    try:
+        pixels: NDArray[Any] | None = cv2.imdecode(np.frombuffer(view, np.uint8), flags)
+    except cv2.error as error:
+        raise FormatError(f"a picture must decode, got {type(error).__name__} from OpenCV.") from None
+    if pixels is None or pixels.shape[:2] != stated:
+        raise FormatError("a picture must decode to the size in its header, got another one or none.")
+    return pixels
+
+
+def picture_size(payload: bytes | memoryview) -> tuple[int, int] | None:
+    """Read ``(rows, columns)`` of a JPEG, PNG or WebP from its header; None where it states none."""
+    head = bytes(payload[:HEAD_NUM_BYTES])
+    header = image_header(head)
+    return _webp_size(head) if header is None else header[:2]
+
+
+def _check(payload: memoryview) -> tuple[int, int]:
+    """Return rows and columns of a file that can hold what it states."""
+    size = picture_size(payload)
+    if size is None:
+        raise FormatError("a picture must be a JPEG, PNG or WebP that states its size, got another file.")
+    start = bytes(payload[:2])
+    most = min(_MAX_PIXELS, len(payload) * _MAX_PIXELS_PER_BYTE.get(start, _MAX_PIXELS))
+    if size[0] * size[1] > most:
+        raise FormatError(
+            f"a picture of {len(payload)} bytes must have up to {most} pixels, got {size[0]} x {size[1]} in "
+            "its header: it is cut, or made to take memory."
+        )
+    if start == _JPEG_START and (num_scans := bytes(payload).count(_JPEG_SCAN)) > _MAX_SCANS:
+        raise FormatError(f"a JPEG must have up to {_MAX_SCANS} scans, got {num_scans}.")
+    if bytes(payload[:8]) == PNG_SIGNATURE and not holds_its_chunks(payload):
+        raise FormatError("a PNG must hold the chunks that it states, got one that ends early.")
+    return size
+
+
+def _webp_size(head: bytes) -> tuple[int, int] | None:
+    if len(head) < _WEBP_NUM_BYTES:
+        return None
+    riff, webp, chunk = _WEBP_HEAD.unpack_from(head)
+    if (riff, webp) != (b"RIFF", b"WEBP"):
+        return None
+    at = _WEBP_HEAD.size
+    if chunk == b"VP8X":
+        columns, rows = (int.from_bytes(head[at + place : at + place + 3], "little") + 1 for place in (4, 7))
+    elif chunk == b"VP8L":
+        bits = int.from_bytes(head[at + 1 : at + 5], "little")
+        columns, rows = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif chunk == b"VP8 ":
+        columns, rows = (size & 0x3FFF for size in struct.unpack_from("<HH", head, at + 6))
+    else:
+        return None
+    return (rows, columns) if rows * columns else None
+
+
+def holds_its_chunks(payload: memoryview) -> bool:
+    """Tell whether a PNG has pixels before its end, and no chunk longer than what is left of the file.
+
+    OpenCV allocates the length that a chunk states, up to 4 GiB, and reads on behind an end that comes before
+    the pixels.
+    """
+    position = len(PNG_SIGNATURE)
+    has_pixels = False
+    while position + _PNG_CHUNK.size <= len(payload):
+        num_bytes, kind = _PNG_CHUNK.unpack_from(payload, position)
+        position += 12 + num_bytes
+        if kind == b"IEND":  # what follows is not read
+            return has_pixels and not num_bytes and position <= len(payload)
+        has_pixels = has_pixels or kind == b"IDAT"
+    return position <= len(payload)
