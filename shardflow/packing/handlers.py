@@ -204,7 +204,7 @@ def _recognizer(settings: DeidConfig) -> Family | None:
     """
     if settings.model is None and not settings.recognizers:
         return None
-    # Imported for texts alone: their patterns take as long to compile as a study takes to pack.
+    # Imported for texts alone: their patterns take long to compile.
     from shardflow.packing.deid.report_text import load_recognizers
 
     models: list[Family] = []

@@ -46,8 +46,7 @@ STARTS = {
         "from shardflow.cli.main import build_parser; build_parser('pack')",
         {*NUMERICS, "rich"},
     ),
-    # What finds people in texts is imported for the first text: compiling its patterns takes a third of the
-    # time in which a process starts.
+    # What finds people in texts is imported for the first text, because its patterns take long to compile.
     "packing process before its first text": ("import shardflow.packing.handlers", {"blosc2", "rapidfuzz"}),
     "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
     "shardflow train --help": (

@@ -365,7 +365,7 @@ class StudyPrivacy:
         return self._scrub(text, people, "scrub" if mode == "keep" else mode).text
 
     def _scrub(self, text: str, people: Iterable[Attributes], mode: ReportTextMode) -> ScrubbedText:
-        # Imported for the first text: their patterns take as long to compile as a study takes to pack.
+        # Imported for the first text: their patterns take long to compile.
         from shardflow.packing.deid.known_values import KnownValues
         from shardflow.packing.deid.report_text import scrub
 
