@@ -27,7 +27,8 @@ from benchmarks.about import about_run
 from benchmarks.reports.gold_sets import Part, language_sentences, sentences, styled_sentences
 from benchmarks.reports.openi import find_archive, read_reports
 from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.report_text import ReportTextMode, find_spans
+from shardflow.packing.deid.pseudonyms import ReportTextMode
+from shardflow.packing.deid.report_text import find_spans
 from shardflow.synthetic.identifiers import Measured, PlantedText, measure, plant
 
 _RESULTS = Path(__file__).parent.parent / "results" / "privacy_text.json"

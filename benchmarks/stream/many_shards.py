@@ -2,11 +2,11 @@
 
     python -m benchmarks.stream.many_shards [--samples N] [--shards 40,400,2000] --output FILE
 
-Texts, stored tokens and radiographs are generated, written once per number of shards and read with a full
-shuffle from the page cache, in one loader thread of a child process. The numbers of shards alternate within
-each repeat; a cell reads until it has taken ``--seconds`` of CPU time. What opening costs is measured apart:
-the first opening on a node, which collects the indexes, and a later one. Every file is synced: give
-``--folder`` a place in memory for 100,000 shards.
+Texts, stored tokens, radiographs and findings of an entity view are generated, written once per number of
+shards and read with a full shuffle from the page cache, in one loader thread of a child process. The numbers
+of shards alternate within each repeat; a cell reads until it has taken ``--seconds`` of CPU time. What
+opening costs is measured apart: the first opening on a node, which collects the indexes, and a later one.
+Every file is synced: give ``--folder`` a place in memory for 100,000 shards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,20 +40,15 @@ _WORDS = [
     *("lungs", "clear", "heart", "size", "normal", "no", "effusion", "or", "pneumothorax", "small"),
     *("left", "basal", "opacity", "unchanged"),
 ]
-_CONTENTS = ("texts", "tokens", "radiographs")
+_CONTENTS = ("texts", "tokens", "radiographs", "entities")
+_REPORT = "FINDINGS: A 9 mm nodule in the right upper lobe. Mild cardiomegaly, unchanged. No pneumothorax.\n"
 _BATCH = 32
 
 
 def make(folder: Path, content: str, num_samples: int, num_shards: int) -> None:
     """Write a dataset of generated samples in a number of shards."""
-    if content == "radiographs":
-        picture = np.random.default_rng(7).integers(0, 4096, (64, 64)).astype(np.uint16)
-        with sf.ShardWriter(folder, max_samples=-(-num_samples // num_shards)) as writer:
-            for number in range(num_samples):
-                writer.write({"__key__": f"s{number:08d}", "s000.b2nd": np.roll(picture, number)[None]})
-        subprocess.run(
-            [sys.executable, "-m", "shardflow.cli.main", "attach", str(folder), "--facts"], check=True
-        )
+    if content in {"radiographs", "entities"}:
+        _make_images(folder, content, num_samples, -(-num_samples // num_shards))
         return
     _make_texts(folder, num_samples, -(-num_samples // num_shards))
     if content == "tokens":
@@ -62,6 +58,39 @@ def make(folder: Path, content: str, num_samples: int, num_shards: int) -> None:
         dataset = sf.open(folder)
         train_tokenizer(dataset, "train", 300, folder.with_suffix(".bpe"))
         tokenize_dataset(dataset, TextTokenizer(folder.with_suffix(".bpe")))
+
+
+def _make_images(folder: Path, content: str, num_samples: int, shard_samples: int) -> None:
+    """Write studies of one slice, or of three and a report with two findings that an entity view has."""
+    num_slices = 1 if content == "radiographs" else 3
+    pictures = np.random.default_rng(7).integers(0, 4096, (num_slices, 64, 64)).astype(np.uint16)
+    report = {} if content == "radiographs" else _aligned_report(num_slices)
+    with sf.ShardWriter(folder, max_samples=shard_samples) as writer:
+        for number in range(num_samples):
+            slices = np.roll(pictures.reshape(num_slices, -1), number, axis=1).reshape(pictures.shape)
+            writer.write({"__key__": f"s{number:08d}", "s000.b2nd": slices, **report})
+    commands = [["attach", str(folder), "--facts"], *([["entities", str(folder)]] if report else [])]
+    for command in commands:
+        subprocess.run([sys.executable, "-m", "shardflow.cli.main", *command], check=True)
+
+
+def _aligned_report(num_slices: int) -> dict[str, Any]:
+    """Return the fields that packing writes of a report whose findings are on the first slices."""
+    from shardflow.reports import ReportReader
+
+    read = ReportReader().read(_REPORT).to_json()
+    present = [number for number, one in enumerate(read["entities"]) if one["assertion"] == "present"]
+    aligned = [
+        {"entity": number, "series": 0, "slices": [0, 1], "weights": [1.0, 0.5], "confidence": 0.95}
+        for number in present
+    ]
+    series = {"num_slices": num_slices, "rows": 64, "columns": 64, "modality": "CT", "unit": "raw"}
+    return {
+        "alignment.json": {"format_version": 1, "threshold": 0.7, "entities": aligned, "unaligned": []},
+        "report.json": {"format_version": 1, **read},
+        "report.txt": _REPORT,
+        "study.json": {"series": [series]},
+    }
 
 
 def _make_texts(folder: Path, num_samples: int, shard_samples: int) -> None:
@@ -95,6 +124,8 @@ def _make_texts(folder: Path, num_samples: int, shard_samples: int) -> None:
 def _fields(content: str, folder: Path) -> dict[str, sf.Field]:
     if content == "radiographs":
         return {"image": sf.Image(dtype="uint16")}
+    if content == "entities":
+        return {"image": sf.Slices(num_slices=2, size=(64, 64)), "sentence": sf.Text()}
     if content == "texts":
         return {"report": sf.Text()}
     from shardflow.training.tokenizing import tokenizer_digest
@@ -108,6 +139,7 @@ def read(folder: Path, content: str, seconds: float) -> dict[str, float]:
     loader = sf.Loader(
         sf.open(folder),
         split="train",
+        unit="entity" if content == "entities" else "study",
         seed=5,
         batch=sf.BatchSpec(micro_batch_size=_BATCH, micro_batches_per_step=1),
         fields=_fields(content, folder),

@@ -15,15 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import LINE_EVERY_S, time_left
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardflow.fields.conversations.field import Conversation
     from shardflow.fields.field import Field
     from shardflow.format import Dataset
@@ -281,6 +278,9 @@ def write_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]
 
 
 def _console() -> Console:
+    # Rich takes as long to import as all else that a short command needs.
+    from rich.console import Console
+
     # soft_wrap: a line cut at 80 columns is of no use to grep.
     return Console(highlight=False, soft_wrap=True)
 
@@ -308,6 +308,8 @@ def told_languages(reports: Mapping[str, Mapping[str, int]]) -> str:
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Print aligned ``name  value`` lines."""
+    from rich.markup import escape
+
     pairs = [(name, str(value)) for name, value in facts]
     width = max((len(name) for name, _ in pairs), default=0)
     console = _console()
@@ -345,6 +347,8 @@ def conversation_field(fields: Mapping[str, Field]) -> tuple[str, Conversation]:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a small table: the first column is text, the others are numbers."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
@@ -367,11 +371,15 @@ def step_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     Yields:
         A function that takes the amount done and the total.
     """
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not console.is_terminal:
         pace = Pace(label, sys.stderr)
         yield pace.advance
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(label, total=None)

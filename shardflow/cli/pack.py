@@ -13,17 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from shardflow.cli.common import (
     add_job_settings,
     add_json,
@@ -38,6 +27,8 @@ from shardflow.errors import ConfigError, ShardflowError
 from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from shardflow.packing import PackMode, PackSummary
     from shardflow.packing.corpora.config import FieldsConfig
     from shardflow.packing.corpora.job import CorpusSummary
@@ -397,6 +388,17 @@ class BarProgress:
     """A bar for each phase, with counts and the remaining time."""
 
     def __init__(self, stream: TextIO, titles: Mapping[str, str]) -> None:
+        # A job without a terminal need not wait for it.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         self._titles = titles
         self._bars = Progress(
             TextColumn("{task.description:<26}"),

@@ -257,6 +257,18 @@ class Coverage:
     """Images that the field selects and has no place for, by role."""
 
 
+def _is_one_value(values: NDArray[np.bool_]) -> bool:
+    """Return whether one value in memory stands for all rows, as `np.broadcast_to` makes it."""
+    return values.strides == (0,)
+
+
+def _num_true(values: NDArray[np.bool_]) -> int:
+    """Count the true rows; of one value for 10^8 rows without going through them, which takes 0.1 s."""
+    if _is_one_value(values):
+        return len(values) if values[:1].all() else 0
+    return int(np.count_nonzero(values))
+
+
 class FieldContext:
     """Context that a field is bound to: the samples, which of them are used, and the tables beside them.
 
@@ -295,7 +307,7 @@ class FieldContext:
     @property
     def num_samples(self) -> int:
         """Samples of the population, over all datasets."""
-        return sum(int(np.count_nonzero(each)) for each in self.populations)
+        return sum(map(_num_true, self.populations))
 
     def of_studies(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return numbers of studies by the rows of each dataset's own table, such as series."""
@@ -306,6 +318,9 @@ class FieldContext:
         """Return how many samples of the population have no content, given which ones have."""
         num_missing = 0
         for used, has in zip(self.populations, has_content, strict=True):
+            if _is_one_value(has):
+                num_missing += 0 if has[:1].all() else _num_true(used)
+                continue
             for start in range(0, len(used), _BLOCK_ROWS):
                 rows = slice(start, start + _BLOCK_ROWS)
                 num_missing += int(np.count_nonzero(used[rows] & ~has[rows]))

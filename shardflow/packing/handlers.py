@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ from shardflow.errors import ConfigError, SourceError
 from shardflow.packing.deid.pixel_rules import load_rules
 from shardflow.packing.deid.pixel_text import TextFinder
 from shardflow.packing.deid.pseudonyms import SecretKey
-from shardflow.packing.deid.report_text import load_recognizers
 from shardflow.packing.engines.base import decode
 from shardflow.packing.engines.worker import answering
 from shardflow.packing.registry import attachment_kinds, offered_recognizers
@@ -28,12 +28,18 @@ from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.studies.assembly import Assembler
 from shardflow.packing.studies.pictures import PictureMaker, PictureTask
 from shardflow.packing.studies.privacy import PrivacyRules
-from shardflow.packing.studies.report_content import ReadingSetup, ReportParser, reading_setup
+from shardflow.packing.studies.report_content import (
+    ReadingSetup,
+    ReportParser,
+    count_languages,
+    reading_setup,
+)
 from shardflow.packing.studies.study import StudyPacker, StudyRules
 from shardflow.packing.studies.tasks import (
     CheckTask,
     DocumentDone,
     DocumentTask,
+    LanguagesTask,
     ProbeTask,
     ScanTask,
     ShardTask,
@@ -173,6 +179,7 @@ def make_handler(fields: Mapping[str, Any]) -> Handler:
         {
             "check": (CheckTask, assembler.check),
             "document": (DocumentTask, _read_document),
+            "languages": (LanguagesTask, partial(count_languages, setup.workspace.reports)),
             "picture": (PictureTask, pictures.make),
             "probe": (ProbeTask, scanner.probe),
             "scan": (ScanTask, scanner.scan),
@@ -195,6 +202,11 @@ def _recognizer(settings: DeidConfig) -> Family | None:
     Raises:
         ConfigError: One of them cannot be used.
     """
+    if settings.model is None and not settings.recognizers:
+        return None
+    # Imported for texts alone: their patterns take long to compile.
+    from shardflow.packing.deid.report_text import load_recognizers
+
     models: list[Family] = []
     if settings.model is not None:
         from shardflow.packing.deid.text_model import TextModel

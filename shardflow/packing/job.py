@@ -522,7 +522,8 @@ class _Job:
         crash_log = CrashLog(self._workspace.crash_log)
         with self._run.open_engine() as engine:
             ingested = self._ingest_all(engine, discovered, key, crash_log)
-            check_languages(self._config.reports, ingested.reports, self._workspace.reports)
+            timeout_s = self._config.execution.task_timeout_s
+            check_languages(self._config.reports, ingested.reports, engine, timeout_s)
             plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports)
             for split in plan.empty_splits:
                 self._run.progress.note(f"split {split} gets no study: too few patients, or too few parts")

@@ -15,9 +15,7 @@ from shardflow.format.tables import check_table_name
 from shardflow.format.volumes.encoder import BRICK_SHAPE, suits_bricks
 from shardflow.packing.deid.pixel_rules import PixelRules, load_rules
 from shardflow.packing.deid.pixel_text import MARKERS, as_marker, models_digest
-from shardflow.packing.deid.pseudonyms import DatesMode
-from shardflow.packing.deid.report_text import ReportTextMode
-from shardflow.packing.deid.text_dates import DateOrder
+from shardflow.packing.deid.pseudonyms import DateOrder, DatesMode, ReportTextMode
 
 BadInstancePolicy: TypeAlias = Literal["quarantine_study", "drop_instance"]
 UncertainIdentity: TypeAlias = Literal["join", "warn", "stop"]

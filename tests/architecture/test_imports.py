@@ -45,6 +45,12 @@ STARTS = {
         {"transformers", "blosc2", "pydicom", "imagecodecs"},
     ),
     "shardflow --help": ("from shardflow.cli.main import build_parser; build_parser('')", NUMERICS),
+    "shardflow pack without a terminal": (
+        "from shardflow.cli.main import build_parser; build_parser('pack')",
+        {*NUMERICS, "rich"},
+    ),
+    # What finds people in texts is imported for the first text, because its patterns take long to compile.
+    "packing process before its first text": ("import shardflow.packing.handlers", {"blosc2", "rapidfuzz"}),
     "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
     "shardflow train --help": (
         "from shardflow.cli.main import build_parser; build_parser('train')",

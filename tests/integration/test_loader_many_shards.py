@@ -232,7 +232,8 @@ def test_tokens_of_joined_tables_are_those_of_each(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["texts", "tokens"])
+@pytest.mark.timeout(1800)  # writing 2,000 shards, and the tables of their images
+@pytest.mark.parametrize("content", ["texts", "tokens", "radiographs", "entities"])
 def test_a_sample_costs_no_more_in_2000_shards_than_in_40(tmp_path: Path, content: str) -> None:
     folders = [tmp_path / f"{content}-{count}" for count in (40, 2000)]
     for folder, count in zip(folders, (40, 2000), strict=True):

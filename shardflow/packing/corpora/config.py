@@ -17,8 +17,7 @@ from shardflow.config import SPREAD, Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError
 from shardflow.format.keys import canonical_json
 from shardflow.packing.config import ExecutionConfig, IdentityConfig, check_splits
-from shardflow.packing.deid.report_text import ReportTextMode
-from shardflow.packing.deid.text_dates import DateOrder
+from shardflow.packing.deid.pseudonyms import DateOrder, ReportTextMode
 from shardflow.packing.settings import KeyKind
 
 

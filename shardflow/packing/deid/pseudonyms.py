@@ -153,6 +153,13 @@ def _check_private(status: os.stat_result) -> None:
         )
 
 
+ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
+"""``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text is
+not changed."""
+
+DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
+"""Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
+
 DatesMode: TypeAlias = Literal["days", "shift", "remove"]
 """``days``: distances in days. ``shift``: dates, moved into the past by 1 to 365 days. ``remove``:
 nothing."""

@@ -14,10 +14,11 @@ from datetime import date
 from functools import partial
 from itertools import chain
 from operator import index
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from shardflow.errors import ConfigError
 from shardflow.packing.deid.known_values import KnownValues
+from shardflow.packing.deid.pseudonyms import DateOrder, ReportTextMode
 from shardflow.packing.deid.text_abroad import (
     find_numbers_abroad,
     find_people_abroad,
@@ -32,7 +33,7 @@ from shardflow.packing.deid.text_chinese import (
     is_chinese,
     latin,
 )
-from shardflow.packing.deid.text_dates import DateOrder, find_ages, find_dates, find_times
+from shardflow.packing.deid.text_dates import find_ages, find_dates, find_times
 from shardflow.packing.deid.text_patterns import (
     Category,
     Span,
@@ -48,10 +49,6 @@ from shardflow.packing.deid.unknown_words import find_names_that_are_words, find
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-ReportTextMode: TypeAlias = Literal["scrub", "strict", "keep"]
-"""``scrub``: known values and patterns. ``strict``: unknown words too. ``keep``: the text is
-not changed."""
 
 Family: TypeAlias = Callable[[str], Iterable[Span]]
 

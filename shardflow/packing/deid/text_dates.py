@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import date
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from shardflow.packing.deid.pseudonyms import DateOrder
 from shardflow.packing.deid.text_patterns import Category, Span, spans_of
-
-DateOrder: TypeAlias = Literal["unknown", "mdy", "dmy"]
-"""Order of day and month in 03/04/2019; if unknown, such a date is removed, because its day is ambiguous."""
 
 MONTHS: Final = """
     january february march april may june july august september october november december

@@ -22,11 +22,9 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.identity import PublishedPerson
-from shardflow.packing.deid.known_values import KnownValues
 from shardflow.packing.deid.pages import is_page
 from shardflow.packing.deid.pixel_rules import DECLARED, PAGE, TEXT
 from shardflow.packing.deid.pseudonyms import DateOffsets, StudyDates, parse_date
-from shardflow.packing.deid.report_text import Family, ReportTextMode, ScrubbedText, scrub
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue
 from shardflow.packing.sources.dicom.headers import InstanceHeader
@@ -42,7 +40,8 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.heads import Head
     from shardflow.packing.deid.pixel_rules import Blackout, Box, PixelRules, PixelVerdict
     from shardflow.packing.deid.pixel_text import FoundText, TextFinder
-    from shardflow.packing.deid.pseudonyms import DatesMode, SecretKey
+    from shardflow.packing.deid.pseudonyms import DatesMode, ReportTextMode, SecretKey
+    from shardflow.packing.deid.report_text import Family, ScrubbedText
     from shardflow.packing.settings import DeidConfig, TimeResolution
     from shardflow.packing.sources.dicom.stacks import Stack
 
@@ -366,6 +365,10 @@ class StudyPrivacy:
         return self._scrub(text, people, "scrub" if mode == "keep" else mode).text
 
     def _scrub(self, text: str, people: Iterable[Attributes], mode: ReportTextMode) -> ScrubbedText:
+        # Imported for the first text: their patterns take long to compile.
+        from shardflow.packing.deid.known_values import KnownValues
+        from shardflow.packing.deid.report_text import scrub
+
         return scrub(
             text,
             KnownValues([*people, {"PatientID": (self._patient_id,)}]),

@@ -13,9 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import ConfigError
+from shardflow.errors import ConfigError, StorageError
+from shardflow.packing.engines.base import Engine, Task, decode
 from shardflow.packing.linking import read_report
 from shardflow.packing.settings import ReportsConfig, digest_of
+from shardflow.packing.studies.tasks import LanguagesDone, LanguagesTask
 
 if TYPE_CHECKING:
     from shardflow.packing.linking import ReportTable
@@ -27,6 +29,7 @@ UNKNOWN_RULES: Final = "unknown"
 """Stands for the rules of reports that an earlier shardflow packed."""
 _MAX_LOOKED_AT: Final = 10_000
 """Reports whose language is looked at before packing."""
+_LOOKED_AT_ONCE: Final = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,38 +94,68 @@ def _model_digest(config: ReportsConfig) -> str:
     return model_digest(config.model, "reports.model")
 
 
-def check_languages(config: ReportsConfig, reports: ReportTable, spool: Path) -> None:
+def check_languages(config: ReportsConfig, reports: ReportTable, engine: Engine, timeout_s: float) -> None:
     """Check that findings of the reports can be aligned: most are in a language that is read.
 
-    At most `_MAX_LOOKED_AT` are looked at, evenly spread.
+    At most `_MAX_LOOKED_AT` are looked at, evenly spread, by the packing processes, which will need the
+    lexicon anyway. Those whose process fails are left out here; their studies say what becomes of them.
 
     Args:
         config: Settings; with extractors or a model, which may read any language, there is nothing to check.
         reports: The reports.
-        spool: File of their texts.
+        engine: Runs `count_languages`.
+        timeout_s: Deadline for some of the reports.
 
     Raises:
         ConfigError: More than half of them are in languages without rules.
         StorageError: The texts cannot be read.
+        ShardflowError: The packing processes cannot work.
     """
     if not (config.extract and config.align) or config.extractors or config.model is not None:
         return
     linked = sorted(reports.report_of.values())
     if not linked:
         return
-    from shardflow.reports.detection import detect_languages
     from shardflow.reports.language import LANGUAGES
 
     chosen = linked[:: -(-len(linked) // _MAX_LOOKED_AT)]
-    texts = (read_report(spool, reports.place_of(number)).decode("utf-8") for number in chosen)
-    mains = Counter(detect_languages(text).languages[0] for text in texts)
+    tasks = [
+        LanguagesTask(reports=tuple(map(reports.place_of, chosen[start : start + _LOOKED_AT_ONCE])))
+        for start in range(0, len(chosen), _LOOKED_AT_ONCE)
+    ]
+    mains: Counter[str] = Counter()
+    while tasks or engine.num_running:
+        while tasks and engine.has_idle:
+            engine.submit(Task(kind="languages", payload=tasks.pop(), timeout_s=timeout_s))
+        done = engine.wait()
+        if done.failure == "storage":
+            raise StorageError(done.detail)
+        if done.result is not None:
+            mains.update(decode(LanguagesDone, done.result).counts)
     others = {name: count for name, count in mains.items() if name not in LANGUAGES}
-    if 2 * sum(others.values()) > len(chosen):
+    if 2 * sum(others.values()) > sum(mains.values()):
         usual = max(sorted(others), key=lambda name: others[name])
         raise ConfigError(
             f"reports.align needs reports in {' or '.join(LANGUAGES)}, got {sum(others.values()):,} of "
-            f"{len(chosen):,} in languages without rules (most of them: {usual}); set reports.align = false."
+            f"{sum(mains.values()):,} in languages without rules (most of them: {usual}); set reports.align "
+            "= false."
         )
+
+
+def count_languages(spool: Path, task: LanguagesTask) -> LanguagesDone:
+    """Count reports by their main language, in a packing process.
+
+    Args:
+        spool: File of their texts.
+        task: Where they are.
+
+    Raises:
+        StorageError: The texts cannot be read.
+    """
+    from shardflow.reports.detection import detect_languages
+
+    texts = (read_report(spool, place).decode("utf-8") for place in task.reports)
+    return LanguagesDone(counts=Counter(detect_languages(text).languages[0] for text in texts))
 
 
 def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:

@@ -33,7 +33,6 @@ from shardflow.packing.deid.allowlist import (
     allow_technical,
 )
 from shardflow.packing.deid.heads import MIN_SLICES, MODALITIES, HeadFinder
-from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS
 from shardflow.packing.engines.base import step
 from shardflow.packing.header_rows import read_rows
 from shardflow.packing.linking import read_people, read_report
@@ -593,6 +592,8 @@ class StudyMembers:
     def _people(self) -> list[Mapping[str, AttributeValue]]:
         """Read the people named in headers of this study and of the patient's other studies."""
         if self._known_people is None:
+            from shardflow.packing.deid.known_values import IDENTIFYING_KEYWORDS  # as `StudyPrivacy` does
+
             own = [(self._locate(one), self.placements[one.file_index]) for one in self._privacy.examples()]
             self._known_people = []
             for path, placement in (*own, *self.siblings):

@@ -74,6 +74,20 @@ class DocumentDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LanguagesTask:
+    """Detect the languages of reports."""
+
+    reports: tuple[ReportPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguagesDone:
+    """Number of reports by their main language."""
+
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StudyFile:
     """A file of a study."""
 

@@ -59,6 +59,8 @@ RECORDS = (
     tasks.ProbeDone(),
     tasks.DocumentTask(document=ReportDocument(form=".pdf", path=Path("a.pdf"))),
     tasks.DocumentDone(text="Clear.", reason=Reason.REPORT_UNREADABLE),
+    tasks.LanguagesTask(reports=(ReportPlace(offset=0, num_bytes=5, people_num_bytes=0),)),
+    tasks.LanguagesDone(counts={"english": 3}),
     tasks.StudyTask(
         sample_key="k",
         task_digest="d",

@@ -15,9 +15,6 @@ from zoneinfo import ZoneInfo
 
 from shardflow.errors import ConfigError, SourceError
 from shardflow.packing.attachments.records.codes import clean_unit, is_code, system_name
-from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.lexicon import fold
-from shardflow.packing.deid.report_text import scrub
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.documents.facts import has_time_of_day, parse_moment
 
@@ -82,6 +79,11 @@ class RecordFilter:
         local_systems: Mapping[str, tuple[str, frozenset[str]]] | None = None,
         first_document: int = 0,
     ) -> None:
+        # Imported for the first record: their patterns take long to compile, and every job reads settings
+        # of records.
+        from shardflow.packing.deid.known_values import KnownValues
+        from shardflow.packing.deid.lexicon import fold
+
         self._study = study
         self._people = people.values()
         self._free_text = free_text
@@ -264,6 +266,9 @@ class RecordFilter:
 
     def _is_controlled(self, text: str) -> bool:
         """Return whether a display consists of known words, none of them a name in this record."""
+        from shardflow.packing.deid.lexicon import fold
+        from shardflow.packing.deid.report_text import scrub
+
         if any(fold(word) in self._parts for word in _WORDS.findall(text)):
             return False
         if scrub(text, self._known, mode="strict").text != text:

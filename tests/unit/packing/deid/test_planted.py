@@ -8,7 +8,8 @@ import pytest
 
 from shardflow.packing.deid import report_text
 from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.report_text import ReportTextMode, find_spans, scrub
+from shardflow.packing.deid.pseudonyms import ReportTextMode
+from shardflow.packing.deid.report_text import find_spans, scrub
 from shardflow.synthetic.identifiers import CATEGORIES, LANGUAGES, Measured, PlantedText, measure, plant
 
 pytestmark = pytest.mark.fast
