@@ -171,10 +171,18 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _children() -> dict[int, str]:
-    """Running children of this process, pid to command line; not those that ended and wait to be reaped."""
+def _processes() -> dict[int, str]:
+    """Running processes that this one started itself or by a server of `tests.forks`, pid to command line."""
+    started = {pid: text for pid, text in _children("self").items() if pid not in SERVERS}
+    for between in (pid for server in SERVERS for pid in _children(server)):
+        started |= {pid: f"forked: {text}" for pid, text in _children(between).items()}
+    return started
+
+
+def _children(parent: int | str) -> dict[int, str]:
+    """Running children of a process, pid to command line; not those that ended and wait to be reaped."""
     children: dict[int, str] = {}
-    for listing in Path("/proc/self/task").glob("*/children"):
+    for listing in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, listing.read_text().split()):
                 with contextlib.suppress(OSError):
@@ -182,8 +190,7 @@ def _children() -> dict[int, str]:
                     is_ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
                     text = command.decode(errors="replace").strip()
-                    is_servant = pid in SERVERS or any(servant in text for servant in SERVANTS)
-                    if not is_ended and not is_servant:
+                    if not is_ended and not any(servant in text for servant in SERVANTS):
                         children[pid] = text
     return children
 
@@ -191,10 +198,10 @@ def _children() -> dict[int, str]:
 @pytest.fixture(autouse=True)
 def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process running, and end that process."""
-    before = _children()
+    before = _processes()
     yield
     deadline = time.monotonic() + request.config.getoption("--grace-s")
-    while (left := {pid: text for pid, text in _children().items() if pid not in before}) and (
+    while (left := {pid: text for pid, text in _processes().items() if pid not in before}) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.02)

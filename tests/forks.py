@@ -9,6 +9,7 @@ is ``python -I -S tests/forks.py SOCKET ARGUMENT...``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -32,6 +33,7 @@ PATIENCE_S = 600.0
 SERVERS: set[int] = set()
 """Process ids of the servers, which end with this process."""
 _NUM_STREAMS = 3
+_OURS = {"benchmarks", "examples", "pipelines", "shardflow", "tests"}
 
 
 class Forked:
@@ -43,6 +45,7 @@ class Forked:
         streams: Descriptors of standard input, output and errors.
         cwd: Where it runs.
         environment: Of it; that of this process by default.
+        is_fresh: Import modules of this repository anew, so that it has those alone that it imports itself.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Forked:
         *,
         cwd: str | Path = ".",
         environment: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
     ) -> None:
         self.returncode: int | None = None
         self._socket = socket.socket(socket.AF_UNIX)
@@ -61,12 +65,24 @@ class Forked:
             "arguments": list(arguments),
             "cwd": str(Path(cwd).absolute()),
             "environment": dict(os.environ if environment is None else environment),
+            "is_fresh": is_fresh,
         }
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(self._socket, [data], list(streams))
         self._socket.sendall(data[sent:])
         self._answers = self._socket.makefile("r", encoding="ascii")
-        self.pid = int(self._answers.readline())
+        self.pid = self._answer()
+
+    def _answer(self) -> int:
+        line = self._answers.readline()
+        if not line:
+            self._close()
+            raise AssertionError("a forked command must have a process beside it, got one that has ended")
+        return int(line)
+
+    def _close(self) -> None:
+        self._answers.close()
+        self._socket.close()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code, below 0 for a signal.
@@ -77,9 +93,8 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._socket], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            self.returncode = int(self._answers.readline())
-            self._answers.close()
-            self._socket.close()
+            self.returncode = self._answer()
+            self._close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -91,7 +106,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it."""
@@ -126,8 +142,12 @@ def run(
     env: Mapping[str, str] | None = None,
     input: str = "",  # noqa: A002 - the name that `subprocess.run` has
     timeout: float = PATIENCE_S,
+    is_fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python command, and return what `subprocess.run` does with ``capture_output`` and ``text``.
+
+    Modules of this repository that the server has imported are there without an import of the command's own,
+    unless it ``is_fresh``.
 
     Raises:
         subprocess.TimeoutExpired: It took longer, and was killed.
@@ -137,11 +157,12 @@ def run(
         source.seek(0)
         words = [str(one) for one in arguments]
         streams = [source.fileno(), out.fileno(), err.fileno()]
-        process = Forked(command_server(), words, streams, cwd=cwd, environment=env)
+        process = Forked(command_server(), words, streams, cwd=cwd, environment=env, is_fresh=is_fresh)
         try:
             code = process.wait(timeout)
         finally:
             process.kill()
+            process.wait()
         return subprocess.CompletedProcess(words, code, _text(out), _text(err))
 
 
@@ -156,7 +177,12 @@ def _serve(action: str, ahead: Sequence[str]) -> str:
     command = [sys.executable, "-W", action, "-m", "tests.forks", "serve", str(place), *ahead]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for this process, which ends the commands
     )
     SERVERS.add(server.pid)
     atexit.register(_end, server, place)
@@ -215,7 +241,10 @@ def _be_forked(connection: socket.socket) -> None:
     """Read a request, fork once more, and be the command; the process between tells how it ended."""
     data, streams, _, _ = socket.recv_fds(connection, 1 << 16, _NUM_STREAMS)
     while not data.endswith(b"\n"):
-        data += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:  # whoever asked is gone
+            os._exit(1)
+        data += more
     pid = os.fork()
     if pid:
         for stream in (*streams, *range(_NUM_STREAMS)):
@@ -231,20 +260,22 @@ def _be_forked(connection: socket.socket) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if request["is_fresh"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+            del sys.modules[name]
     _run(request["arguments"])
 
 
 def _tell(connection: socket.socket, pid: int) -> NoReturn:
     """Say the process id and, once it has ended, the exit code; kill it when nobody waits any more."""
-    try:
+    has_ended = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # nobody is there: the next line sees it
         connection.sendall(f"{pid}\n".encode())
-        has_ended = os.pidfd_open(pid)
-        if has_ended not in select.select([connection.fileno(), has_ended], [], [])[0]:
-            os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if has_ended not in select.select([connection, has_ended], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
         connection.sendall(f"{code}\n".encode())
-    except BrokenPipeError:
-        pass
     os._exit(0)
 
 

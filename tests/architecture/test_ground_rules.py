@@ -66,6 +66,19 @@ def test_process_left_behind_fails_its_test(tmp_path: Path, body: str) -> None:
     assert "processes left behind: sleep 600" in said
 
 
+def test_forked_command_left_behind_fails_its_test(tmp_path: Path) -> None:
+    body = (
+        "from tests.forks import Forked, _serve\n"
+        "KEPT = []\n"
+        "def test_a():\n"
+        "    sleep = ['-c', 'import time; time.sleep(600)']\n"
+        "    KEPT.append(Forked(_serve('default', []), sleep, (0, 1, 2)))"
+    )
+    code, said = _run(tmp_path, body, "-W", "ignore", "--grace-s", "1")
+    assert code == 1
+    assert "processes left behind: forked: " in said
+
+
 def test_golden_value_that_differs_fails(tmp_path: Path) -> None:
     code, said = _run(tmp_path, "def test_a(golden): golden('cli-options', {})")
     assert code == 1

@@ -190,5 +190,5 @@ def _run_blocks(page: str, blocks: list[Block], world: Path) -> None:
         lines += [""] * (block.line - len(lines))
         lines += block.text.splitlines()
     script.write_text("\n".join(lines), encoding="utf-8")
-    done = run(["-W", "error", script.name], cwd=world)
+    done = run(["-W", "error", script.name], cwd=world, is_fresh=True)
     assert done.returncode == 0, f"{page}:\n{done.stderr[-3000:]}"
