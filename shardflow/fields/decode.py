@@ -21,7 +21,7 @@ from shardflow.format.opencv import opencv
 from shardflow.format.pictures import HEAD_NUM_BYTES, decode_picture, image_header
 from shardflow.format.slice_codecs import b2nd
 
-# What neither the first batch nor every forked worker should wait for.
+# Loaded here, so that neither the first batch nor each forked worker waits for them.
 b2nd.load()
 with contextlib.suppress(ConfigError):  # where it is installed
     opencv()

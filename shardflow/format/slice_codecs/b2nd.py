@@ -155,16 +155,16 @@ def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> 
 
 
 def load() -> None:
-    """Load now what decodes chunks, which otherwise the first one waits for."""
+    """Load what decodes chunks now; otherwise the first chunk waits for it."""
     if _library() is None:
         _blosc2()
 
 
 @functools.cache
 def _blosc2() -> Any:
-    """Import Blosc2's Python package, for what `_library` is not asked for.
+    """Import Blosc2's Python package, which encodes, and reads what `_library` does not.
 
-    With it come tables, charts and HTTP: a second that neither listing nor decoding a dataset need pay.
+    With it come tables, charts and HTTP: a second that neither listing nor decoding a dataset needs to pay.
     """
     import blosc2
 
@@ -296,7 +296,7 @@ def decode_chunk(chunk: memoryview, out: NDArray[Any], block_shape: Sequence[int
 
 
 class _DecodingParameters(ctypes.Structure):
-    """``blosc2_dparams`` of version 3."""
+    """``blosc2_dparams`` of version 3, and zeros where a later one may have more: it is passed by value."""
 
     _fields_ = (
         ("num_threads", ctypes.c_int16),
@@ -304,6 +304,7 @@ class _DecodingParameters(ctypes.Structure):
         ("postfilter", ctypes.c_void_p),
         ("postfilter_parameters", ctypes.c_void_p),
         ("itemsize", ctypes.c_int32),
+        ("later", ctypes.c_int64 * 4),
     )
 
 
@@ -321,6 +322,9 @@ class _Context:
 
 
 _of_thread = threading.local()
+# Scratch memory is four blocks, and a block of another writer may be a whole array: that of larger ones is
+# freed at once.
+_MAX_KEPT_NUM_BYTES = 16 << 20
 
 
 def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
@@ -328,7 +332,11 @@ def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
 
     Raises:
         FormatError: It cannot be decoded.
+        ValueError: ``out`` is no memory that may be written from its first byte to its last.
     """
+    flags = out.flags
+    if not (flags.c_contiguous and flags.writeable):
+        raise ValueError("out must be C-contiguous and writable.")
     library = _library()
     if library is None:
         try:
@@ -343,6 +351,8 @@ def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
     found = library.blosc2_decompress_ctx(
         context.pointer, source.ctypes.data, source.nbytes, out.ctypes.data, out.nbytes
     )
+    if out.nbytes > _MAX_KEPT_NUM_BYTES:
+        _of_thread.context = None
     if found != out.nbytes:
         raise FormatError(f"a chunk must decode to {out.nbytes} bytes, got {found} from blosc2.")
 
@@ -414,9 +424,10 @@ def _library() -> Any:
     if package is None or package.origin is None:
         return None
     place = Path(package.origin).parent / "lib" / "libblosc2.so"
-    if not place.exists():
+    try:
+        library = ctypes.CDLL(str(place))
+    except OSError:  # it is missing, or made for another system
         return None
-    library = ctypes.CDLL(str(place))
     library.blosc2_get_version_string.restype = ctypes.c_char_p
     if library.blosc2_get_version_string().partition(b".")[0] != b"3":
         return None
@@ -428,7 +439,8 @@ def _library() -> Any:
     library.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
     library.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
     library.b2nd_free.argtypes = [pointer]
-    library.blosc2_init()
+    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
+    ctypes.PyDLL(str(place)).blosc2_init()
     return library
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
+import struct
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import blosc2
@@ -421,6 +425,61 @@ def test_decoding_releases_the_gil_and_takes_one_thread() -> None:
     decode_array("b2nd", payload)
     assert len(list(Path("/proc/self/task").iterdir())) == before
     assert type(b2nd._library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
+
+
+def test_a_slice_is_decoded_into_memory_that_may_be_written_alone() -> None:
+    """The C library gets an address and a size, and would write past the end of a view."""
+    payload = memoryview(encode_array("b2nd", _pixels((64, 48), "<i2", "noise")))
+    read_only = np.zeros((64, 48), "<i2")
+    read_only.flags.writeable = False
+    for out in (read_only, np.zeros((64, 96), "<i2")[:, ::2], np.zeros((64, 48), "<i2")[::-1]):
+        with pytest.raises(ValueError, match="C-contiguous and writable"):
+            b2nd.decode(payload, out)
+        assert not out.any()
+
+
+@pytest.mark.parametrize("at", [4, 8, 12], ids=["size", "size of blocks", "compressed size"])
+def test_a_chunk_that_states_another_size_writes_into_its_array_alone(at: int) -> None:
+    pixels = _pixels((64, 48), "<i2", "smooth")
+    payload = memoryview(encode_array("b2nd", pixels))
+    chunk = b2nd._chunk(b2nd._parse(payload), payload, pixels.nbytes)
+    size = pixels.nbytes
+    for value in (0, 1, 16, 31, 32, size - 1, size + 1, 2 * size, 64 * size, 2**31 - 1, -1, -(2**31)):
+        room = np.full(3 * size, 0xAA, np.uint8)
+        told = bytearray(chunk)
+        struct.pack_into("<i", told, at, value)
+        with contextlib.suppress(FormatError):
+            b2nd._decompress(memoryview(told), room[size : 2 * size].view("<i2").reshape(pixels.shape))
+        assert (room[:size] == 0xAA).all()
+        assert (room[2 * size :] == 0xAA).all()
+    assert decode_array("b2nd", bytes(payload)).tobytes() == pixels.tobytes()
+
+
+def test_scratch_memory_ends_with_its_thread_and_that_of_large_slices_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    payload = encode_array("b2nd", _pixels((64, 48), "<i2", "noise"))
+    contexts = []
+
+    def decode() -> None:
+        decode_array("b2nd", payload)
+        contexts.append(weakref.ref(b2nd._of_thread.context))
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    thread.join()
+    assert [context() for context in contexts] == [None]
+    monkeypatch.setattr(b2nd, "_MAX_KEPT_NUM_BYTES", 1024)
+    decode_array("b2nd", payload)
+    assert b2nd._of_thread.context is None
+
+
+def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(b2nd, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert b2nd._library.__wrapped__() is None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libblosc2.so").write_bytes(b"of another system")
+    assert b2nd._library.__wrapped__() is None
 
 
 @pytest.fixture
