@@ -3,8 +3,8 @@
 A text detector (PP-OCR, differentiable binarization: Liao et al. 2020) marks the pixels of lines of text, in
 the whole range of values and in that of most of them: letters in white are found in the one, faint ones in
 the other. Large images are searched in tiles at full resolution and once as a whole; small ones are enlarged.
-Small lines are searched again, turned upright and enlarged: the first search finds parts of those that stand
-on end or are faint. What it marks is text to be blanked. A reader (CTC) decides on weak marks, and keeps
+Small lines are searched again, turned upright and enlarged: the first search finds only parts of those that
+are vertical or faint. What it marks is text to be blanked. A reader (CTC) decides on weak marks, and keeps
 markers that identify nobody, such as the side.
 
 The models are files in the wheel of `rapidocr` and run in onnxruntime, one thread, without a network; nothing
@@ -224,11 +224,11 @@ class TextFinder:
         part: NDArray[np.uint8],
         corner: tuple[int, int],
         scale: float,
-        sides: Sequence[int],
+        shape: Sequence[int],
         number: int,
     ) -> Iterator[_Line]:
-        """Detect lines in a part of an image of some sides that starts at a corner of it and is scaled."""
-        shortest, longest = min(sides), max(sides)
+        """Detect lines in a part of an image of some shape that starts at a corner of it and is scaled."""
+        shortest, longest = min(shape), max(shape)
         rows, columns = part.shape[:2]
         padded = cv2.copyMakeBorder(part, 0, -rows % _STEP, 0, -columns % _STEP, cv2.BORDER_REPLICATE)
         tensor = _tensor(padded)
@@ -291,8 +291,11 @@ class TextFinder:
                 is_beside = bottom < height / 2 or top > height / 2
                 if is_beside or not line.is_sure:
                     continue
+                box = _placed(line.box, straight, window.shape)
+                if box is None:
+                    continue
                 if is_text or self._has_letters(part, _scaled(line.box, zoom, part.shape)):
-                    yield replace(line, box=_placed(line.box, straight, window.shape))
+                    yield replace(line, box=box)
 
     def _has_letters(self, window: NDArray[np.uint8], box: Box) -> bool:
         text, confidence = self._read(window, box)
@@ -416,18 +419,15 @@ def _straight(
     return turn
 
 
-def _placed(box: Box, straight: NDArray[np.float64], shape: Sequence[int]) -> Box:
-    """Return the box of an image around a box of the picture of a line."""
+def _placed(box: Box, straight: NDArray[np.float64], shape: Sequence[int]) -> Box | None:
+    """Return the box of an image around a box of the picture of a line; None if it is beside the image."""
     back = np.asarray(cv2.invertAffineTransform(straight), np.float64)
     top, left, bottom, right = box
     corners = np.array([[x, y, 1] for x in (left, right) for y in (top, bottom)]) @ back.T
     (first_x, first_y), (last_x, last_y) = corners.min(axis=0), corners.max(axis=0)
-    return (
-        max(0, int(np.floor(first_y))),
-        max(0, int(np.floor(first_x))),
-        min(shape[0], int(np.ceil(last_y))),
-        min(shape[1], int(np.ceil(last_x))),
-    )
+    top, left = max(0, math.floor(first_y)), max(0, math.floor(first_x))
+    bottom, right = min(shape[0], math.ceil(last_y)), min(shape[1], math.ceil(last_x))
+    return (top, left, bottom, right) if top < bottom and left < right else None
 
 
 def _scaled(box: Box, scale: float, shape: Sequence[int]) -> Box:

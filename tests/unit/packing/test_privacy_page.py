@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from shardflow.errors import FormatError
-from shardflow.packing.privacy_page import _count_images, _images, _thumbnails
+from shardflow.format.reasons import Reason
+from shardflow.packing.deid.pixel_rules import PAGE, TEXT, load_rules
+from shardflow.packing.privacy_page import _RULES, _count_images, _images, _thumbnails
 
 
 @pytest.mark.parametrize(("limit", "shown"), [(2, ["input1", "input2"]), (3, ["input0", "input1", "input2"])])
@@ -55,3 +57,13 @@ def test_a_missing_ledger_is_said_and_a_damaged_one_refused(tmp_path: Path) -> N
     (tmp_path / "inputs-00.jsonl").write_text('{"kind": "dicom"}\n', encoding="ascii")
     with pytest.raises(FormatError, match="holds a damaged line"):
         _count_images(manifest, tmp_path)
+
+
+def test_every_shipped_rule_is_explained() -> None:
+    """One that is not would be called a rule of the site."""
+    rules = load_rules()
+    named = {
+        (Reason.BURNED_IN_ANNOTATION, name) for name in (PAGE, TEXT, *(one.name for one in rules.burned_in))
+    }
+    named |= {(Reason.FACE_RISK, name) for name in ("volume", *(one.name for one in rules.faces))}
+    assert set(_RULES) == named

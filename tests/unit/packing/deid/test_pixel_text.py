@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shardflow.packing.deid.pixel_text import TextFinder, models_digest
+from shardflow.packing.deid.pixel_text import TextFinder, _placed, _straight, models_digest
 from tests.phantoms import scan, torso
 
 pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
@@ -73,6 +73,16 @@ def test_a_small_faint_name_on_end_is_found_whole(finder: TextFinder, turn: int)
     assert (
         sum((bottom - top) * (right - left) for top, left, bottom, right in found.boxes) < 0.1 * pixels.size
     )
+
+
+def test_what_is_marked_beside_the_image_blanks_nothing() -> None:
+    """The second search of a line at the edge looks beyond it, at repeated pixels."""
+    straight = _straight((2.0, 50.0), 0.0, 100.0, 20.0)  # of columns -48 to 52 and rows 40 to 60
+    assert _placed((5, 10, 15, 30), straight, (100, 90)) is None
+    assert _placed((5, 40, 15, 60), straight, (100, 90)) == (45, 0, 55, 12)
+    turned = _straight((50.0, 2.0), 90.0, 100.0, 20.0)
+    places = [_placed((5, left, 15, left + 20), turned, (90, 100)) for left in (0, 40, 80)]
+    assert sorted(one is None for one in places) == [False, False, True]
 
 
 def test_text_in_a_corner_of_a_large_image_and_in_color(finder: TextFinder) -> None:
