@@ -271,7 +271,7 @@ def _tell(connection: socket.socket, pid: int) -> NoReturn:
     has_ended = os.pidfd_open(pid)
     with contextlib.suppress(OSError):  # nobody is there: the next line sees it
         connection.sendall(f"{pid}\n".encode())
-    if has_ended not in select.select([connection, has_ended], [], [])[0]:
+    if has_ended not in select.select([connection.fileno(), has_ended], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):

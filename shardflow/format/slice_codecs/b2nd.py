@@ -43,7 +43,7 @@ _AFTER_LENGTHS = _COMPRESSED_NUM_BYTES_AT + 8
 _NUM_BYTES = struct.Struct(">q")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 # Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
-_CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS = 31, 0x70, 0x10
+_CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS, _SPECIAL_NO_VALUES = 31, 0x70, 0x10, 0x40
 ZEROS_OFFSET = -(1 << 63) + (1 << 56)
 """Offset of a chunk of zeros, which has no bytes in a frame."""
 _METALAYER_MARK = b"\xa4b2nd\xd2"
@@ -257,7 +257,7 @@ def check_chunks(
     num_bytes: int,
     block_num_bytes: int,
 ) -> None:
-    """Check that chunks are of one size: what decodes them writes as many bytes as they say.
+    """Check that chunks are of one size and have values: what decodes them writes as many bytes as they say.
 
     Args:
         data: Holds the chunks.
@@ -269,12 +269,15 @@ def check_chunks(
     Raises:
         FormatError: One is no such chunk.
     """
-    is_long = sizes >= _CHUNK_HEADER.size
-    starts = np.where(is_long, places, places[:1] if is_long[:1].all() else 0)
-    told = data[starts[:, None] + np.arange(_CHUNK_HEADER.size)].view("<i4")[:, 1:]
-    expected = np.array([num_bytes, block_num_bytes])
-    if not (is_long & (told[:, :2] == expected).all(axis=1) & (told[:, 2] == sizes)).all():
-        raise FormatError(f"a chunk must hold {num_bytes} bytes in blocks of {block_num_bytes}, got another.")
+    if (sizes > _CHUNK_SPECIAL).all():
+        told = data[places[:, None] + np.arange(_CHUNK_HEADER.size)].view("<i4")[:, 1:]
+        are_sizes = (told[:, :2] == np.array([num_bytes, block_num_bytes])).all() and (
+            told[:, 2] == sizes
+        ).all()
+        special = data[places + _CHUNK_SPECIAL] & _SPECIAL_MASK
+        if are_sizes and (special != _SPECIAL_NO_VALUES).all():
+            return
+    raise FormatError(f"a chunk must hold {num_bytes} bytes in blocks of {block_num_bytes}, got another.")
 
 
 def decode_chunk(chunk: memoryview, out: NDArray[Any], block_shape: Sequence[int]) -> None:
@@ -337,6 +340,9 @@ def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
     flags = out.flags
     if not (flags.c_contiguous and flags.writeable):
         raise ValueError("out must be C-contiguous and writable.")
+    if chunk.nbytes > _CHUNK_SPECIAL and chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_NO_VALUES:
+        # ``out`` would keep what was in it, such as pixels of another sample.
+        raise FormatError("a chunk must have values, got one that leaves them open.")
     library = _library()
     if library is None:
         try:

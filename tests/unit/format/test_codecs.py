@@ -455,6 +455,23 @@ def test_a_chunk_that_states_another_size_writes_into_its_array_alone(at: int) -
     assert decode_array("b2nd", bytes(payload)).tobytes() == pixels.tobytes()
 
 
+def test_a_chunk_that_leaves_its_values_open_is_refused() -> None:
+    """Decoding one changes nothing: a batch would keep the pixels of the one before."""
+    pixels = _pixels((64, 48), "<i2", "noise")
+    told = bytearray(encode_array("b2nd", pixels))
+    start = int.from_bytes(told[11:15], "big")
+    told[start + 31] |= 0x40
+    with pytest.raises(FormatError, match="must have values"):
+        decode_array("b2nd", bytes(told))
+    size, block_size, stored = struct.unpack_from("<iii", told, start + 4)
+    sizes = {"num_bytes": size, "block_num_bytes": block_size}
+    for value, is_refused in ((told[start + 31], True), (0, False)):
+        told[start + 31] = value
+        data, places = np.frombuffer(told, np.uint8), np.array([start])
+        with pytest.raises(FormatError) if is_refused else contextlib.nullcontext():
+            b2nd.check_chunks(data, places, np.array([stored]), **sizes)
+
+
 def test_scratch_memory_ends_with_its_thread_and_that_of_large_slices_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
