@@ -99,7 +99,7 @@ LONG = frozenset({Path("docs/howto/templates.md")})
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
+        pytest.param(page, marks=[pytest.mark.slow, pytest.mark.timeout(1200)] if page in LONG else [])
         for page in PAGES
         if page != TUTORIAL
     ],
