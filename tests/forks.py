@@ -220,6 +220,8 @@ def serve(place: str, ahead: Sequence[str]) -> None:
     while True:
         readable, _, _ = select.select([listener.fileno(), 0], [], [])
         if 0 in readable:  # whoever started it is gone
+            Path(place).unlink()
+            Path(place).parent.rmdir()
             os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:

@@ -90,6 +90,20 @@ def test_a_caller_that_goes_away_before_it_asks_leaves_nothing(server: str) -> N
         assert caller.recv(1) == b""  # the process beside the command, which there is none of, has ended
 
 
+def test_a_server_leaves_nothing_when_who_started_it_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "of_server" / "socket"
+    place.parent.mkdir()
+    command = [sys.executable, "-m", "tests.forks", "serve", str(place)]
+    with subprocess.Popen(
+        command, cwd=forks.REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert place.is_socket()
+    assert process.returncode == 0
+    assert not place.parent.exists()
+
+
 def _wait_for_end(pid: int) -> None:
     until = time.monotonic() + forks.PATIENCE_S / 2
     while not is_gone(pid):
