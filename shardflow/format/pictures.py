@@ -139,19 +139,23 @@ def _check(payload: memoryview) -> tuple[int, int]:
             f"a picture of {len(payload)} bytes must have up to {most} pixels, got {size[0]} x {size[1]} in "
             "its header: it is cut, or made to take memory."
         )
-    if start == _JPEG_START and (num_scans := _num_scans(bytes(payload))) > _MAX_SCANS:
+    if start == _JPEG_START and (num_scans := _num_scans(payload)) > _MAX_SCANS:
         raise FormatError(f"a JPEG must have up to {_MAX_SCANS} scans, got {num_scans}.")
     if bytes(payload[:8]) == PNG_SIGNATURE and not holds_its_chunks(payload):
         raise FormatError("a PNG must hold the chunks that it states, got one that ends early.")
     return size
 
 
-def _num_scans(jpeg: bytes) -> int:
+def _num_scans(payload: memoryview) -> int:
     """Count the scans of a JPEG, or return how often their marker occurs anywhere if that is few enough."""
-    num_scans = jpeg.count(_JPEG_SCAN)
+    # `bytes.count` takes 7 times as long, a twelfth of decoding a radiograph, and holds the GIL.
+    scan = int.from_bytes(_JPEG_SCAN, "little")
+    pairs = [np.frombuffer(payload, "<u2", (len(payload) - at) // 2, at) for at in (0, 1)]
+    num_scans = sum(int(np.count_nonzero(one == scan)) for one in pairs)
     if num_scans <= _MAX_SCANS:
         return num_scans
     # Metadata, and what cameras append to a file, such as a video, may contain these bytes by chance.
+    jpeg = bytes(payload)
     num_scans, at = 0, len(_JPEG_START)
     while found := _JPEG_MARKER.search(jpeg, at):
         marker, at = jpeg[found.end() - 1], found.end()
