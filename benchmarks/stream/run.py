@@ -62,7 +62,7 @@ class Bench:
             workload: [name for name in names if only is None or name in only]
             for workload, names in CONTESTANTS.items()
         }
-        self._peers = [name for name in PEERS if only is None or name in only]
+        self._peers = [name for name in PEERS if only is None or name in map(_peer_of, only)]
         self._pythons = {name: environment(name, environments, *EXTRAS) for name in self._peers}
         self.workers = {
             (workload, name): NUM_THREADS for workload, names in self._contestants.items() for name in names
@@ -149,7 +149,7 @@ class Bench:
         return peak_kb * 1024 / 1e6, process.returncode, self._said()
 
     def _start(self, name: str, workload: str) -> subprocess.Popen[str]:
-        peer = name.partition(":")[2] or name.partition("_")[0]
+        peer = name.partition(":")[2] or _peer_of(name)
         home = self._folder / "home"
         home.mkdir(exist_ok=True)
         environment_variables = {
@@ -202,6 +202,11 @@ class Bench:
         for peer, python in self._pythons.items():
             found |= installed(python, [names.get(peer, peer), "torch", "numpy"])
         return found
+
+
+def _peer_of(name: str) -> str:
+    """Return the peer whose environment a contestant runs in: ``mosaic`` of ``mosaic_resumed``."""
+    return name.partition("_")[0]
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -137,14 +137,15 @@ class ShardIndexes:
                 logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
 
     def _of_collected(self, shard: int) -> ShardIndex | None:
+        collected = self.collected  # another thread may give it up meanwhile
         # The bricks of volumes are in the index of the shard alone.
-        if self.collected is None or self._manifest.shards[shard].num_volumes:
+        if collected is None or self._manifest.shards[shard].num_volumes:
             return None
         try:
-            return self.collected.shard(shard)
+            return collected.shard(shard)
         except FormatError as error:  # the file of this node is damaged, not the dataset
             logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
-            self.collected.delete()
+            collected.delete()
             self.collected = None
             return None
 

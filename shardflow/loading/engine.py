@@ -186,9 +186,9 @@ class BufferPool:
 def _keep_freed_memory() -> None:
     """Let the allocator keep what decoders free for their next image.
 
-    A picture of 1024 x 1024 is freed to the system at once, and the next one pays for 256 page faults, a
-    sixth of its decoding. glibc keeps blocks up to the largest one that was ever freed (mallopt(3), dynamic
-    mmap threshold), so one is freed here that nobody has touched. It has no effect on other allocators.
+    A picture of 1024 x 1024 is freed to the system at once, and the next one pays for 256 page faults, which
+    take a sixth of the time. glibc keeps blocks up to the largest one that was ever freed (mallopt(3),
+    dynamic mmap threshold), so one is freed here that nobody has touched. Other allocators do nothing.
     """
     np.empty(_LARGEST_FREED_BYTES, np.uint8)
 

@@ -523,7 +523,9 @@ class _Job:
         with self._run.open_engine() as engine:
             ingested = self._ingest_all(engine, discovered, key, crash_log)
             timeout_s = self._config.execution.task_timeout_s
-            check_languages(self._config.reports, ingested.reports, engine, timeout_s)
+            unread = check_languages(self._config.reports, ingested.reports, engine, timeout_s)
+            if unread is not None:
+                self._run.progress.note(unread)
             plan = build_plan(self._plan_rules(key), ingested.files, ingested.reports)
             for split in plan.empty_splits:
                 self._run.progress.note(f"split {split} gets no study: too few patients, or too few parts")

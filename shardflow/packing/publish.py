@@ -17,6 +17,7 @@ from shardflow.format.records import RECORD_TIMES
 from shardflow.format.samples import FACT_COLUMNS
 from shardflow.format.shard_files import package_versions
 from shardflow.packing.config import PageConfig, content_digest
+from shardflow.packing.deid.pixel_text import SEARCH_VERSION
 from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
 from shardflow.packing.studies.assembly import load_record
@@ -75,6 +76,7 @@ def fragment_basis(content: Mapping[str, Any], reading: list[Any], key_id: str) 
     settings += [content["volumes"]] if "volumes" in content else []
     settings += [{"slides": content["slides"]}] if "slides" in content else []
     settings += [{"drop_reasons": content["drop_reasons"]}] if "drop_reasons" in content else []
+    settings += [{"pixel_text_search": SEARCH_VERSION}] if "pixel_text" in content["deid"] else []
     facts = [created_with(content["deid"]), key_id, content["shards"]["codec"], *settings, reading]
     return hashlib.sha256(json.dumps(facts).encode("ascii")).hexdigest()
 

@@ -277,7 +277,7 @@ def test_a_loader_that_was_iterated_works_in_a_forked_child(url: str) -> None:
         return 0 if list(received_keys(loader)) == expected else 2
 
     # Another thread may hold any of the locks at the moment of the fork; here this one does.
-    with loader.counters._lock, loader._runtime.pool._lock, loader.dataset._lock:
+    with loader.counters._lock, loader._runtime.pool._lock, loader.dataset._indexes._lock:
         assert _in_child(child) == 0
     assert next(iterator).slot == 1
 

@@ -11,10 +11,12 @@ import pytest
 
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
+from shardflow.packing import pack
 from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler
+from shardflow.packing.progress import SilentProgress
 from shardflow.packing.versions.removal import Withdrawn, remove
-from shardflow.reports import reader
+from shardflow.reports import detection, reader
 from shardflow.reports.alignment.evidence import AlignmentRules
 from tests.dicom_factory import make_study
 from tests.pack_case import PackCase
@@ -100,3 +102,35 @@ def test_alignment_of_a_corpus_that_no_rule_reads_is_refused_before_work(tmp_pat
     ):
         case.pack()
     assert not list(case.output.rglob("*.tar"))
+
+
+class _Log(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    "texts", [[ITALIAN, ITALIAN, ENGLISH, MIXED], [ENGLISH, MIXED]], ids=["refused", "packed"]
+)
+def test_a_report_that_fails_does_not_hide_the_languages_of_others(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect_languages = detection.detect_languages
+
+    def fail_for_one(text: str) -> detection.Detected:
+        if "CONCLUSION" in text:
+            raise RuntimeError
+        return detect_languages(text)
+
+    monkeypatch.setattr(detection, "detect_languages", fail_for_one)
+    case, _ = _prepare(tmp_path, texts)
+    log = _Log()
+    if ITALIAN in texts:
+        with pytest.raises(ConfigError, match="got 2 of 3 in languages without rules"):
+            pack(case.config(), log)
+        return
+    assert pack(case.config(), log).inputs["packed"]
+    assert "the languages of 1 of 2 reports could not be detected: the packing process failed" in log.notes

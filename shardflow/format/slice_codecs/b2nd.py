@@ -321,7 +321,8 @@ class _Context:
             raise MemoryError
 
     def __del__(self) -> None:
-        self._free(self.pointer)
+        if self.pointer:  # the library would read from address 0
+            self._free(self.pointer)
 
 
 _of_thread = threading.local()

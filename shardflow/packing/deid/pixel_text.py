@@ -339,6 +339,10 @@ class TextFinder:
         return text.strip(), float(answer[0].max(axis=1)[is_new].mean())
 
 
+SEARCH_VERSION: Final = 2
+"""Increased whenever a search may find other boxes: a resumed job must not mix the results of two."""
+
+
 def models_digest() -> str:
     """Return the SHA-256 of the installed models, which decide bytes of a dataset.
 

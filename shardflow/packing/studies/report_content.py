@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.engines.base import Engine, Task, decode
+from shardflow.packing.engines.base import Engine, Task, decode, step
 from shardflow.packing.linking import read_report
 from shardflow.packing.settings import ReportsConfig, digest_of
 from shardflow.packing.studies.tasks import LanguagesDone, LanguagesTask
 
 if TYPE_CHECKING:
-    from shardflow.packing.linking import ReportTable
+    from shardflow.packing.linking import ReportPlace, ReportTable
     from shardflow.reports import Extractor, Lexicon, ReportReader
     from shardflow.reports.alignment.evidence import AlignmentRules
 
@@ -30,6 +30,7 @@ UNKNOWN_RULES: Final = "unknown"
 _MAX_LOOKED_AT: Final = 10_000
 """Reports whose language is looked at before packing."""
 _LOOKED_AT_ONCE: Final = 500
+"""Reports of a task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,52 +95,71 @@ def _model_digest(config: ReportsConfig) -> str:
     return model_digest(config.model, "reports.model")
 
 
-def check_languages(config: ReportsConfig, reports: ReportTable, engine: Engine, timeout_s: float) -> None:
+def check_languages(
+    config: ReportsConfig, reports: ReportTable, engine: Engine, timeout_s: float
+) -> str | None:
     """Check that findings of the reports can be aligned: most are in a language that is read.
 
-    At most `_MAX_LOOKED_AT` are looked at, evenly spread, by the packing processes, which will need the
-    lexicon anyway. Those whose process fails are left out here; their studies say what becomes of them.
+    At most `_MAX_LOOKED_AT` are looked at, evenly spread, by the packing processes, which need the lexicon
+    anyway. Reports whose process fails are looked at again, each alone.
 
     Args:
         config: Settings; with extractors or a model, which may read any language, there is nothing to check.
         reports: The reports.
         engine: Runs `count_languages`.
-        timeout_s: Deadline for some of the reports.
+        timeout_s: Deadline without progress.
+
+    Returns:
+        A note on reports whose process failed twice; None if there are none.
 
     Raises:
-        ConfigError: More than half of them are in languages without rules.
+        ConfigError: More than half of the others are in languages without rules.
         StorageError: The texts cannot be read.
         ShardflowError: The packing processes cannot work.
     """
     if not (config.extract and config.align) or config.extractors or config.model is not None:
-        return
+        return None
     linked = sorted(reports.report_of.values())
     if not linked:
-        return
+        return None
     from shardflow.reports.language import LANGUAGES
 
     chosen = linked[:: -(-len(linked) // _MAX_LOOKED_AT)]
-    tasks = [
-        LanguagesTask(reports=tuple(map(reports.place_of, chosen[start : start + _LOOKED_AT_ONCE])))
-        for start in range(0, len(chosen), _LOOKED_AT_ONCE)
-    ]
+    places = list(map(reports.place_of, chosen))
+    starts = range(0, len(places), _LOOKED_AT_ONCE)
+    waiting = [_language_task(places[at : at + _LOOKED_AT_ONCE], timeout_s, is_last=False) for at in starts]
     mains: Counter[str] = Counter()
-    while tasks or engine.num_running:
-        while tasks and engine.has_idle:
-            engine.submit(Task(kind="languages", payload=tasks.pop(), timeout_s=timeout_s))
+    while waiting or engine.num_running:
+        while waiting and engine.has_idle:
+            engine.submit(waiting.pop())
         done = engine.wait()
         if done.failure == "storage":
             raise StorageError(done.detail)
         if done.result is not None:
             mains.update(decode(LanguagesDone, done.result).counts)
+        elif not done.task.handle:
+            failed = done.task.payload.reports
+            waiting += [_language_task([place], timeout_s, is_last=True) for place in failed]
+    num_counted = sum(mains.values())
     others = {name: count for name, count in mains.items() if name not in LANGUAGES}
-    if 2 * sum(others.values()) > sum(mains.values()):
+    if 2 * sum(others.values()) > num_counted:
         usual = max(sorted(others), key=lambda name: others[name])
         raise ConfigError(
             f"reports.align needs reports in {' or '.join(LANGUAGES)}, got {sum(others.values()):,} of "
-            f"{sum(mains.values()):,} in languages without rules (most of them: {usual}); set reports.align "
-            "= false."
+            f"{num_counted:,} in languages without rules (most of them: {usual}); set reports.align = false."
         )
+    if num_counted == len(chosen):
+        return None
+    return (
+        f"the languages of {len(chosen) - num_counted:,} of {len(chosen):,} reports could not be detected: "
+        "the packing process failed"
+    )
+
+
+def _language_task(places: Sequence[ReportPlace], timeout_s: float, *, is_last: bool) -> Task:
+    """Make a task whose handle says whether it is the last attempt."""
+    payload = LanguagesTask(reports=tuple(places))
+    return Task(kind="languages", payload=payload, timeout_s=timeout_s, num_steps=len(places), handle=is_last)
 
 
 def count_languages(spool: Path, task: LanguagesTask) -> LanguagesDone:
@@ -154,8 +174,11 @@ def count_languages(spool: Path, task: LanguagesTask) -> LanguagesDone:
     """
     from shardflow.reports.detection import detect_languages
 
-    texts = (read_report(spool, place).decode("utf-8") for place in task.reports)
-    return LanguagesDone(counts=Counter(detect_languages(text).languages[0] for text in texts))
+    counts: Counter[str] = Counter()
+    for place in task.reports:
+        step()
+        counts[detect_languages(read_report(spool, place).decode("utf-8")).languages[0]] += 1
+    return LanguagesDone(counts=counts)
 
 
 def reading_basis(config: ReportsConfig, alignment: AlignmentRules) -> list[Any]:

@@ -90,6 +90,22 @@ def test_a_picture_that_cannot_be_what_it_states_is_refused(
         decode(data)
 
 
+def segment(content: bytes) -> bytes:
+    """Return metadata of a JPEG."""
+    return b"\xff\xe2" + struct.pack(">H", 2 + len(content)) + content
+
+
+@pytest.mark.parametrize(
+    ("inside", "behind"),
+    [(segment(b"\xff\xda" * 200), b""), (b"", b"\xff\xda" * 200), (5 * segment(bytes(0xFFF0)), b"")],
+    ids=["profile", "video", "header behind 300 KB"],
+)
+def test_a_picture_with_what_cameras_add_is_read(inside: bytes, behind: bytes) -> None:
+    plain = encoded("JPEG")
+    data = plain[:2] + inside + plain[2:] + behind
+    assert decode_picture(data, cv2.IMREAD_UNCHANGED, size=(32, 48)).shape == (32, 48)
+
+
 def test_a_picture_of_another_size_is_refused_before_it_is_decoded() -> None:
     cut = encoded("JPEG")[:-8]
     with pytest.raises(FormatError, match="must have 16 x 48 pixels, got 32 x 48"):

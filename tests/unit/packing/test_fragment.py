@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardflow.errors import StorageError
 from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import END_OF_ARCHIVE
+from shardflow.packing.deid.pixel_text import SEARCH_VERSION
+from shardflow.packing.publish import fragment_basis
 from shardflow.packing.studies.fragment import (
     DamagedFragmentError,
     Fragment,
@@ -133,3 +136,13 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> N
     with pytest.raises(StorageError, match="creating a fragment must succeed") as caught:
         _write(tmp_path)
     assert str(tmp_path) not in caught.value.message
+
+
+@pytest.mark.parametrize(("deid", "is_packed_again"), [({}, False), ({"pixel_text": "blank"}, True)])
+def test_a_resumed_job_does_not_mix_two_searches_for_text(
+    deid: dict[str, Any], is_packed_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"deid": deid, "limits": {}, "on_bad_instance": "", "variants": {}, "shards": {"codec": "b2nd"}}
+    before = fragment_basis(content, [], "key")
+    monkeypatch.setattr("shardflow.packing.publish.SEARCH_VERSION", SEARCH_VERSION + 1)
+    assert (fragment_basis(content, [], "key") != before) is is_packed_again
