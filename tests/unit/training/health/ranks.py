@@ -16,7 +16,8 @@ from pathlib import Path
 
 from shardflow.training.health.monitor import RankHealthMonitor
 
-HANG_S = 4.0
+# Of a loaded machine, where a sound rank may get no processor for some seconds.
+HANG_S = 12.0
 WHERE = "stage read of shard train-000003, tier remote for 9.0 s"
 
 
