@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,6 +194,14 @@ def _children(parent: int | str) -> dict[int, str]:
                     if not is_ended and not any(servant in text for servant in SERVANTS):
                         children[pid] = text
     return children
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Seed torch, which else draws anew in every process: what passes once must pass always."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

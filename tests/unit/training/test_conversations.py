@@ -161,12 +161,12 @@ def test_preference_loss_follows_the_paper(tmp_path: Path) -> None:
         torch.testing.assert_close(loss, torch.tensor(2 * np.log(2.0)).float())
         before = written_out(own, batch)
         for mine, other in zip(model.parameters(), own.parameters(), strict=True):
-            change = torch.randn_like(mine, generator=None) * 0.05
+            change = torch.randn_like(mine) * 0.05
             mine.add_(change)
             other.add_(change)
         gained = (written_out(own, batch) - before).reshape(-1, 2)
         wanted = -functional.logsigmoid(0.3 * (gained[:, 0] - gained[:, 1])).sum()
-        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-4, atol=1e-4)
     assert inputs.num_tokens == 2.0
 
 
@@ -224,7 +224,7 @@ def test_reward_loss_is_that_of_the_model_of_transformers(task: str, tmp_path: P
             scores = scores.reshape(-1, 2)
             wanted = -functional.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
         assert inputs.num_tokens == 2.0
-        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(inputs.loss(inputs.forward(model)), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", sampled(["gemma3", "qwen2_5_vl"], {"gemma3"}))
