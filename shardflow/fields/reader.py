@@ -39,8 +39,8 @@ from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
 
 _MAX_RANGES = 512
-# Smaller reads cost more Python between the slices (1 MB: 5 % of a CT study's time), larger ones leave the
-# processor's cache before they are checked and decoded.
+# Smaller reads cost more Python between the slices; larger ones leave the processor's cache before they are
+# checked and decoded.
 _LOCAL_READ_BYTES = 2 << 20
 # Two fields are separated by a tar header and padding. Other stores get each field as a range of its own,
 # since they know what a gap costs.

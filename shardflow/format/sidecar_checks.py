@@ -165,13 +165,18 @@ def _check_series(
         raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
     if studies is None:
         return
-    if series.num_samples != studies.num_samples:
-        counts = f"{series.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    _expect_samples(sidecar, series.num_samples, studies)
     numbers = np.flatnonzero(np.diff(series.first_series()) != studies.column("num_series"))
     if len(numbers):
         problem = f"another number of series than the samples table has (row {numbers[0]})"
         raise DamageError(Damage(expected.path, "column first_series", problem))
+
+
+def _expect_samples(sidecar: Sidecar, num_samples: int, studies: SamplesTable) -> None:
+    """Check that a table has a row for each sample of the version."""
+    if num_samples != studies.num_samples:
+        counts = f"{num_samples} samples instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
 
 
 def _check_voxels(
@@ -206,9 +211,7 @@ def _check_studies(
         raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
     if studies is None:
         return
-    if found.num_samples != studies.num_samples:
-        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    _expect_samples(sidecar, found.num_samples, studies)
     known = (found.array("patient_key"), found.array("study_day"), studies.column("num_slices"))
     numbers = np.flatnonzero(previous_rows(*known, studies.splits.values()) != found.array("previous_row"))
     if len(numbers):

@@ -186,10 +186,9 @@ class BufferPool:
 def _keep_freed_memory() -> None:
     """Let the allocator keep what decoders free for their next image.
 
-    A picture of 1024 x 1024 is freed to the system at once, and the next one pays for 256 page faults, which
-    take a sixth of the time. glibc keeps blocks up to the largest one that was ever freed, which is up
-    to 32 MiB (mallopt(3), dynamic mmap threshold), so one is freed here that nobody has touched. With other
-    allocators nothing changes.
+    Without it a picture of 1024 x 1024 is freed to the system at once, and the next one pays for 256 page
+    faults. glibc keeps blocks up to the largest one that was ever freed (mallopt(3), dynamic mmap threshold),
+    so one is freed here that nobody has touched. With other allocators nothing changes.
     """
     np.empty(_FREED_BYTES, np.uint8)
 
