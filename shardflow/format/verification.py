@@ -53,6 +53,7 @@ from shardflow.format.shard_checks import (
     open_table,
 )
 from shardflow.format.sidecar_checks import check_sidecars, find_sidecars_to_check, sidecar_paths
+from shardflow.format.signatures import list_path, signature_numbers
 from shardflow.format.tables import TableManifest
 from shardflow.format.tokens import TokensManifest
 from shardflow.storage import ByteStore, open_store
@@ -270,7 +271,8 @@ def _plan_files(
             if named and named.path not in before:
                 files.append(ExpectedFile.of(named))
     try:
-        own = {*plan.manifests, *known, *sidecar_paths(sidecars)}
+        signed = {list_path(one, number) for one in all_versions for number in signature_numbers(store, one)}
+        own = {*plan.manifests, *known, *sidecar_paths(sidecars), *signed, *(f"{one}.sig" for one in signed)}
         unread = {sidecar.path for sidecar in sidecars if sidecar.manifest is None}
         others = [
             path for path in store.list("") if path not in own and path.rpartition("/")[0] not in unread

@@ -188,6 +188,22 @@ def test_values_masks_and_classes(dataset: Dataset) -> None:
     assert seen == dataset.studies.num_samples
 
 
+def test_a_wider_dtype_holds_the_same_values(dataset: Dataset) -> None:
+    names = ("of_study.edema", "of_study.count")
+    fields = {
+        "plain": sf.Columns(names, missing="pad"),
+        "float": sf.Columns(names, missing="pad", dtype="float32"),
+        "count": sf.Column("of_study.edema", missing="pad", dtype="int64"),
+        "vector": sf.Column("of_study.vector", missing="pad", dtype="float32"),
+    }
+    with loader(dataset, fields) as batches:
+        for batch in batches:
+            assert batch["plain"].dtype == batch["count"].dtype == np.int64
+            assert batch["float"].dtype == batch["vector"].dtype == np.float32
+            np.testing.assert_array_equal(batch["float"], batch["plain"])
+            np.testing.assert_array_equal(batch["count"], batch["plain"][:, 0])
+
+
 def test_batches_are_equal_on_any_number_of_ranks_and_after_a_resume(dataset: Dataset) -> None:
     fields = {**FIELDS, "image": sf.Image(series="kind == 'images'", size=(8, 8), missing="pad")}
     check_everywhere(lambda **settings: loader(dataset, fields, **settings))
@@ -237,6 +253,8 @@ def test_samples_without_a_value_are_dropped_or_refused(dataset: Dataset) -> Non
         (sf.Columns("of_study.v*", missing="pad"), "use sf.Column for each"),
         (sf.Columns(("of_study.label", "of_study.score"), missing="pad"), "category, float"),
         (sf.Columns(("of_study.vector",), missing="pad"), "hold lists"),
+        (sf.Column("of_study.score", dtype="int64"), "kind float, which dtype='int64' does not.*'float32'"),
+        (sf.Column("of_study.label", missing="pad", dtype="float32"), "kind category.*'int64', or leave"),
     ],
 )
 def test_a_slip_is_one_sentence_before_step_0(dataset: Dataset, field: sf.Field, sentence: str) -> None:
@@ -269,6 +287,8 @@ def test_wrong_settings_are_refused() -> None:
         sf.Column("")
     with pytest.raises(ConfigError, match="columns names no column"):
         sf.Columns(())
+    with pytest.raises(ConfigError, match="dtype is one of None, 'bool', 'int64', 'float32', got 'float64'"):
+        sf.Columns("chexpert.*", dtype="float64")
 
 
 def test_fields_files_name_columns(dataset: Dataset, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_plain_programs_and_we_agree(data: Path, keys: Path) -> None:
     (key,) = read_keys(keys / "ours.pub")
     assert fingerprint(key) in listed.stdout
     assert verify(data).is_whole
+    assert not verify(data).notes
     assert not sign_dataset(LocalStore(data), keys / "ours").is_new
 
     manifest = data / "manifest-000001.json"

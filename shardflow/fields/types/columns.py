@@ -44,6 +44,8 @@ _DTYPES: Final[Mapping[str, type[np.generic]]] = {
 _WIDER: Final = ("bool", "int", "float")
 _NO_CLASS: Final = -1
 _MISSING: Final = ("pad", "drop", "error")
+_KIND_OF: Final[Mapping[str, str]] = {"bool": "bool", "int64": "int", "float32": "float"}
+_DTYPE_CHOICES: Final = (None, *_KIND_OF)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -68,9 +70,13 @@ class Column(Field):
 
     column: str
     """Name of the column: ``TABLE.COLUMN`` of an attached table, or ``facts.NAME``."""
+    dtype: str | None = None
+    """``bool``, ``int64`` or ``float32``, which must hold the numbers; that of the column by default. A loss
+    over labels may want ``float32``, which rounds integers beyond 2^24."""
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, _MISSING)
+        check_choice("dtype", self.dtype, _DTYPE_CHOICES)
         _check_text("column", self.column, "chexpert.edema")
 
     def bind(self, name: str, context: FieldContext) -> BoundField:
@@ -89,10 +95,10 @@ class Column(Field):
 class Columns(Field):
     """Values of several columns side by side, such as all labels of a table.
 
-    ``(B, n)`` in the order of ``batch.info.columns[NAME]``, of the dtype that holds all: bool, int64 or
-    float32; of categories int64 positions in ``batch.info.classes["NAME.COLUMN"]``. ``NAME_mask`` ``(B, n)``
-    uint8 is 1 where there is a value; elsewhere it is 0 or False, and -1 of a category. With
-    ``missing="error"`` every value must be there; ``drop`` leaves out samples that have none of them.
+    ``(B, n)`` in the order of ``batch.info.columns[NAME]``, of ``dtype`` or the one that holds all: bool,
+    int64 or float32; of categories int64 positions in ``batch.info.classes["NAME.COLUMN"]``.
+    ``NAME_mask`` ``(B, n)`` uint8 is 1 where there is a value; elsewhere it is 0 or False, and -1 of a
+    category. With ``missing="error"`` every value must be there; ``drop`` leaves out samples that have none.
     Of columns that ``*`` stands for, those of numbers are taken or, if there are none, categories; a warning
     names what is left out.
 
@@ -108,9 +114,12 @@ class Columns(Field):
 
     columns: str | tuple[str, ...]
     """Names of the columns, in order; ``*`` stands for any characters: ``"chexpert.*"``."""
+    dtype: str | None = None
+    """As that of `Column`."""
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, _MISSING)
+        check_choice("dtype", self.dtype, _DTYPE_CHOICES)
         patterns: Any = self.columns
         patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         for one in patterns:
@@ -284,7 +293,7 @@ class BoundColumns(BoundField):
             raise ConfigError(
                 f"The columns of the field {name!r} hold lists; use sf.Column for each of them."
             )
-        self._kind = max(kinds, key=_WIDER.index) if kinds <= set(_WIDER) else next(iter(kinds))
+        self._kind = self._kind_of(kinds)
         names = [one.name for one in self._values]
         self._digests = list(
             filter(None, dict.fromkeys(one.digest(name) for one in columns for name in names))
@@ -304,6 +313,21 @@ class BoundColumns(BoundField):
                 "missing='pad', which masks what is missing, or missing='drop' to leave out samples without "
                 "any."
             )
+
+    def _kind_of(self, kinds: set[str]) -> str:
+        """Return the kind of the array: the widest of the columns', or that of the dtype asked for."""
+        kind = max(kinds, key=_WIDER.index) if kinds <= set(_WIDER) else next(iter(kinds))
+        if self.spec.dtype is None:
+            return kind
+        wanted = _KIND_OF[self.spec.dtype]
+        if kind == "floats" and wanted == "float":
+            return kind
+        if kind not in _WIDER or _WIDER.index(wanted) < _WIDER.index(kind):
+            raise ConfigError(
+                f"The field {self.name!r} holds values of the kind {kind}, which dtype={self.spec.dtype!r} "
+                f"does not hold; write {np.dtype(_DTYPES[kind]).name!r}, or leave dtype out."
+            )
+        return wanted
 
     @property
     def digests(self) -> Sequence[str]:
