@@ -36,7 +36,7 @@ and more of its files.
 NAMES = {"1.2.840.10008.5.1.4.1.1.66.7": "Label Map Segmentation"}
 CODECS = (
     # Words of the transfer syntaxes' names, and what stands for them.
-    ("JPEG Lossless, Non-Hierarchical, First-Order Prediction (Process 14 [Selection Value 1])", "JPEG Lossless"),
+    (", Non-Hierarchical, First-Order Prediction (Process 14 [Selection Value 1])", ""),
     ("JPEG 2000 Image Compression (Lossless Only)", "JPEG 2000 Lossless"),
     (" (Near-Lossless)", ""),
     (" Image Compression", ""),
