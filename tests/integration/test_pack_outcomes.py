@@ -26,13 +26,21 @@ What `shardflow pack` does with the public sample files that the tests use: thos
 pydicom's wheel, and those of the package pydicom-data. Settings are the default ones, but for the largest
 share of quarantined files. `tests/integration/test_pack_outcomes.py` packs them, writes this page and
 checks it. Licenses, readme files and gradient tables are omitted: all are skipped as `NOT_DICOM`.
-[What each reason means](dicom.md#reasons), and [what to do](howto/quarantine.md).
+[What each reason means](dicom.md#reasons), and [what to do](howto/quarantine.md). A folder stands for three
+and more of its files.
 
-| folder | files (number) | what it is | outcome | reason |
-|---|---|---|---|---|
+| what it is | packed, or why not | files |
+|---|---|---|
 """
 # Younger than the dictionary of the installed pydicom.
 NAMES = {"1.2.840.10008.5.1.4.1.1.66.7": "Label Map Segmentation"}
+CODECS = (
+    # Words of the transfer syntaxes' names, and what stands for them.
+    (", Non-Hierarchical, First-Order Prediction (Process 14 [Selection Value 1])", ""),
+    ("JPEG 2000 Image Compression (Lossless Only)", "JPEG 2000 Lossless"),
+    (" (Near-Lossless)", ""),
+    (" Image Compression", ""),
+)
 KINDS = {
     ".bdf": "BDF biosignals",
     ".bval": "text",
@@ -54,7 +62,7 @@ KINDS = {
 def test_every_real_file_ends_as_the_page_says(
     tmp_path: Path, shared_data: Path, request: pytest.FixtureRequest
 ) -> None:
-    rows: list[str] = []
+    files: dict[tuple[str, str], dict[str, list[str]]] = {}
     collections = (
         ("shared", shared_data, ""),
         ("bundled", BUNDLED, "pydicom"),
@@ -70,10 +78,10 @@ def test_every_real_file_ends_as_the_page_says(
         # Files of several records are inputs of their own for every study beside.
         entries = _entries(case, root)
         assert summary.inputs["total"] == len(entries)
-        files = {(folder, file) for folder, file, _ in entries}
-        assert len(files) == sum(path.is_file() for path in root.rglob("*"))
-        rows += _table(entries, root, label)
-    page = HEAD + "\n".join(rows) + "\n"
+        found = {(folder, file) for folder, file, _ in entries}
+        assert len(found) == sum(path.is_file() for path in root.rglob("*"))
+        _add(files, entries, root, label)
+    page = HEAD + "\n".join(_rows(files)) + "\n"
     if request.config.getoption("--update-golden"):
         PAGE.write_text(page, encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == page
@@ -90,22 +98,30 @@ def _entries(case: PackCase, root: Path) -> list[tuple[str, str, str | None]]:
     return sorted(found, key=lambda entry: (entry[0], str(entry[2] or ""), entry[1]))
 
 
-def _table(entries: list[tuple[str, str, str | None]], root: Path, label: str) -> Iterator[str]:
-    """Yield the rows of a collection; by its folders, unless it has a label of its own."""
-    groups: dict[tuple[str, str, str | None], list[str]] = {}
+def _add(
+    files: dict[tuple[str, str], dict[str, list[str]]],
+    entries: list[tuple[str, str, str | None]],
+    root: Path,
+    label: str,
+) -> None:
+    """Add the files of a collection by what they are and become; by its folders, unless it has a label."""
     for folder, name, reason in entries:
-        top, _, below = "/".join(part for part in (label, folder, name) if part not in ("", ".")).partition(
-            "/"
-        )
-        groups.setdefault((top, _kind(root / folder / name), reason), []).append(below)
-    for (folder, kind, reason), names in sorted(groups.items(), key=lambda group: str(group[0])):
+        kind = _kind(root / folder / name)
         if kind == "text" and reason == Reason.NOT_DICOM:
             continue
-        outcome = Outcome.PACKED if reason is None else REASONS[Reason(reason)].outcome
-        shown = ", ".join(f"`{name}`" for name in names)
-        if len(names) > MAX_NAMES:
-            shown = f"`{names[0]}` to `{names[-1]}` ({len(names)})"
-        yield f"| {folder} | {shown} | {kind} | {outcome} | {'' if reason is None else f'`{reason}`'} |"
+        path = "/".join(part for part in (label, folder, name) if part not in ("", "."))
+        of_folders = files.setdefault((kind, "" if reason is None else reason), {})
+        of_folders.setdefault(path.partition("/")[0], []).append(path)
+
+
+def _rows(files: dict[tuple[str, str], dict[str, list[str]]]) -> Iterator[str]:
+    for (kind, reason), of_folders in sorted(files.items()):
+        shown = [
+            f"{folder} ({len(paths)})" if len(paths) > MAX_NAMES else ", ".join(f"`{path}`" for path in paths)
+            for folder, paths in of_folders.items()
+        ]
+        result = f"{REASONS[Reason(reason)].outcome}: `{reason}`" if reason else Outcome.PACKED
+        yield f"| {kind} | {result} | {', '.join(shown)} |"
 
 
 def _kind(path: Path) -> str:
@@ -124,4 +140,6 @@ def _kind(path: Path) -> str:
     name = NAMES.get(uid) or (UID(uid).name if uid else "DICOM without a SOP class")
     syntax = header.file_meta.get("TransferSyntaxUID")
     codec = f", {UID(syntax).name}" if syntax is not None and UID(syntax).is_compressed else ""
+    for words, short in CODECS:
+        codec = codec.replace(words, short)
     return f"{name.removesuffix(' Storage')}{codec}"
