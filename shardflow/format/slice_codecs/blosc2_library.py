@@ -261,13 +261,13 @@ def make_frame(
             loaded.b2nd_to_cframe(made, ctypes.byref(start), ctypes.byref(num_bytes), ctypes.byref(is_ours))
         )
         frame = ctypes.string_at(start, num_bytes.value)
-        if is_ours:
+        if is_ours.value:
             free = ctypes.CDLL(None).free
             free.argtypes, free.restype = [ctypes.c_void_p], None
             free(start)
         return frame
     finally:
-        if made:
+        if made.value:
             loaded.b2nd_free(made)
         loaded.b2nd_free_ctx(context)
 

@@ -461,7 +461,7 @@ def test_decoding_releases_the_gil_and_takes_one_thread() -> None:
     before = len(list(Path("/proc/self/task").iterdir()))
     decode_array("b2nd", payload)
     assert len(list(Path("/proc/self/task").iterdir())) == before
-    assert type(b2nd.library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
+    assert type(blosc2_library.library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
 
 
 def test_a_slice_is_decoded_into_memory_that_may_be_written_alone() -> None:

@@ -12,9 +12,10 @@ from shardflow.cli.pack import LineProgress
 from shardflow.errors import ShardflowError
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import Engine, Task, TaskDone, encode
+from shardflow.packing.header_rows import BATCH_FILES
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.progress import Progress, SilentProgress
-from shardflow.packing.scan import BATCH_FILES, AttachmentFinder, HeaderPass
+from shardflow.packing.scan import AttachmentFinder, HeaderPass
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.placement import Placement
