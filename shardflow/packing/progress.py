@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, Protocol
-
-if TYPE_CHECKING:
-    from shardflow.packing.engines.base import Task
+from collections.abc import Hashable
+from typing import Final, Protocol
 
 # A task is late once it takes this many times the average of those before it, and this long.
 _LATE: Final = 4.0
@@ -54,17 +52,17 @@ class RunningTasks:
     """Tasks that run, to tell whether one of them is late, such as one that waits for a file that hangs."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[str, int], float] = {}
+        self._since: dict[Hashable, float] = {}
         self._num_done = 0
         self._taken_s = 0.0
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: Hashable) -> None:
         """Note that a task begins, or waits for a process that starts."""
-        self._since[task.kind, task.handle] = time.monotonic()
+        self._since[task] = time.monotonic()
 
-    def end(self, task: Task) -> None:
+    def end(self, task: Hashable) -> None:
         """Note the end of a task."""
-        self._taken_s += time.monotonic() - self._since.pop((task.kind, task.handle))
+        self._taken_s += time.monotonic() - self._since.pop(task)
         self._num_done += 1
 
     @property

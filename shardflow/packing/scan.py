@@ -450,19 +450,18 @@ class HeaderPass:
         running = RunningTasks()
         while waiting or self.engine.num_running:
             while waiting and self.engine.has_idle:
-                task = self._scan_task(waiting.pop())
-                running.begin(task)
-                self.engine.submit(task)
+                running.begin(waiting[-1])
+                self.engine.submit(self._scan_task(waiting.pop()))
             done = self.engine.wait()
             start: int = done.task.handle
-            running.end(done.task)
+            running.end(start)
             if done.result is None:
                 _raise_storage(done)
                 troubled.append(start)
             else:
-                batch: ScanTask = done.task.payload
+                task: ScanTask = done.task.payload
                 scanned = decode(ScanDone, done.result).files
-                table.kind[start : start + len(scanned)] = [_kind(file.placement) for file in batch.files]
+                table.kind[start : start + len(scanned)] = [_kind(file.placement) for file in task.files]
                 table.add(start, scanned)
                 has_late = is_again or bool(troubled) or running.has_late
                 self.progress.advance(len(scanned), has_late=has_late)

@@ -307,12 +307,12 @@ class StudyPass:
         """Keep every process busy until no task is left that can run beside others."""
         while True:
             while self.engine.has_idle and (task := self._next_task()) is not None:
-                self._running.begin(task)
+                self._running.begin((task.kind, task.handle))
                 self.engine.submit(task)
             if not self.engine.num_running:
                 return
             done = self.engine.wait()
-            self._running.end(done.task)
+            self._running.end((done.task.kind, done.task.handle))
             self._take(done)
 
     def _next_task(self) -> Task | None:
