@@ -14,9 +14,9 @@ library itself never imports from here. See ARCHITECTURE.md for the data flow.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Final
 
+from shardflow._lazy import lazy_names
 from shardflow._version import __version__
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ __all__ = [
 ]
 _SOURCES: Final = {
     "Array": "shardflow.fields.types.members:Array",
-    "adapters": "shardflow.fields:adapters",
+    "adapters": "shardflow.fields.adapters",
     "Batch": "shardflow.loading.batch:Batch",
     "BatchSpec": "shardflow.sampling.spec:BatchSpec",
     "Boxes": "shardflow.fields.types.regions:Boxes",
@@ -179,22 +179,4 @@ _SOURCES: Final = {
 }
 
 if not TYPE_CHECKING:  # A type checker reads the imports above, and reports a name that does not exist.
-
-    def __getattr__(name: str) -> object:
-        """Import a name from the module that defines it."""
-        if name not in _SOURCES:
-            import difflib
-
-            near = difflib.get_close_matches(name, __all__, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
-        module, _, path = _SOURCES[name].partition(":")
-        value: object = importlib.import_module(module)
-        for part in path.split("."):
-            value = getattr(value, part)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        """List the public names, whether they are imported yet or not."""
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

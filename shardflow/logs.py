@@ -89,8 +89,14 @@ def describe_exception(error: BaseException) -> str:
     return "\n  caused by ".join(lines)
 
 
-def time_left(done: int, total: int, elapsed_s: float) -> str:
+def time_left(done: int, total: int, elapsed_s: float, *, is_least: bool = False) -> str:
     """Estimate the remaining time at the same rate: ``, about 4 min left``.
+
+    Args:
+        done: Units that are done.
+        total: All units.
+        elapsed_s: Seconds for which they were done.
+        is_least: Whether some of the rest take longer than those: ``, at least 4 min left``.
 
     Returns:
         A clause with its leading comma; empty if nothing or everything is done.
@@ -98,11 +104,12 @@ def time_left(done: int, total: int, elapsed_s: float) -> str:
     if not 0 < done < total:
         return ""
     left_s = elapsed_s / done * (total - done)
+    about = "at least" if is_least else "about"
     if left_s < _MINUTE_S:
-        return f", about {max(1, round(left_s))} s left"
+        return f", {about} {max(1, round(left_s))} s left"
     if left_s < _HOUR_S:
-        return f", about {round(left_s / _MINUTE_S)} min left"
-    return f", about {left_s / _HOUR_S:.1f} h left"
+        return f", {about} {round(left_s / _MINUTE_S)} min left"
+    return f", {about} {left_s / _HOUR_S:.1f} h left"
 
 
 class EventLog:

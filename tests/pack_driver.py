@@ -40,7 +40,7 @@ class KillingProgress:
         if self._kind == "phase" and self._rest == name:
             kill_group()
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: int = 1, *, has_late: bool = False) -> None:
         self._count += count
         name, _, number = self._rest.partition(":")
         if self._kind == "advance" and name == self._phase and self._count >= int(number):

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from shardflow._version import __version__
@@ -194,6 +193,8 @@ class _Version(argparse.Action):
 
 
 def _describe_versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     found = [f"Python {platform.python_version()}"]
     for package in _VERSIONS_SHOWN:
         try:

@@ -332,7 +332,8 @@ class LineProgress:
     """Plain lines: one for each phase, and one every ten seconds of a long one.
 
     The remaining time is that of the pace of the last minute, from the first unit on: processes take a while
-    to start, and a job that is resumed rushes through what an earlier run has done.
+    to start, and a job that is resumed rushes through what an earlier run has done. While some units are late
+    it is the least that the rest takes.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -356,7 +357,7 @@ class LineProgress:
         self._marks.clear()
         self._say(f"{self._title} ({total})" if total else self._title)
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: int = 1, *, has_late: bool = False) -> None:
         """Finish units of the phase."""
         self._count += count
         now = time.monotonic()
@@ -364,7 +365,7 @@ class LineProgress:
             self._marks.append((now, self._count))
         if now - self._said_at >= LINE_EVERY_S:
             since, before = self._marks[0]
-            rest = time_left(self._count - before, self._total - before, now - since)
+            rest = time_left(self._count - before, self._total - before, now - since, is_least=has_late)
             self._marks.append((now, self._count))
             self._say(f"{self._title}: {self._count} of {self._total}{rest}")
 
@@ -405,6 +406,7 @@ class BarProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[least]}"),
             TimeRemainingColumn(),
             console=Console(file=stream),
         )
@@ -424,12 +426,14 @@ class BarProgress:
         if self._task is not None:
             (task,) = (task for task in self._bars.tasks if task.id == self._task)
             self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
-        self._task = None if name == "done" else self._bars.add_task(self._titles[name], total=total or None)
+        self._task = (
+            None if name == "done" else self._bars.add_task(self._titles[name], total=total or None, least="")
+        )
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: int = 1, *, has_late: bool = False) -> None:
         """Finish units of the phase."""
         if self._task is not None:
-            self._bars.update(self._task, advance=count)
+            self._bars.update(self._task, advance=count, least="at least" if has_late else "")
 
     def note(self, text: str) -> None:
         """Write a message above the bars."""

@@ -10,8 +10,9 @@ training use parts of this package that need no decoder.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardflow.fields.augmentation import (
@@ -58,32 +59,27 @@ __all__ = [
     "names_a_side",
     "source_affine",
 ]
-_MODULES: Final = {
-    "ALLOWED": "augmentation",
-    "Allowance": "augmentation",
-    "ArraySpec": "field",
-    "BadSampleReason": "quarantine",
-    "BoundField": "field",
-    "Coverage": "field",
-    "Draw": "augmentation",
-    "EntityNames": "findings",
-    "Field": "field",
-    "FieldContext": "field",
-    "QuarantineRow": "quarantine",
-    "SlotRequest": "field",
-    "Slots": "field",
-    "Wanted": "augmentation",
-    "Warp": "augmentation",
-    "change_intensity": "augmentation",
-    "draw_sample": "augmentation",
-    "names_a_side": "augmentation",
-    "source_affine": "augmentation",
+_SOURCES: Final = {
+    "ALLOWED": ".augmentation:ALLOWED",
+    "Allowance": ".augmentation:Allowance",
+    "ArraySpec": ".field:ArraySpec",
+    "BadSampleReason": ".quarantine:BadSampleReason",
+    "BoundField": ".field:BoundField",
+    "Coverage": ".field:Coverage",
+    "Draw": ".augmentation:Draw",
+    "EntityNames": ".types.findings:EntityNames",
+    "Field": ".field:Field",
+    "FieldContext": ".field:FieldContext",
+    "QuarantineRow": ".quarantine:QuarantineRow",
+    "SlotRequest": ".field:SlotRequest",
+    "Slots": ".field:Slots",
+    "Wanted": ".augmentation:Wanted",
+    "Warp": ".augmentation:Warp",
+    "change_intensity": ".augmentation:change_intensity",
+    "draw_sample": ".augmentation:draw_sample",
+    "names_a_side": ".augmentation:names_a_side",
+    "source_affine": ".augmentation:source_affine",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name == "adapters":  # a module, which the front door offers as it is
-        return importlib.import_module(f"{__name__}.adapters")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

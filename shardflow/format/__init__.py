@@ -7,14 +7,19 @@ them.
 
 from __future__ import annotations
 
-from shardflow.format.codecs import array_header, decode_array, encode_array, webdataset_decoder
-from shardflow.format.dataset import Dataset
-from shardflow.format.index import FieldLocation, ShardIndex
-from shardflow.format.manifest import Manifest
-from shardflow.format.samples import SamplesTable
-from shardflow.format.shard_checks import Damage
-from shardflow.format.verification import VerifyReport, verify
-from shardflow.format.writer import ShardWriter
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.format.codecs import array_header, decode_array, encode_array, webdataset_decoder
+    from shardflow.format.dataset import Dataset
+    from shardflow.format.index import FieldLocation, ShardIndex
+    from shardflow.format.manifest import Manifest
+    from shardflow.format.samples import SamplesTable
+    from shardflow.format.shard_checks import Damage
+    from shardflow.format.verification import VerifyReport, verify
+    from shardflow.format.writer import ShardWriter
 
 __all__ = [
     "Damage",
@@ -31,3 +36,21 @@ __all__ = [
     "verify",
     "webdataset_decoder",
 ]
+_SOURCES: Final = {
+    "Damage": ".shard_checks:Damage",
+    "Dataset": ".dataset:Dataset",
+    "FieldLocation": ".index:FieldLocation",
+    "Manifest": ".manifest:Manifest",
+    "SamplesTable": ".samples:SamplesTable",
+    "ShardIndex": ".index:ShardIndex",
+    "ShardWriter": ".writer:ShardWriter",
+    "VerifyReport": ".verification:VerifyReport",
+    "array_header": ".codecs:array_header",
+    "decode_array": ".codecs:decode_array",
+    "encode_array": ".codecs:encode_array",
+    "verify": ".verification:verify",
+    "webdataset_decoder": ".codecs:webdataset_decoder",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

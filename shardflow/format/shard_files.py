@@ -8,8 +8,9 @@ import secrets
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -418,8 +419,14 @@ def write_file(root: Path, path: str, pieces: Iterable[bytes]) -> FileEntry:
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed ones of some packages, for a manifest's ``created_with``."""
-    found: dict[str, str] = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = {name: _version_of(name) for name in names}
+    return {name: number for name, number in found.items() if number}
+
+
+@cache
+def _version_of(package: str) -> str:
+    """Return an installed package's version, for which its metadata are parsed; empty if it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -17,14 +17,19 @@ Only two modules import torch: ``shardflow.loading.tensors`` turns arrays into t
 
 from __future__ import annotations
 
-from shardflow.fields.quarantine import QuarantineRow
-from shardflow.fields.types.findings import EntityNames
-from shardflow.loading.batch import Batch
-from shardflow.loading.blend_file import open_blend
-from shardflow.loading.config import LoaderConfig, World
-from shardflow.loading.loader import Loader
-from shardflow.loading.sample import open_dataset
-from shardflow.loading.selection import Selection, open_view, select
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.fields.quarantine import QuarantineRow
+    from shardflow.fields.types.findings import EntityNames
+    from shardflow.loading.batch import Batch
+    from shardflow.loading.blend_file import open_blend
+    from shardflow.loading.config import LoaderConfig, World
+    from shardflow.loading.loader import Loader
+    from shardflow.loading.sample import open_dataset
+    from shardflow.loading.selection import Selection, open_view, select
 
 __all__ = [
     "Batch",
@@ -39,3 +44,19 @@ __all__ = [
     "open_view",
     "select",
 ]
+_SOURCES: Final = {
+    "Batch": ".batch:Batch",
+    "EntityNames": "shardflow.fields.types.findings:EntityNames",
+    "Loader": ".loader:Loader",
+    "LoaderConfig": ".config:LoaderConfig",
+    "QuarantineRow": "shardflow.fields.quarantine:QuarantineRow",
+    "Selection": ".selection:Selection",
+    "World": ".config:World",
+    "open_blend": ".blend_file:open_blend",
+    "open_dataset": ".sample:open_dataset",
+    "open_view": ".selection:open_view",
+    "select": ".selection:select",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

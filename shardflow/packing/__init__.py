@@ -7,8 +7,9 @@ must not load a decoder by then.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
@@ -26,18 +27,15 @@ __all__ = [
     "SilentProgress",
     "pack",
 ]
-_MODULES: Final = {
-    "PackConfig": "shardflow.packing.config",
-    "PackMode": "shardflow.packing.job",
-    "PackSummary": "shardflow.packing.summary",
-    "Progress": "shardflow.packing.progress",
-    "ArrayTask": "shardflow.packing.workspace",
-    "SilentProgress": "shardflow.packing.progress",
-    "pack": "shardflow.packing.job",
+_SOURCES: Final = {
+    "ArrayTask": ".workspace:ArrayTask",
+    "PackConfig": ".config:PackConfig",
+    "PackMode": ".job:PackMode",
+    "PackSummary": ".summary:PackSummary",
+    "Progress": ".progress:Progress",
+    "SilentProgress": ".progress:SilentProgress",
+    "pack": ".job:pack",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

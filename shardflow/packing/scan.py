@@ -32,6 +32,7 @@ from shardflow.packing.header_rows import (
     store_rows,
 )
 from shardflow.packing.inventory import INPUT_KINDS, Attachment, FileTable, ScannedFile
+from shardflow.packing.progress import RunningTasks
 from shardflow.packing.registry import attachment_kinds
 from shardflow.packing.sources.attachments import HEAD_BYTES, LABEL_VOLUMES, AttachmentItem
 from shardflow.packing.sources.dicom.dictionary import DEFLATED
@@ -436,10 +437,10 @@ class HeaderPass:
         if troubled:
             self.engine.restart(1)
             # Alone, most of them succeed: their process was killed because of others.
-            for start in self._scan(table, troubled):
+            for start in self._scan(table, troubled, is_again=True):
                 for _ in range(_NUM_SEARCHES):
                     self._find_bad_files(start)
-                    if not self._scan(table, [start]):
+                    if not self._scan(table, [start], is_again=True):
                         break
                 else:
                     raise ShardflowError(
@@ -450,15 +451,18 @@ class HeaderPass:
             self.engine.restart()
         return table
 
-    def _scan(self, table: FileTable, starts: Sequence[int]) -> list[int]:
+    def _scan(self, table: FileTable, starts: Sequence[int], *, is_again: bool = False) -> list[int]:
         """Scan batches; return those that failed or crashed."""
         waiting = list(reversed(starts))
         troubled: list[int] = []
+        running = RunningTasks()
         while waiting or self.engine.num_running:
             while waiting and self.engine.has_idle:
+                running.begin(waiting[-1])
                 self.engine.submit(self._scan_task(waiting.pop()))
             done = self.engine.wait()
             start: int = done.task.handle
+            running.end(start)
             if done.result is None:
                 _raise_storage(done)
                 troubled.append(start)
@@ -467,7 +471,8 @@ class HeaderPass:
                 scanned = decode(ScanDone, done.result).files
                 table.kind[start : start + len(scanned)] = [_kind(file.placement) for file in task.files]
                 table.add(start, scanned)
-                self.progress.advance(len(scanned))
+                has_late = is_again or bool(troubled) or running.has_late
+                self.progress.advance(len(scanned), has_late=has_late)
         return troubled
 
     def _scan_task(self, start: int) -> Task:

@@ -22,6 +22,7 @@ from shardflow.format.reasons import HELD_BACK, Outcome, outcome_of
 from shardflow.packing.engines.base import Engine, Task, TaskDone, decode
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import UNDECIDED, reason_code
+from shardflow.packing.progress import RunningTasks
 from shardflow.packing.studies.assembly import has_sizes, load_record
 from shardflow.packing.studies.fragment import AttachmentMark, FragmentWriter, StudyOutcome, fragment_path
 from shardflow.packing.studies.tasks import (
@@ -250,6 +251,8 @@ class StudyPass:
         self._shard_of: dict[int, int] = {}
         self._troubled: dict[int, int | None] = {}
         """Studies that failed once, with the attachment (a row of the files) that was being converted."""
+        self._running = RunningTasks()
+        self._has_trouble = False
         self._exceptions: dict[int, StudyOutcome] = {}
         self._is_counted = np.zeros(len(self.files.studies), np.bool_)
         self._num_quarantined = 0
@@ -304,10 +307,13 @@ class StudyPass:
         """Keep every process busy until no task is left that can run beside others."""
         while True:
             while self.engine.has_idle and (task := self._next_task()) is not None:
+                self._running.begin((task.kind, task.handle))
                 self.engine.submit(task)
             if not self.engine.num_running:
                 return
-            self._take(self.engine.wait())
+            done = self.engine.wait()
+            self._running.end((done.task.kind, done.task.handle))
+            self._take(done)
 
     def _next_task(self) -> Task | None:
         while not self._ready and self._to_open:
@@ -348,6 +354,7 @@ class StudyPass:
             raise StorageError(done.detail)
         match done.task.kind:
             case "study" if done.result is None:
+                self._has_trouble = True
                 self._troubled[done.task.handle] = self._attachment_under_way(done.task.handle)
             case "study" if done.result is not None:
                 self._finish_study(done.task.handle, decode(StudyDone, done.result).outcome)
@@ -476,7 +483,7 @@ class StudyPass:
         if self._is_counted[study]:
             return
         self._is_counted[study] = True
-        self.progress.advance()
+        self.progress.advance(has_late=self._has_trouble or self._running.has_late)
         if outcome.reason is not None or outcome.instances:
             self._exceptions[study] = outcome
         own = [

@@ -6,20 +6,25 @@ loaded.
 
 from __future__ import annotations
 
-from shardflow.reports.assertion import Assertion
-from shardflow.reports.findings import Entity, EntityFinder, Place
-from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
-from shardflow.reports.mentions import Mention, find_mentions
-from shardflow.reports.reader import (
-    ENTRY_POINTS,
-    RULES_VERSION,
-    Extractor,
-    ReportContent,
-    ReportReader,
-    load_extractors,
-    rules_digest,
-)
-from shardflow.reports.sections import Section, SectionKind, split_sections
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.reports.assertion import Assertion
+    from shardflow.reports.findings import Entity, EntityFinder, Place
+    from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
+    from shardflow.reports.mentions import Mention, find_mentions
+    from shardflow.reports.reader import (
+        ENTRY_POINTS,
+        RULES_VERSION,
+        Extractor,
+        ReportContent,
+        ReportReader,
+        load_extractors,
+        rules_digest,
+    )
+    from shardflow.reports.sections import Section, SectionKind, split_sections
 
 __all__ = [
     "ENTRY_POINTS",
@@ -42,3 +47,27 @@ __all__ = [
     "rules_digest",
     "split_sections",
 ]
+_SOURCES: Final = {
+    "ENTRY_POINTS": ".reader:ENTRY_POINTS",
+    "RULES_VERSION": ".reader:RULES_VERSION",
+    "Assertion": ".assertion:Assertion",
+    "Concept": ".lexicon:Concept",
+    "Entity": ".findings:Entity",
+    "EntityFinder": ".findings:EntityFinder",
+    "Extractor": ".reader:Extractor",
+    "Lexicon": ".lexicon:Lexicon",
+    "Mention": ".mentions:Mention",
+    "Place": ".findings:Place",
+    "ReportContent": ".reader:ReportContent",
+    "ReportReader": ".reader:ReportReader",
+    "Section": ".sections:Section",
+    "SectionKind": ".sections:SectionKind",
+    "find_mentions": ".mentions:find_mentions",
+    "load_extractors": ".reader:load_extractors",
+    "load_lexicon": ".lexicon:load_lexicon",
+    "rules_digest": ".reader:rules_digest",
+    "split_sections": ".sections:split_sections",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

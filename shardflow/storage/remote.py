@@ -7,7 +7,7 @@ multipart upload to a hidden name that the store then copies. A store that accep
 anyway would lose data silently, so the first write of a process is made twice; the second attempt must be
 refused (and writes the same bytes if it is not).
 
-`open_store` opens a store of any kind from a path or URL. `erase` is not part of the `ByteStore` interface,
+`erase` is not part of the `ByteStore` interface,
 whose objects never change. It exists for data that must not be kept, such as that of a person who withdrew
 consent; its caller is responsible for concurrent readers.
 """
@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from shardflow.errors import (
     AlreadyExistsError,
@@ -32,11 +32,8 @@ from shardflow.errors import (
     StorageError,
     os_reason,
 )
-from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.store import Cache, CachedStore
 from shardflow.storage.client import (
     READ_ONLY_SCHEMES,
-    REMOTE_SCHEMES,
     check_process,
     check_remote_url,
     endpoint_of,
@@ -462,43 +459,3 @@ def erase(store: ByteStore, path: str) -> None:
         store.erase(path)
     else:
         raise StorageError(f"{path} cannot be deleted: a {type(store).__name__} does not delete.")
-
-
-def open_store(url: str | os.PathLike[str], *, cache: Cache | CacheConfig | None = None) -> ByteStore:
-    """Open the store at a path or URL: ``file://``, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
-
-    Sends no request to a remote store.
-
-    Args:
-        url: The path or URL.
-        cache: The cache to read through. Objects are cached once their owner has declared them with
-            `CachedStore.bind`, as a dataset does.
-
-    Raises:
-        StorageError: The scheme is unknown, or the URL contains credentials.
-        ConfigError: The directory of the cache is not empty and no cache.
-
-    Example:
-        >>> open_store("file:///data/set%201").url
-        '/data/set 1'
-    """
-    store = _open_origin(os.fspath(url))
-    if cache is None or (isinstance(cache, CacheConfig) and not cache.is_on):
-        return store
-    return CachedStore(store, cache if isinstance(cache, Cache) else Cache(cache))
-
-
-def _open_origin(text: str) -> ByteStore:
-    if "://" not in text:
-        return LocalStore(text)
-    parts = urlsplit(text)
-    if parts.scheme in REMOTE_SCHEMES:
-        return RemoteStore(text)
-    if parts.scheme != "file":
-        known = ", ".join(f"{scheme}://" for scheme in sorted({"file", *REMOTE_SCHEMES}))
-        raise StorageError(
-            f"the scheme of a dataset URL is unknown; give a path, or a URL that begins with one of {known}."
-        )
-    if parts.netloc not in ("", "localhost"):
-        raise StorageError("a file:// URL must not name a host; write file:///absolute/path.")
-    return LocalStore(unquote(parts.path))

@@ -14,7 +14,6 @@ errors become `PassingFaultError`; all others are raised at once.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import threading
@@ -165,6 +164,8 @@ class Retrying:
         Raises:
             StorageError: The fault persisted beyond attempts, deadline or budget.
         """
+        import asyncio  # here, because options of remote stores are read where no event loop runs
+
         start, number = time.monotonic(), 0
         while True:
             try:

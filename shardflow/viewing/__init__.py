@@ -6,8 +6,9 @@ Nothing here changes a dataset. The names are loaded on first use, so that a pac
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardflow.viewing.conversation_sheet import (
@@ -46,26 +47,27 @@ __all__ = [
     "render_pieces",
     "render_study",
 ]
-_MODULES: Final = {
-    "conversation_sheet": (
-        "ConversationView",
-        "has_conversation",
-        "read_conversation",
-        "render_conversation",
-        "render_pieces",
-    ),
-    "dataset_facts": ("Bounds", "DatasetFacts", "gather"),
-    "findings_sheet": ("FindingsView", "read_findings", "render_findings"),
-    "page": ("render_page",),
-    "planes": ("WINDOWS", "Window"),
-    "server": ("Viewer",),
-    "sheet": ("render_study",),
-    "study": ("StudyView", "find_row", "read_study"),
+_SOURCES: Final = {
+    "WINDOWS": ".planes:WINDOWS",
+    "Bounds": ".dataset_facts:Bounds",
+    "ConversationView": ".conversation_sheet:ConversationView",
+    "DatasetFacts": ".dataset_facts:DatasetFacts",
+    "FindingsView": ".findings_sheet:FindingsView",
+    "StudyView": ".study:StudyView",
+    "Viewer": ".server:Viewer",
+    "Window": ".planes:Window",
+    "find_row": ".study:find_row",
+    "gather": ".dataset_facts:gather",
+    "has_conversation": ".conversation_sheet:has_conversation",
+    "read_conversation": ".conversation_sheet:read_conversation",
+    "read_findings": ".findings_sheet:read_findings",
+    "read_study": ".study:read_study",
+    "render_conversation": ".conversation_sheet:render_conversation",
+    "render_findings": ".findings_sheet:render_findings",
+    "render_page": ".page:render_page",
+    "render_pieces": ".conversation_sheet:render_pieces",
+    "render_study": ".sheet:render_study",
 }
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

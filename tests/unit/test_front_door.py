@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 import subprocess
 import sys
@@ -16,22 +17,34 @@ pytestmark = pytest.mark.fast
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = Path(shardflow.__file__)
-NOT_OFFERED = ("__future__", "typing", "shardflow._version")
+NOT_OFFERED = ("__future__", "typing", "shardflow._lazy", "shardflow._version")
+LAZY = tuple(
+    ".".join(path.parent.relative_to(ROOT.parents[1]).parts)
+    for path in sorted(ROOT.parent.rglob("__init__.py"))
+    if "lazy_names(" in path.read_text(encoding="utf-8")
+)
 
 
-def test_every_name_resolves_to_what_type_checkers_see() -> None:
-    assert set(shardflow._SOURCES) == set(shardflow.__all__) - {"__version__"}
-    assert set(shardflow.__all__) <= set(dir(shardflow))
+@pytest.mark.parametrize("package", LAZY)
+def test_every_name_resolves_to_what_type_checkers_see(package: str) -> None:
+    front = importlib.import_module(package)
+    sources = {name: _absolute(source, package) for name, source in front._SOURCES.items()}
+    assert set(sources) == set(front.__all__) - {"__version__"}
+    assert set(front.__all__) <= set(dir(front))
     seen: dict[str, str] = {}
-    for node in ast.walk(ast.parse(ROOT.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module not in (
-            "__future__",
-            "typing",
-            "shardflow._version",
-        ):
+    for node in ast.walk(ast.parse(Path(str(front.__file__)).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module not in NOT_OFFERED:
             seen |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
-    assert seen == dict(shardflow._SOURCES)
-    assert all(getattr(shardflow, name) is not None for name in shardflow.__all__)
+    assert seen == sources
+    assert all(getattr(front, name) is not None for name in front.__all__)
+
+
+def _absolute(source: str, package: str) -> str:
+    source = package + source if source.startswith(".") else source
+    return source if ":" in source else ":".join(source.rsplit(".", 1))
+
+
+def test_open_is_that_of_a_dataset() -> None:
     assert shardflow.open == shardflow.Dataset.open
 
 

@@ -6,9 +6,14 @@ writes the dataset folder, and `places` finds the tars again.
 
 from __future__ import annotations
 
-from shardflow.format.foreign.build import ForeignSource, IndexOptions, IndexReport, index_tars
-from shardflow.format.foreign.places import is_foreign, located
-from shardflow.format.foreign.scan import expand_braces
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.format.foreign.build import ForeignSource, IndexOptions, IndexReport, index_tars
+    from shardflow.format.foreign.places import is_foreign, located
+    from shardflow.format.foreign.scan import expand_braces
 
 __all__ = [
     "ForeignSource",
@@ -19,3 +24,15 @@ __all__ = [
     "is_foreign",
     "located",
 ]
+_SOURCES: Final = {
+    "ForeignSource": ".build:ForeignSource",
+    "IndexOptions": ".build:IndexOptions",
+    "IndexReport": ".build:IndexReport",
+    "expand_braces": ".scan:expand_braces",
+    "index_tars": ".build:index_tars",
+    "is_foreign": ".places:is_foreign",
+    "located": ".places:located",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

@@ -17,8 +17,6 @@ import re
 import struct
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
+from shardflow.format.slice_codecs.blosc2_library import (
+    DecodingParameters,
+    compress,
+    library,
+    make_frame,
+    package,
+)
 
 # A block is the unit of compression; larger ones compress 1 % better and decode as fast until they leave the
 # second-level cache.
@@ -73,10 +78,8 @@ def encode(array: NDArray[Any], *, is_fast: bool = False) -> bytes:
     """
     # Of one-byte values compress2 and asarray make different chunks.
     if array.itemsize > 1:
-        blosc2 = _blosc2()
         block_num_bytes = _block_rows(array.shape, array.itemsize) * (array.nbytes // array.shape[0])
-        parameters = _parameters(array.itemsize, is_fast)
-        chunk: bytes = blosc2.compress2(array, **parameters, blocksize=block_num_bytes)
+        chunk = compress(array, block_num_bytes, is_fast=is_fast)
         # One special value (all zeros, mostly) is told by the frame and has no chunk in it.
         if not chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK:
             header = bytearray(_empty_header(array.shape, array.dtype, None, is_fast))
@@ -94,9 +97,13 @@ def encode_fast(array: NDArray[Any]) -> bytes:
 
 def _encode_plainly(array: NDArray[Any], is_fast: bool) -> bytes:
     """Encode by the library's own NDArray; for what `encode` has no short way for."""
-    layout = _layout(array.shape, array.itemsize, None, is_fast)
-    frame = _blosc2().asarray(array, contiguous=True, **layout)
-    return bytes(frame.to_cframe())
+    parts = _parts(array.shape, array.itemsize)
+    return make_frame(array, array.shape, array.dtype, *parts, is_fast=is_fast)
+
+
+def _parts(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the only chunk, and of its blocks of full width."""
+    return shape, (_block_rows(shape, itemsize), *shape[1:])
 
 
 def read_header(payload: memoryview) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -124,7 +131,7 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
     # A frame of another writer, or one special value without a chunk.
     _check_parts(frame, out.nbytes)
     try:
-        out[...] = _blosc2().ndarray_from_cframe(bytes(payload))[...]
+        out[...] = package().ndarray_from_cframe(bytes(payload))[...]
     except (RuntimeError, ValueError, TypeError) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
 
@@ -156,54 +163,8 @@ def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> 
 
 def load() -> None:
     """Load what decodes chunks now; otherwise the first chunk waits for it."""
-    if _library() is None:
-        _blosc2()
-
-
-@functools.cache
-def _blosc2() -> Any:
-    """Import Blosc2's Python package, which encodes, and reads what `_library` does not.
-
-    With it come tables, charts and HTTP: a second that neither listing nor decoding a dataset needs to pay.
-    """
-    import blosc2
-
-    # By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
-    # switch is one per process and Blosc2's own.
-    blosc2.set_releasegil(True)
-    return blosc2
-
-
-def _parameters(itemsize: int, is_fast: bool) -> dict[str, Any]:
-    """What decides the compressed bytes."""
-    blosc2 = _blosc2()
-    filters = [blosc2.Filter.BITSHUFFLE] if is_fast else [blosc2.Filter.SHUFFLE, blosc2.Filter.BYTEDELTA]
-    return {
-        "codec": blosc2.Codec.LZ4 if is_fast else blosc2.Codec.ZSTD,
-        "clevel": 9 if is_fast else 1,
-        "filters": filters,
-        "filters_meta": [0] * len(filters),
-        "typesize": itemsize,
-        # More threads give other bytes from run to run.
-        "nthreads": 1,
-    }
-
-
-def _layout(
-    shape: tuple[int, ...],
-    itemsize: int,
-    parts: tuple[tuple[int, ...], tuple[int, ...]] | None,
-    is_fast: bool,
-) -> dict[str, Any]:
-    """One chunk of full-width blocks, or ``parts``: the shapes of chunks and of their blocks."""
-    chunk_shape, block_shape = parts or (shape, (_block_rows(shape, itemsize), *shape[1:]))
-    return {
-        "chunks": chunk_shape,
-        "blocks": block_shape,
-        "cparams": _blosc2().CParams(**_parameters(itemsize, is_fast)),
-        # A header names the threads to decode with; by default as many as the writing machine has.
-        "dparams": _blosc2().DParams(nthreads=1),
-    }
+    if library() is None:
+        package()
 
 
 @functools.lru_cache(maxsize=256)
@@ -214,9 +175,7 @@ def _empty_header(
     is_fast: bool,
 ) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    layout = _layout(shape, dtype.itemsize, parts, is_fast)
-    empty = _blosc2().zeros(shape, dtype=dtype, contiguous=True, **layout)
-    frame = bytes(empty.to_cframe())
+    frame = make_frame(None, shape, dtype, *(parts or _parts(shape, dtype.itemsize)), is_fast=is_fast)
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
 
 
@@ -228,10 +187,8 @@ def encode_chunk(array: NDArray[Any], block_shape: Sequence[int], *, is_fast: bo
         block_shape: Of its blocks, each compressed alone; divides the array's shape.
         is_fast: How it is compressed.
     """
-    parameters = _parameters(array.itemsize, is_fast)
     block_num_bytes = math.prod(block_shape) * array.itemsize
-    blocks = np.ascontiguousarray(_by_block(array, block_shape))
-    chunk: bytes = _blosc2().compress2(blocks, **parameters, blocksize=block_num_bytes)
+    chunk = compress(np.ascontiguousarray(_by_block(array, block_shape)), block_num_bytes, is_fast=is_fast)
     return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
 
 
@@ -298,25 +255,12 @@ def decode_chunk(chunk: memoryview, out: NDArray[Any], block_shape: Sequence[int
         target[...] = blocks
 
 
-class _DecodingParameters(ctypes.Structure):
-    """``blosc2_dparams`` of version 3, and zeros where a later one may have more: it is passed by value."""
-
-    _fields_ = (
-        ("num_threads", ctypes.c_int16),
-        ("super_chunk", ctypes.c_void_p),
-        ("postfilter", ctypes.c_void_p),
-        ("postfilter_parameters", ctypes.c_void_p),
-        ("itemsize", ctypes.c_int32),
-        ("later", ctypes.c_int64 * 4),
-    )
-
-
 class _Context:
     """What the C library decodes with in one thread: it keeps its scratch memory from chunk to chunk."""
 
     def __init__(self, library: Any) -> None:
         self._free = library.blosc2_free_ctx
-        self.pointer = library.blosc2_create_dctx(_DecodingParameters(num_threads=1, itemsize=8))
+        self.pointer = library.blosc2_create_dctx(DecodingParameters(num_threads=1, itemsize=8))
         if not self.pointer:
             raise MemoryError
 
@@ -344,18 +288,18 @@ def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
     if chunk.nbytes > _CHUNK_SPECIAL and chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_NO_VALUES:
         # ``out`` would keep what was in it, such as pixels of another sample.
         raise FormatError("a chunk must have values, got one that leaves them open.")
-    library = _library()
-    if library is None:
+    loaded = library()
+    if loaded is None:
         try:
-            _blosc2().decompress2(chunk, dst=out, nthreads=1)
+            package().decompress2(chunk, dst=out, nthreads=1)
         except (RuntimeError, ValueError, TypeError) as error:
             raise FormatError(f"a chunk must decode, got {type(error).__name__} from blosc2.") from None
         return
     context: _Context | None = getattr(_of_thread, "context", None)
     if context is None:
-        context = _of_thread.context = _Context(library)
+        context = _of_thread.context = _Context(loaded)
     source = np.frombuffer(chunk, np.uint8)
-    found = library.blosc2_decompress_ctx(
+    found = loaded.blosc2_decompress_ctx(
         context.pointer, source.ctypes.data, source.nbytes, out.ctypes.data, out.nbytes
     )
     if out.nbytes > _MAX_KEPT_NUM_BYTES:
@@ -380,7 +324,7 @@ class OpenFrame:
     """
 
     def __init__(self, frame: NDArray[np.uint8]) -> None:
-        self._frame, self._library = frame, _library()
+        self._frame, self._library = frame, library()
         self._array = ctypes.c_void_p()
         if self._library is None:
             raise FormatError("this installation of blosc2 must have its C library.")
@@ -391,7 +335,7 @@ class OpenFrame:
     @staticmethod
     def is_possible() -> bool:
         """Whether the installed package has the library."""
-        return _library() is not None
+        return library() is not None
 
     def __enter__(self) -> Self:
         return self
@@ -424,33 +368,6 @@ class OpenFrame:
             raise FormatError(f"a chunk must decode, got error {code} from blosc2.")
 
 
-@functools.cache
-def _library() -> Any:
-    """Load the C library that lies in the package; None where it is missing, or of another version."""
-    package = find_spec("blosc2")  # imports nothing
-    if package is None or package.origin is None:
-        return None
-    place = Path(package.origin).parent / "lib" / "libblosc2.so"
-    try:
-        library = ctypes.CDLL(str(place))
-    except OSError:  # it is missing, or made for another system
-        return None
-    library.blosc2_get_version_string.restype = ctypes.c_char_p
-    if library.blosc2_get_version_string().partition(b".")[0] != b"3":
-        return None
-    pointer, num_bytes, num_bytes_32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.blosc2_create_dctx.argtypes = [_DecodingParameters]
-    library.blosc2_create_dctx.restype = pointer
-    library.blosc2_decompress_ctx.argtypes = [pointer, pointer, num_bytes_32, pointer, num_bytes_32]
-    library.blosc2_free_ctx.argtypes = [pointer]
-    library.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
-    library.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
-    library.b2nd_free.argtypes = [pointer]
-    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
-    ctypes.PyDLL(str(place)).blosc2_init()
-    return library
-
-
 def frame_around(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -474,7 +391,7 @@ def frame_around(
         is_fast: How the chunks are compressed.
     """
     header = bytearray(_empty_header(shape, dtype, (chunk_shape, block_shape), is_fast))
-    offsets: bytes = _blosc2().compress2(chunk_offsets, **_parameters(chunk_offsets.itemsize, False))
+    offsets = compress(np.ascontiguousarray(chunk_offsets), is_fast=False)
     ending = offsets + _frame_trailer(is_fast)
     _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))
     _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, chunks_num_bytes)

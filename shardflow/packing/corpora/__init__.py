@@ -7,8 +7,9 @@ this package before it has taken its limits.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardflow.packing.corpora.config import CorpusConfig
@@ -20,15 +21,12 @@ __all__ = [
     "CorpusSummary",
     "pack_corpus",
 ]
-_MODULES: Final = {
-    "CorpusConfig": "config",
-    "CorpusMode": "job",
-    "CorpusSummary": "job",
-    "pack_corpus": "job",
+_SOURCES: Final = {
+    "CorpusConfig": ".config:CorpusConfig",
+    "CorpusMode": ".job:CorpusMode",
+    "CorpusSummary": ".job:CorpusSummary",
+    "pack_corpus": ".job:pack_corpus",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

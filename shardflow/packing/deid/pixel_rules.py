@@ -12,6 +12,7 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
@@ -196,6 +197,7 @@ class PixelRules:
                 )
 
 
+@cache
 def load_rules(*added: str) -> PixelRules:
     """Read the shipped table and the tables that a site adds to it.
 

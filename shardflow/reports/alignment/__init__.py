@@ -6,11 +6,24 @@ Each answer has a confidence and its evidence. Inputs and output are plain JSON 
 
 from __future__ import annotations
 
-from shardflow.reports.alignment.aligning import align
-from shardflow.reports.alignment.evidence import RULES_VERSION, AlignmentRules
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.reports.alignment.aligning import align
+    from shardflow.reports.alignment.evidence import RULES_VERSION, AlignmentRules
 
 __all__ = [
     "RULES_VERSION",
     "AlignmentRules",
     "align",
 ]
+_SOURCES: Final = {
+    "RULES_VERSION": ".evidence:RULES_VERSION",
+    "AlignmentRules": ".evidence:AlignmentRules",
+    "align": ".aligning:align",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

@@ -7,10 +7,15 @@ the bytes of the origin whatever happens to the cache.
 
 from __future__ import annotations
 
-from shardflow.storage.cache.blocks import ObjectBlocks
-from shardflow.storage.cache.config import CacheConfig
-from shardflow.storage.cache.forecast import AccessForecast, Run
-from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
+from typing import TYPE_CHECKING, Final
+
+from shardflow._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardflow.storage.cache.blocks import ObjectBlocks
+    from shardflow.storage.cache.config import CacheConfig
+    from shardflow.storage.cache.forecast import AccessForecast, Run
+    from shardflow.storage.cache.store import Cache, CachedStore, read_afresh
 
 __all__ = [
     "AccessForecast",
@@ -21,3 +26,15 @@ __all__ = [
     "Run",
     "read_afresh",
 ]
+_SOURCES: Final = {
+    "AccessForecast": ".forecast:AccessForecast",
+    "Cache": ".store:Cache",
+    "CacheConfig": ".config:CacheConfig",
+    "CachedStore": ".store:CachedStore",
+    "ObjectBlocks": ".blocks:ObjectBlocks",
+    "Run": ".forecast:Run",
+    "read_afresh": ".store:read_afresh",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _SOURCES)

@@ -32,7 +32,7 @@ from shardflow.format.codecs import (
     decode_arrays,
     encode_array,
 )
-from shardflow.format.slice_codecs import b2nd
+from shardflow.format.slice_codecs import b2nd, blosc2_library
 
 pytestmark = pytest.mark.fast
 
@@ -122,8 +122,19 @@ def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
     assert len(set(payloads)) == 1
 
 
-def test_encoding_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_takes_one_thread() -> None:
     """More give other bytes from run to run."""
+    before = len(list(Path("/proc/self/task").iterdir()))
+    encode_array("b2nd", _pixels((512, 700), "<i2", "noise"))
+    encode_array("b2nd", _pixels((512, 700), "|u1", "noise"))
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+def test_encoding_by_the_package_takes_one_thread_and_makes_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pixels = [_pixels((512, 700), dtype, kind) for dtype in ("<i2", "|u1") for kind in ("noise", "zeros")]
+    frames = [encode_array(codec, one) for one in pixels for codec in ("b2nd", FAST)]
     threads: list[int] = []
     asarray, compress = blosc2.asarray, blosc2.compress2
 
@@ -137,9 +148,45 @@ def test_encoding_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(blosc2, "asarray", record_asarray)
     monkeypatch.setattr(blosc2, "compress2", record_compress)
-    encode_array("b2nd", _pixels((512, 700), "<i2", "noise"))
-    encode_array("b2nd", _pixels((512, 700), "|u1", "noise"))
-    assert threads == [1, 1]
+    # As where the library has another structure of settings, which it would misread.
+    monkeypatch.setattr(blosc2_library, "_DEFAULTS", blosc2_library.EncodingParameters(level=4))
+    blosc2_library._encoder.cache_clear()
+    b2nd._empty_header.cache_clear()
+    b2nd._frame_ending.cache_clear()
+    try:
+        assert [encode_array(codec, one) for one in pixels for codec in ("b2nd", FAST)] == frames
+    finally:
+        blosc2_library._encoder.cache_clear()
+    assert len(threads) >= len(frames)
+    assert set(threads) == {1}
+
+
+def test_encoding_and_decoding_load_no_more_than_the_library() -> None:
+    """The package costs each packing process more than NumPy and all of the format."""
+    code = """
+import sys
+import numpy as np
+from shardflow.format import decode_array, encode_array
+for dtype in ("<i2", "|u1"):
+    pixels = np.arange(64).reshape(8, 8).astype(dtype)
+    assert (decode_array("b2nd", encode_array("b2nd", pixels)) == pixels).all()
+    encode_array("b2nd", np.zeros((8, 8), dtype))
+print(*sorted({"blosc2", "cv2", "asyncio", "ssl"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("num_bytes", [(1 << 31) - 32, (1 << 32) + 64])
+def test_an_array_beyond_32_bits_is_refused(num_bytes: int) -> None:
+    """Cut to 32 bits the second size would be 64: a frame would hold that much, and nothing would say so."""
+    pixels = np.empty((num_bytes // 32, 16), "<i2")  # no page of it is touched
+    with pytest.raises(ValueError, match="at most 2147483615 bytes"):
+        blosc2_library.compress(pixels, is_fast=False)
+    with pytest.raises(ValueError, match="at most 2147483615 bytes"):
+        blosc2_library.make_frame(pixels, pixels.shape, pixels.dtype, *[pixels.shape] * 2, is_fast=False)
 
 
 def _frame_by_blosc2_alone(codec: str, pixels: NDArray[Any], block_rows: int) -> bytes:
@@ -424,7 +471,7 @@ def test_decoding_releases_the_gil_and_takes_one_thread() -> None:
     before = len(list(Path("/proc/self/task").iterdir()))
     decode_array("b2nd", payload)
     assert len(list(Path("/proc/self/task").iterdir())) == before
-    assert type(b2nd._library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
+    assert type(blosc2_library.library()) is ctypes.CDLL  # ctypes.PyDLL would hold it
 
 
 def test_a_slice_is_decoded_into_memory_that_may_be_written_alone() -> None:
@@ -492,17 +539,20 @@ def test_scratch_memory_ends_with_its_thread_and_that_of_large_slices_at_once(
 
 
 def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(b2nd, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert b2nd._library.__wrapped__() is None
+    monkeypatch.setattr(
+        blosc2_library, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    assert blosc2_library.library.__wrapped__() is None
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libblosc2.so").write_bytes(b"of another system")
-    assert b2nd._library.__wrapped__() is None
+    assert blosc2_library.library.__wrapped__() is None
 
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the package was built for a library of the system."""
-    monkeypatch.setattr(b2nd, "_library", lambda: None)
+    monkeypatch.setattr(b2nd, "library", lambda: None)
+    monkeypatch.setattr(blosc2_library, "_encoder", lambda: None)
 
 
 @pytest.mark.usefixtures("without_library")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardflow.cli.pack import LineProgress
 from shardflow.errors import ShardflowError
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.engines.base import Engine, Task, TaskDone, encode
+from shardflow.packing.header_rows import BATCH_FILES
 from shardflow.packing.inventory import ScannedFile
-from shardflow.packing.progress import SilentProgress
+from shardflow.packing.progress import Progress, SilentProgress
 from shardflow.packing.scan import AttachmentFinder, HeaderPass
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.dicom.elements import HeaderLimits
@@ -91,23 +94,74 @@ class _Images:
         return Placement(attributes={})
 
 
+def _header_pass(folder: Path, engine: Engine, progress: Progress, *, num_files: int) -> HeaderPass:
+    return HeaderPass(
+        engine=engine,
+        files=[
+            DiscoveredFile(root_index=0, relative_path=f"{number}.dcm", num_bytes=100)
+            for number in range(num_files)
+        ],
+        layout=_Images(),  # type: ignore[arg-type]
+        key=SecretKey(b"k" * 32),
+        crash_log=CrashLog(folder / "outcomes.jsonl"),
+        task_timeout_s=1.0,
+        progress=progress,
+        num_image_roots=1,
+    )
+
+
 def test_a_batch_that_is_slow_by_chance_does_not_end_the_job(tmp_path: Path) -> None:
     def run(num_slow: int) -> Any:
-        return HeaderPass(
-            engine=_Busy(num_slow),
-            files=[
-                DiscoveredFile(root_index=0, relative_path=f"{number}.dcm", num_bytes=100)
-                for number in range(29)
-            ],
-            layout=_Images(),  # type: ignore[arg-type]
-            key=SecretKey(b"k" * 32),
-            crash_log=CrashLog(tmp_path / "outcomes.jsonl"),
-            task_timeout_s=1.0,
-            progress=SilentProgress(),
-            num_image_roots=1,
-        ).run()
+        return _header_pass(tmp_path, _Busy(num_slow), SilentProgress(), num_files=29).run()
 
     assert set(run(4).surrogate.tolist()) == {b"a" * 26}
     assert not (tmp_path / "outcomes.jsonl").exists()
     with pytest.raises(ShardflowError, match=r"execution\.task_timeout_s"):
         run(5)
+
+
+class _SlowStore(_Busy):
+    """Two processes on a simulated clock; the second batch waits for a file until its deadline."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(num_slow=0)
+        self.clock, self.hanging, self.has_hung = clock, list[Task](), False
+
+    @property
+    def has_idle(self) -> bool:
+        return len(self.tasks) + len(self.hanging) < 2
+
+    @property
+    def num_running(self) -> int:
+        return len(self.tasks) + len(self.hanging)
+
+    def submit(self, task: Task) -> None:
+        hangs = task.kind == "scan" and task.handle == BATCH_FILES and not self.has_hung
+        (self.hanging if hangs else self.tasks).append(task)
+
+    def wait(self) -> TaskDone:
+        if self.tasks:
+            self.clock[0] += 6.0
+            return super().wait()
+        self.clock[0] += 60.0
+        self.has_hung = True
+        return TaskDone(task=self.hanging.pop(), failure="timeout", detail="no progress within 1 s")
+
+
+def test_while_a_file_hangs_the_time_left_is_the_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    _header_pass(tmp_path, _SlowStore(clock), LineProgress(stream), num_files=BATCH_FILES * 12).run()
+    lines = [line.partition(", ")[2] for line in stream.getvalue().splitlines()[1:]]
+    # A batch takes 6 s; the hanging one is late after four times that, and tried again at last.
+    assert lines == [
+        "about 1 min left",
+        "about 48 s left",
+        "at least 36 s left",
+        "at least 24 s left",
+        "at least 12 s left",
+        "",
+    ]

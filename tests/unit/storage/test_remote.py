@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from obstore.exceptions import GenericError
 
-import shardflow.storage.remote
 from shardflow.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -448,4 +447,4 @@ def test_a_fork_is_told_instead_of_waiting_for_ever(web: WebServer) -> None:
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(StorageError, match=r"file://.*s3://"):
-        shardflow.storage.remote.open_store("ftp://host/a")
+        open_store("ftp://host/a")

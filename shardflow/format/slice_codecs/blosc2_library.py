@@ -1,0 +1,318 @@
+"""Blosc2: the C library that lies in its Python package, and the package for what the library cannot do.
+
+The package brings tables, charts and HTTP along, and costs more to import than NumPy twice over, which no
+process that encodes or decodes arrays needs to pay. The library makes the same bytes. Where it is missing, or
+its structures are others than these, the package encodes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Constants of blosc2.h.
+_LZ4, _ZSTD = 1, 5
+_SHUFFLE, _BITSHUFFLE, _BYTEDELTA = 1, 2, 35
+_AUTO_SPLIT: Final = 3
+_MAX_FILTERS: Final = 6
+_MAX_OVERHEAD: Final = 32
+_MAX_NUM_BYTES: Final = (1 << 31) - 1 - _MAX_OVERHEAD
+_NUMPY_FORMAT: Final = 0
+
+
+class DecodingParameters(ctypes.Structure):
+    """``blosc2_dparams`` of version 3, and zeros where a later one may have more: it is passed by value."""
+
+    _fields_ = (
+        ("num_threads", ctypes.c_int16),
+        ("super_chunk", ctypes.c_void_p),
+        ("postfilter", ctypes.c_void_p),
+        ("postfilter_parameters", ctypes.c_void_p),
+        ("itemsize", ctypes.c_int32),
+        ("later", ctypes.c_int64 * 4),
+    )
+
+
+class EncodingParameters(ctypes.Structure):
+    """``blosc2_cparams`` of version 3, and zeros where a later one may have more: it is passed by value."""
+
+    _fields_ = (
+        ("codec", ctypes.c_uint8),
+        ("codec_meta", ctypes.c_uint8),
+        ("level", ctypes.c_uint8),
+        ("use_dictionary", ctypes.c_int),
+        ("itemsize", ctypes.c_int32),
+        ("num_threads", ctypes.c_int16),
+        ("block_num_bytes", ctypes.c_int32),
+        ("split_mode", ctypes.c_int32),
+        ("super_chunk", ctypes.c_void_p),
+        ("filters", ctypes.c_uint8 * _MAX_FILTERS),
+        ("filters_meta", ctypes.c_uint8 * _MAX_FILTERS),
+        ("prefilter", ctypes.c_void_p),
+        ("prefilter_parameters", ctypes.c_void_p),
+        ("tuner_parameters", ctypes.c_void_p),
+        ("tuner", ctypes.c_int),
+        ("has_instruments", ctypes.c_bool),
+        ("codec_parameters", ctypes.c_void_p),
+        ("filter_parameters", ctypes.c_void_p * _MAX_FILTERS),
+        ("later", ctypes.c_int64 * 8),
+    )
+
+
+# What ``blosc2_get_blosc2_cparams_defaults`` answers if the structure is the one above.
+_DEFAULTS: Final = EncodingParameters(
+    level=5, itemsize=8, num_threads=1, split_mode=4, filters=(0, 0, 0, 0, 0, _SHUFFLE)
+)
+
+
+class _Storage(ctypes.Structure):
+    _fields_ = (
+        ("is_contiguous", ctypes.c_bool),
+        ("path", ctypes.c_char_p),
+        ("encoding", ctypes.POINTER(EncodingParameters)),
+        ("decoding", ctypes.POINTER(DecodingParameters)),
+        ("io", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def package() -> Any:
+    """Import Blosc2's Python package, which reads and writes everything."""
+    import blosc2
+
+    # By default Blosc2 holds the GIL while it decodes, and threads that decode would wait for each other. The
+    # switch is one per process and Blosc2's own.
+    blosc2.set_releasegil(True)
+    return blosc2
+
+
+@functools.cache
+def library() -> Any:
+    """Load the C library that lies in the package; None where it is missing, or of another version."""
+    found = find_spec("blosc2")  # imports nothing
+    if found is None or found.origin is None:
+        return None
+    place = Path(found.origin).parent / "lib" / "libblosc2.so"
+    try:
+        loaded = ctypes.CDLL(str(place))
+    except OSError:  # it is missing, or made for another system
+        return None
+    loaded.blosc2_get_version_string.restype = ctypes.c_char_p
+    if loaded.blosc2_get_version_string().partition(b".")[0] != b"3":
+        return None
+    pointer, num_bytes, num_bytes_32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    loaded.blosc2_create_dctx.argtypes = [DecodingParameters]
+    loaded.blosc2_create_dctx.restype = pointer
+    loaded.blosc2_decompress_ctx.argtypes = [pointer, pointer, num_bytes_32, pointer, num_bytes_32]
+    loaded.blosc2_get_blosc2_cparams_defaults.restype = EncodingParameters
+    loaded.blosc2_create_cctx.argtypes = [EncodingParameters]
+    loaded.blosc2_create_cctx.restype = pointer
+    loaded.blosc2_compress_ctx.argtypes = [pointer, pointer, num_bytes_32, pointer, num_bytes_32]
+    loaded.blosc2_free_ctx.argtypes = [pointer]
+    loaded.b2nd_create_ctx.argtypes = [
+        *(pointer, ctypes.c_int8, pointer, pointer, pointer, ctypes.c_char_p, ctypes.c_int8, pointer),
+        num_bytes_32,
+    ]
+    loaded.b2nd_create_ctx.restype = pointer
+    loaded.b2nd_zeros.argtypes = [pointer, pointer]
+    loaded.b2nd_from_cbuffer.argtypes = [pointer, pointer, pointer, num_bytes]
+    loaded.b2nd_to_cframe.argtypes = [pointer, pointer, pointer, pointer]
+    loaded.b2nd_free_ctx.argtypes = [pointer]
+    loaded.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
+    loaded.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
+    loaded.b2nd_free.argtypes = [pointer]
+    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
+    ctypes.PyDLL(str(place)).blosc2_init()
+    return loaded
+
+
+@functools.cache
+def _encoder() -> Any:
+    """Return the library if its structures are those of this module; otherwise None."""
+    loaded = library()
+    if loaded is None or _fields(loaded.blosc2_get_blosc2_cparams_defaults()) != _fields(_DEFAULTS):
+        return None
+    return loaded
+
+
+def _fields(parameters: EncodingParameters) -> list[Any]:
+    """Values of the known fields; between and after them may be anything."""
+    values = (getattr(parameters, name) for name, _ in EncodingParameters._fields_ if name != "later")
+    return [list(value) if isinstance(value, ctypes.Array) else value for value in values]
+
+
+def _check(array: NDArray[Any]) -> None:
+    # The library gets an address and a size of 32 bits: it would read past the end of a view, and ctypes cuts
+    # a larger size.
+    if not array.flags.c_contiguous:
+        raise ValueError("array must be C-contiguous.")
+    if array.nbytes > _MAX_NUM_BYTES:
+        raise ValueError(f"array must have at most {_MAX_NUM_BYTES} bytes, got {array.nbytes}.")
+
+
+def compress(array: NDArray[Any], block_num_bytes: int = 0, *, is_fast: bool) -> bytes:
+    """Encode a C-contiguous array as one chunk, without the GIL.
+
+    Args:
+        array: Its bytes are encoded, by its itemsize.
+        block_num_bytes: Of the blocks, each compressed alone; 0 leaves it to the library.
+        is_fast: LZ4 in place of Zstandard: other filters, decoded faster.
+
+    Raises:
+        ValueError: ``array`` is not C-contiguous, or too large.
+        RuntimeError: It cannot be encoded.
+        MemoryError: There is no memory for it.
+    """
+    _check(array)
+    loaded = _encoder()
+    if loaded is None:
+        chunk: bytes = package().compress2(
+            array, **_settings(array.itemsize, is_fast), blocksize=block_num_bytes
+        )
+        return chunk
+    context = loaded.blosc2_create_cctx(_parameters(array.itemsize, is_fast, block_num_bytes=block_num_bytes))
+    if not context:
+        raise MemoryError
+    out = np.empty(array.nbytes + _MAX_OVERHEAD, np.uint8)
+    try:
+        size = loaded.blosc2_compress_ctx(
+            context, array.ctypes.data, array.nbytes, out.ctypes.data, out.nbytes
+        )
+    finally:
+        loaded.blosc2_free_ctx(context)
+    if size <= 0:
+        raise RuntimeError(f"a chunk must encode, got error {size} from blosc2.")
+    return out[:size].tobytes()
+
+
+def make_frame(
+    array: NDArray[Any] | None,
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    chunk_shape: Sequence[int],
+    block_shape: Sequence[int],
+    *,
+    is_fast: bool,
+) -> bytes:
+    """Encode an array as a frame.
+
+    Args:
+        array: C-contiguous, of this shape and dtype; None for zeros.
+        shape: Of the array.
+        dtype: Of the array, little-endian.
+        chunk_shape: Of a chunk.
+        block_shape: Of a block of a chunk, each compressed alone.
+        is_fast: As of `compress`.
+
+    Raises:
+        ValueError: ``array`` is not C-contiguous, or too large.
+        RuntimeError: It cannot be encoded.
+        MemoryError: There is no memory for it.
+    """
+    if array is not None:
+        _check(array)
+    loaded = _encoder()
+    if loaded is None:
+        blosc2 = package()
+        layout = {
+            "chunks": tuple(chunk_shape),
+            "blocks": tuple(block_shape),
+            "cparams": blosc2.CParams(**_settings(dtype.itemsize, is_fast)),
+            # A header names the threads to decode with; by default as many as the writing machine has.
+            "dparams": blosc2.DParams(nthreads=1),
+            "contiguous": True,
+        }
+        made = (
+            blosc2.zeros(tuple(shape), dtype=dtype, **layout)
+            if array is None
+            else blosc2.asarray(array, **layout)
+        )
+        return bytes(made.to_cframe())
+    storage = _Storage(
+        is_contiguous=True,
+        encoding=ctypes.pointer(_parameters(dtype.itemsize, is_fast, is_of_frame=True)),
+        decoding=ctypes.pointer(DecodingParameters(num_threads=1, itemsize=8)),
+    )
+    num_axes = len(shape)
+    context = loaded.b2nd_create_ctx(
+        ctypes.byref(storage),
+        num_axes,
+        (ctypes.c_int64 * num_axes)(*shape),
+        (ctypes.c_int32 * num_axes)(*chunk_shape),
+        (ctypes.c_int32 * num_axes)(*block_shape),
+        dtype.str.encode(),
+        _NUMPY_FORMAT,
+        None,
+        0,
+    )
+    if not context:
+        raise MemoryError
+    made = ctypes.c_void_p()
+    try:
+        if array is None:
+            _done(loaded.b2nd_zeros(context, ctypes.byref(made)))
+        else:
+            _done(loaded.b2nd_from_cbuffer(context, ctypes.byref(made), array.ctypes.data, array.nbytes))
+        start, num_bytes, is_ours = ctypes.c_void_p(), ctypes.c_int64(), ctypes.c_bool()
+        _done(
+            loaded.b2nd_to_cframe(made, ctypes.byref(start), ctypes.byref(num_bytes), ctypes.byref(is_ours))
+        )
+        frame = ctypes.string_at(start, num_bytes.value)
+        if is_ours.value:
+            free = ctypes.CDLL(None).free
+            free.argtypes, free.restype = [ctypes.c_void_p], None
+            free(start)
+        return frame
+    finally:
+        if made.value:
+            loaded.b2nd_free(made)
+        loaded.b2nd_free_ctx(context)
+
+
+def _done(code: int) -> None:
+    if code < 0:
+        raise RuntimeError(f"a frame must encode, got error {code} from blosc2.")
+
+
+def _settings(itemsize: int, is_fast: bool) -> dict[str, Any]:
+    """What decides the compressed bytes, as the package takes it."""
+    filters = [_BITSHUFFLE] if is_fast else [_SHUFFLE, _BYTEDELTA]
+    return {
+        "codec": _LZ4 if is_fast else _ZSTD,
+        "clevel": 9 if is_fast else 1,
+        "filters": filters,
+        "filters_meta": [0] * len(filters),
+        "typesize": itemsize,
+        # More threads give other bytes from run to run.
+        "nthreads": 1,
+    }
+
+
+def _parameters(
+    itemsize: int, is_fast: bool, *, block_num_bytes: int = 0, is_of_frame: bool = False
+) -> EncodingParameters:
+    """What decides the compressed bytes, as the library takes it."""
+    settings = _settings(itemsize, is_fast)
+    named: list[int] = settings["filters"]
+    # The difference of bytes says nothing of values of one byte. For these the package still names their size
+    # in a frame, and does not in a chunk alone.
+    filters = [kind if itemsize > 1 or kind != _BYTEDELTA else 0 for kind in named]
+    return EncodingParameters(
+        codec=settings["codec"],
+        level=settings["clevel"],
+        itemsize=itemsize,
+        num_threads=settings["nthreads"],
+        block_num_bytes=block_num_bytes,
+        split_mode=_AUTO_SPLIT,
+        filters=tuple(filters),
+        filters_meta=tuple(
+            itemsize if kind == _BYTEDELTA else 0 for kind in (named if is_of_frame else filters)
+        ),
+    )
