@@ -5,8 +5,8 @@ the start of the interpreter is not what is tested: a process of its own session
 folder and standard streams, that ends, fails and is killed like any other. A shell's stand-in for ``python``
 is ``python -I -S tests/forks.py SOCKET ARGUMENT...``.
 
-`ForkedChildren` does the same for the packing, loader and health processes that the library starts in a test:
-they are children of the test's process, as the library expects.
+`ForkedChildren` does the same for the packing and loader processes that the library starts in a test: they
+are children of the test's process, as the library expects.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def run(
 
 
 class ForkedChildren(subprocess.Popen[bytes]):
-    """`subprocess.Popen` whose packing, loader and health processes are forks of one that has imported them.
+    """`subprocess.Popen` whose packing and loader processes are forks of one that has imported what they do.
 
     It is for a process that adopts orphans (``PR_SET_CHILD_SUBREAPER``): the fork of a server's fork that has
     ended is a child of this process, with the parent, the exit code and the end of any other. It is in a
@@ -240,7 +240,6 @@ _CHILDREN = MappingProxyType(
             "shardflow.packing.attachments.waveforms.kinds",
         ),
         "from shardflow.loading.process_main import main": ("shardflow.loading.process_main",),
-        "shardflow.training.health.side": ("shardflow.training.health.side",),
     }
 )
 """What the server of a child has imported, by a text of the child's program."""
@@ -248,9 +247,7 @@ _CHILDREN = MappingProxyType(
 
 def _server_of_child(command: object, environment: Mapping[str, str] | None) -> str | None:
     """Return the socket of a server for a child of the library; None for all other commands."""
-    if environment is None or not isinstance(command, list) or len(command) < 4:
-        return None
-    if command[:3] not in ([sys.executable, "-P", "-c"], [sys.executable, "-Wignore", "-m"]):
+    if environment is None or not isinstance(command, list) or command[:3] != [sys.executable, "-P", "-c"]:
         return None
     ahead = next((ahead for start, ahead in _CHILDREN.items() if start in command[3]), None)
     if ahead is None:
@@ -403,10 +400,9 @@ def _run(arguments: list[str]) -> None:
     import runpy
 
     actions = [os.environ[name] for name in ("PYTHONWARNINGS",) if os.environ.get(name)]
-    while arguments[0].startswith("-W"):
-        is_apart = arguments[0] == "-W"
-        actions.append(arguments[is_apart].removeprefix("-W"))
-        arguments = arguments[1 + is_apart :]
+    while arguments[0] == "-W":
+        actions.append(arguments[1])
+        arguments = arguments[2:]
     is_safe = arguments[0] == "-P"
     arguments = arguments[is_safe:]
     sys.warnoptions[:] = actions or sys.warnoptions  # of processes that this one starts
