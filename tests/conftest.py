@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forks import SERVERS
+from tests.forks import SERVERS, ForkedChildren
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,6 +171,7 @@ def _adopt_orphans() -> None:
     """Make this process the parent of orphaned grandchildren, so that they are seen (Linux)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        setattr(subprocess, "Popen", ForkedChildren)  # noqa: B010 - a class that is one of another type
 
 
 def _processes() -> dict[int, str]:

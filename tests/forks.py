@@ -4,14 +4,19 @@
 the start of the interpreter is not what is tested: a process of its own session, with its own environment,
 folder and standard streams, that ends, fails and is killed like any other. A shell's stand-in for ``python``
 is ``python -I -S tests/forks.py SOCKET ARGUMENT...``.
+
+`ForkedChildren` does the same for the packing and loader processes that the library starts in a test: they
+are children of the test's process, as the library expects.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
+import inspect
 import json
 import os
 import select
@@ -20,12 +25,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from types import MappingProxyType
+from typing import IO, Any, NoReturn
 
-__all__ = ["PATIENCE_S", "REPOSITORY", "SERVERS", "Forked", "command_server", "rank_server", "run"]
+__all__ = [
+    "PATIENCE_S",
+    "REPOSITORY",
+    "SERVERS",
+    "Forked",
+    "ForkedChildren",
+    "command_server",
+    "rank_server",
+    "run",
+]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PATIENCE_S = 600.0
@@ -33,6 +49,9 @@ PATIENCE_S = 600.0
 SERVERS: set[int] = set()
 """Process ids of the servers, which end with this process."""
 _NUM_STREAMS = 3
+_MAX_DESCRIPTORS = 16
+_FREE_DESCRIPTOR = 512
+"""Above those that a process of these tests has open."""
 _OURS = {"benchmarks", "examples", "pipelines", "shardflow", "tests"}
 
 
@@ -166,16 +185,93 @@ def run(
         return subprocess.CompletedProcess(words, code, _text(out), _text(err))
 
 
+class ForkedChildren(subprocess.Popen[bytes]):
+    """`subprocess.Popen` whose packing and loader processes are forks of one that has imported what they do.
+
+    It is for a process that adopts orphans (``PR_SET_CHILD_SUBREAPER``): the fork of a server's fork that has
+    ended is a child of this process, with the parent, the exit code and the end of any other. It is in a
+    session of its own. Another environment for what reads it when it is loaded has another server.
+    """
+
+    are_forked = True
+    """Whether it forks; False where the start of the interpreter is what is tested."""
+
+    def _execute_child(self, *values: Any) -> None:
+        real = super()._execute_child  # type: ignore[misc]
+        call = inspect.signature(real).bind(*values).arguments
+        place = _server_of_child(call["args"], call["env"]) if self.are_forked else None
+        if place is None:
+            real(*values)
+            return
+        ends = [call["p2cread"], call["c2pwrite"], call["errwrite"]]
+        streams = [stream if end == -1 else end for stream, end in enumerate(ends)]
+        request = {
+            "arguments": call["args"][1:],
+            "cwd": str(Path(call["cwd"] or ".").absolute()),
+            "environment": call["env"],
+            "is_fresh": False,
+            "parent": os.getpid(),
+            "descriptors": [*range(_NUM_STREAMS), *call["pass_fds"]],
+        }
+        data = json.dumps(request).encode() + b"\n"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(place)
+            sent = socket.send_fds(connection, [data], [*streams, *call["pass_fds"]])
+            connection.sendall(data[sent:])
+            answer = connection.makefile("r", encoding="ascii").readline()
+        if not answer:
+            raise AssertionError("a forked child must say its process id, got one that has ended")
+        self.pid = int(answer)
+        self._child_created = True
+        self._close_pipe_fds(*(call[name] for name in _ENDS))  # type: ignore[attr-defined]
+
+
+_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+_READ_AT_START = ("BLOSC_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "OPENCV_", "PYTHON")
+_CHILDREN = MappingProxyType(
+    {
+        "from shardflow.packing.engines.worker import main": (
+            "shardflow.packing.engines.worker",
+            "shardflow.packing.handlers",
+            # What the first task imports.
+            "blosc2",
+            "shardflow.packing.attachments.annotations.kinds",
+            "shardflow.packing.attachments.records.kinds",
+            "shardflow.packing.attachments.waveforms.kinds",
+        ),
+        "from shardflow.loading.process_main import main": ("shardflow.loading.process_main",),
+    }
+)
+"""What the server of a child has imported, by a text of the child's program."""
+
+
+def _server_of_child(command: object, environment: Mapping[str, str] | None) -> str | None:
+    """Return the socket of a server for a child of the library; None for all other commands."""
+    if environment is None or not isinstance(command, list) or command[:3] != [sys.executable, "-P", "-c"]:
+        return None
+    ahead = next((ahead for start, ahead in _CHILDREN.items() if start in command[3]), None)
+    if ahead is None:
+        return None
+    read = ((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START))
+    return _child_server(ahead, tuple(sorted(read)))
+
+
+@functools.cache
+def _child_server(ahead: tuple[str, ...], read_at_start: tuple[tuple[str, str], ...]) -> str:
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
+    return _serve("default", ahead, {**others, **dict(read_at_start)})
+
+
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode()
 
 
-def _serve(action: str, ahead: Sequence[str]) -> str:
+def _serve(action: str, ahead: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Start a server, which ends with this process, and return its socket once it has imported everything."""
     place = Path(tempfile.mkdtemp(prefix="forks-"), "socket")
     command = [sys.executable, "-W", action, "-m", "tests.forks", "serve", str(place), *ahead]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if environment is None else environment
     server = subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -241,24 +337,32 @@ def _reap() -> None:
 
 def _be_forked(connection: socket.socket) -> None:
     """Read a request, fork once more, and be the command; the process between tells how it ended."""
-    data, streams, _, _ = socket.recv_fds(connection, 1 << 16, _NUM_STREAMS)
+    data, received, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_DESCRIPTORS)
     while not data.endswith(b"\n"):
         more = connection.recv(1 << 16)
         if not more:  # whoever asked is gone
             os._exit(1)
         data += more
+    request = json.loads(data)
+    parent = request.get("parent")
+    between = os.getpid()
     pid = os.fork()
     if pid:
-        for stream in (*streams, *range(_NUM_STREAMS)):
+        if parent is not None:
+            os._exit(0)
+        for stream in (*received, *range(_NUM_STREAMS)):
             os.close(stream)
         _tell(connection, pid)
-    connection.close()
     os.setsid()
-    for descriptor, stream in enumerate(streams):
-        os.dup2(stream, descriptor)
-        os.close(stream)
+    if parent is not None:
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        if os.getppid() != parent:  # whoever asked is gone
+            os._exit(1)
+        connection.sendall(f"{os.getpid()}\n".encode())
+    connection.close()
+    _place(received, request.get("descriptors", range(_NUM_STREAMS)))
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
-    request = json.loads(data)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -266,6 +370,16 @@ def _be_forked(connection: socket.socket) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
             del sys.modules[name]
     _run(request["arguments"])
+
+
+def _place(received: Sequence[int], numbers: Iterable[int]) -> None:
+    """Give descriptors the numbers that they have for whoever asked."""
+    apart = [fcntl.fcntl(one, fcntl.F_DUPFD, _FREE_DESCRIPTOR) for one in received]
+    for one in received:
+        os.close(one)
+    for one, number in zip(apart, numbers, strict=True):
+        os.dup2(one, number)
+        os.close(one)
 
 
 def _tell(connection: socket.socket, pid: int) -> NoReturn:
@@ -289,6 +403,8 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] == "-W":
         actions.append(arguments[1])
         arguments = arguments[2:]
+    is_safe = arguments[0] == "-P"
+    arguments = arguments[is_safe:]
     sys.warnoptions[:] = actions or sys.warnoptions  # of processes that this one starts
     for action in actions:
         warnings.simplefilter(action)  # type: ignore[arg-type]
@@ -300,7 +416,7 @@ def _run(arguments: list[str]) -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", code, *rest]:
             sys.argv = ["-c", *rest]
-            sys.path[0] = ""
+            sys.path[:1] = [] if is_safe else [""]
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
         case [script, *rest]:
             sys.argv = [script, *rest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -102,6 +104,55 @@ def test_a_server_leaves_nothing_when_who_started_it_is_gone(tmp_path: Path) -> 
         assert place.is_socket()
     assert process.returncode == 0
     assert not place.parent.exists()
+
+
+CHILD = """
+import json, os, signal, sys
+with open(int(sys.argv[1]), "rb") as passed:
+    said = passed.read().decode()
+facts = [said, sys.argv, os.getcwd(), os.environ["ONLY"], os.getppid(), sys.stdin.read()]
+with open(1, "w") as out:
+    out.write(json.dumps(facts))
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("exits", 7), ("killed", -signal.SIGKILL)])
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_forked_child_is_a_child(
+    is_forked: bool, end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "_CHILDREN", {"import json": ("shardflow.errors",)} if is_forked else {})
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "wb") as writing:
+        writing.write(b"passed on")
+    command = [sys.executable, "-P", "-c", CHILD, str(read_end), end]
+    environment = {**os.environ, "ONLY": "this"}
+    with forks.ForkedChildren(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        pass_fds=[read_end],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    ) as child:
+        os.close(read_end)
+        out, _ = child.communicate()
+    facts = ["passed on", ["-c", str(read_end), end], str(tmp_path), "this", os.getpid(), ""]
+    assert json.loads(out) == facts
+    assert child.returncode == code
+
+
+def test_a_child_of_another_environment_has_another_server() -> None:
+    command = [sys.executable, "-P", "-c", next(iter(forks._CHILDREN))]
+    forks._child_server.cache_clear()
+    found = [
+        forks._server_of_child(command, {**os.environ, **more})
+        for more in ({}, {"ANY": "1"}, {"MALLOC_ARENA_MAX": "7"})
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def _wait_for_end(pid: int) -> None:

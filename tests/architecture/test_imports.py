@@ -35,7 +35,7 @@ STARTS = {
         "import shardflow.loading.process_main",
         {*MODELS, "blosc2", "pydicom", "imagecodecs"},
     ),
-    "health monitor": ("import shardflow.training.health.side", {*MODELS, "pydicom", "imagecodecs"}),
+    "health monitor": ("import shardflow.training.health.side", {*HEAVY, "asyncio"}),
     "settings of a run": (
         f"from shardflow.training.__main__ import main; main({RUN_CONFIG})",
         {*MODELS, "pydicom", "imagecodecs"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,17 @@ from shardflow.loading import Loader, World
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
 from tests.integration.loader_support import open_loader, planned_keys, received_keys
+from tests.sweeps import sampled
 
 NUM_SAMPLES = 29
 SEED = 11
+TAILS = ("drop", "repeat", "mask")
+EVERY_PAIR = [
+    (world_size, 1 + (world_size + number) % 3, tail)
+    for world_size in (1, 2, 3, 4)
+    for number, tail in enumerate(TAILS)
+]
+"""Of world sizes, numbers of threads and tails: each of one with each of another."""
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +47,10 @@ def _loader(dataset: Dataset, spec: BatchSpec, world: World | None = None, **set
     return open_loader(dataset, spec, settings.pop("fields", {}), world=world, **{"seed": SEED, **settings})
 
 
-@pytest.mark.parametrize("tail", ["drop", "repeat", "mask"])
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "num_threads", "tail"),
+    sampled(itertools.product([1, 2, 3, 4], [1, 2, 3], TAILS), EVERY_PAIR),
+)
 def test_every_rank_yields_the_plan_and_resumes_at_every_step(
     dataset: Dataset, world_size: int, num_threads: int, tail: Literal["drop", "repeat", "mask"]
 ) -> None:

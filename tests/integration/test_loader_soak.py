@@ -15,9 +15,16 @@ import shardflow as sf
 from shardflow.format import Dataset
 from shardflow.sampling import BatchSpec
 from tests.factories import make_dataset
+from tests.forks import ForkedChildren
 from tests.integration.loader_support import open_loader
 
 _MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the loader process as users do: pages of a fork count as its own once they are written."""
+    monkeypatch.setattr(ForkedChildren, "are_forked", False)
 
 
 @pytest.fixture(scope="module")

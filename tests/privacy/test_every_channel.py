@@ -6,6 +6,7 @@ The text of the report holds one of each of the 18 kinds of identifiers of 45 CF
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,24 @@ def _burned(dataset: FileDataset, index: int) -> None:
     dataset.BurnedInAnnotation = "YES"
 
 
-@pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Good inputs, and one of each kind that fails."""
-    monkeypatch.setattr(pydicom.config.settings, "_writing_validation_mode", pydicom.config.IGNORE)
-    monkeypatch.setattr(pydicom.config.settings, "reading_validation_mode", pydicom.config.IGNORE)
-    case = PackCase(tmp_path)
+    folder = tmp_path_factory.mktemp("inputs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pydicom.config.settings, "_writing_validation_mode", pydicom.config.IGNORE)
+        patch.setattr(pydicom.config.settings, "reading_validation_mode", pydicom.config.IGNORE)
+        _write_inputs(PackCase(folder))
+    return folder
+
+
+@pytest.fixture
+def case(inputs: Path, tmp_path: Path) -> PackCase:
+    """The inputs in a folder of the test's own."""
+    return PackCase(shutil.copytree(inputs, tmp_path / "case", symlinks=True))
+
+
+def _write_inputs(case: PackCase) -> None:
     case.prepare(has_reports=True)
     folder = case.dicom / f"{STEM}^{DATE}"
     patient = f"{STEM}4711"
@@ -162,7 +175,6 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
         table.write(f"{STEM}\n")
     with case.config_path.open("a", encoding="utf-8") as file:
         file.write("[policy]\nmax_quarantined_share = 1.0\n")
-    return case
 
 
 def _bundle(study_uid: str) -> dict[str, Any]:

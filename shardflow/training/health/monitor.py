@@ -28,7 +28,6 @@ from typing import IO, Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.processes import group_signals_held_back
-from shardflow.storage.local import make_directories
 from shardflow.training.health.heartbeat import (
     HEALTH_FOLDER,
     LAST_STACKS_SIGNAL,
@@ -60,6 +59,9 @@ class StacksFile:
     """
 
     def __init__(self, path: Path) -> None:
+        # The monitor process imports this module too, and needs neither stores nor NumPy.
+        from shardflow.storage.local import make_directories
+
         try:
             make_directories(path.parent)
             self._file: IO[str] = path.open("a", encoding="utf-8")

@@ -19,11 +19,18 @@ from shardflow.errors import ShardflowError
 from shardflow.packing.engines import local as pool_module
 from shardflow.packing.engines.base import Task, TaskDone, WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
+from tests.forks import ForkedChildren
 
 MIB = 1 << 20
 LIMITS = WorkerLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
 
 MakePool = Callable[..., LocalEngine]
+
+
+@pytest.fixture(autouse=True)
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes as users do: limits and failures of a start are among what is tested."""
+    monkeypatch.setattr(ForkedChildren, "are_forked", False)
 
 
 @pytest.fixture
