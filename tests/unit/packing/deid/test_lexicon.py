@@ -58,6 +58,10 @@ def test_words_by_their_form_are_words() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "V.a. Stauung. Z.n. Bypass. Unveränderter Pneumothorax. Zudem Erguss, dadurch Atelektase links.",
+        "Kleiner Pleuraerguss links. Schlanke Gallenwege. Nach KM keine SAB, IVUS ohne Befund.",
+        "Fracture peu probable. Malgré tout, rehaussement tardif. Parfois dyspnée. Cloisonnement.",
+        "Siempre normal. Epiplón libre. Hipocampo simétrico. Tálamo sin lesiones. Punción biliar.",
         "Positive PPD. Left IJ catheter near the caval atrial junction. Body habitus limits the study.",
         "Mäßige Gonarthrose. Beidseits Pleuraschwielen, weder Harnstau noch Hämatom.",
         "Hormis une hydronéphrose, examen normal. L'anévrisme n'est plus visible.",
@@ -190,6 +194,15 @@ def test_a_german_name_before_a_noun_is_masked(name: str) -> None:
 def test_a_name_before_a_comma_is_no_adjective() -> None:
     text = "Kleiner, Annegret. Der Erguss ist kleiner."
     assert scrub(text, KnownValues(()), mode="strict").text == "[WORD]. Der Erguss ist kleiner."
+    for name in (
+        "Kleiner Oberarzt",
+        "Kleine Befund",
+        "Pat. Kleine Fraktur",
+        "Klein Erguss",
+        "Kleine kommt noch",
+    ):
+        cleaned = scrub(f"Kein Erguss ist zu sehen. {name}.", KnownValues(()), mode="strict").text
+        assert "Klein" not in cleaned, name
 
 
 def test_the_list_adds_nothing_to_what_tells_names_from_words() -> None:
