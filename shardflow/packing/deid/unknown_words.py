@@ -132,7 +132,7 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
         return False
     if _ENTITY.fullmatch(text, start - 1, end + 1):
         return False
-    if language == "de" and _is_adjective_here(text, start, end, known):
+    if _begins_sentence(text, start, known, language):
         return False
     if _CONTRACTED.fullmatch(word) and known.is_common(_CONTRACTED.sub(r"\1", word)):
         return False
@@ -159,25 +159,37 @@ _NEITHER: Final = re.compile(
     r"[ \t]+(?:eine?[mnrs]?\b|(?:(?!wurde)[a-z]+[^\Wt]e[nrs]?[ \t]+)?(?=[A-Z\u00c4\u00d6\u00dc]))"
     r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w"
 )
-# An adjective that is a surname too, at the start of a German sentence and before a noun.
-_ADJECTIVE: Final = re.compile(
-    r"(?:Breit|Dick|Eng|Glatt|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Scharf|Schlank|Schwach|Stark|Weich|Weit|Zart)"
-    r"(?:e[mnrs]?|er(?:e[mnrs]?))[ \t]+"
-    r"(?P<noun>[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,})\b(?![,:])"
-)
+# Words that begin sentences and are surnames too; before an article or a noun they are nobody's.
+_OPENER: Final = {
+    "de": re.compile(
+        r"(?:Daher|Endlich|Ferner|Immer|Kaum|Trotz|Wegen"
+        r"|(?:Breit|Dick|Eng|Glatt|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Scharf|Schlank|Schwach|Stark|Weich|Weit|Zart)"
+        r"(?:er)?e[mnrs]?)[ \t]+"
+        r"(?:(?:das|dem|den|der|des|die|eine?[mnrs]?|keine?[mnrs]?)\b"
+        r"|(?P<noun>[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,})\b(?![,:]))"
+    ),
+    "romance": re.compile(
+        r"(?:Así|Contra|Hors|Lors|Puis|Salvo|Sauf|Sólo|Solo)[ \t]+"
+        r"(?:(?:d|l)['\N{RIGHT SINGLE QUOTATION MARK}]"
+        r"|(?:au|aux|de|del|des|du|el|la|las|le|les|los|un|una|une)\b"
+        r"|[a-z\u00e0-\u00ff]{3,}(?:asis|itis|osis|omas?|megalia|algia|patía|uria|emia|miento|ción|ciones"
+        r"|ites?|oses?|omes?|tions?|ements?|megalie|pathies?|plasies?|fractures?)\b)"
+    ),
+}
 _SENTENCE: Final = re.compile(r"(?:^|\n|[a-z\u00e4\u00f6\u00fc\u00df]{4}[.:;!?])[ \t]*$")
 _OFFICE: Final = re.compile(
     r".*(?:arzt|arztin|befund|chirurg|chirurgin|diktat|klinik|praxis|schwester|station|strasse|visite|zimmer)"
 )
 
 
-def _is_adjective_here(text: str, start: int, end: int, known: Lexicon) -> bool:
-    """Return whether a word is an adjective before a noun of a report: *Kleiner Pleuraerguss*."""
-    match = _ADJECTIVE.match(text, start)
-    if match is None or match.end() <= end or not _SENTENCE.search(text, max(0, start - 12), start):
+def _begins_sentence(text: str, start: int, known: Lexicon, language: str) -> bool:
+    """Return whether a word that is a name too begins a sentence here: *Kleiner Pleuraerguss*, *Sauf une*."""
+    pattern = _OPENER.get(language)
+    match = None if pattern is None else pattern.match(text, start)
+    if match is None or not _SENTENCE.search(text, max(0, start - 12), start):
         return False
-    noun = fold(match["noun"])
-    return known.is_german(noun) and not known.is_name_too(noun) and _OFFICE.fullmatch(noun) is None
+    noun = fold(match.groupdict().get("noun") or "")
+    return not noun or (known.is_german(noun) and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun))
 
 
 _REMOVED: Final = "X" * 3
