@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import cv2
+import matplotlib as mpl
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import ImageFont
 
 from shardflow.packing.deid.pixel_text import TextFinder, _placed, _straight, models_digest
+from shardflow.synthetic.identifiers import typeface
 from tests.phantoms import scan, torso
 
+_FONTS: Final = Path(mpl.get_data_path()) / "fonts" / "ttf"
 pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
 
 
@@ -121,6 +126,20 @@ def test_a_body_in_a_small_image_is_no_letter_and_large_text_in_one_is_found(fin
     strip = body(64, 220).astype(np.int16)
     ink = burn(strip, "NOVAK PETR", (20, 10), 3000, height=22)
     assert covered(finder.find(strip).boxes, ink) > 0.9
+    small = body(160, 192).astype(np.int16)
+    ink = burn(small, "WEBER", (60, 10), 3000, height=38)
+    assert covered(finder.find(small).boxes, ink) > 0.9
+
+
+def test_large_letters_of_another_script_are_found(finder: TextFinder) -> None:
+    """The reader takes Cyrillic letters for Latin ones."""
+    small = body(128, 160).astype(np.int16)
+    letters = typeface(lambda size: ImageFont.truetype(_FONTS / "DejaVuSans.ttf", size))
+    ink = letters("\u041f\u0435\u0442\u0440\u043e\u0432", 22) > 100
+    small[80 : 80 + ink.shape[0], 5 : 5 + ink.shape[1]][ink] = 3000
+    where = np.zeros(small.shape, bool)
+    where[80 : 80 + ink.shape[0], 5 : 5 + ink.shape[1]] = ink
+    assert covered(finder.find(small).boxes, where) > 0.9
 
 
 def test_what_one_frame_of_a_cine_shows_is_found(finder: TextFinder) -> None:
