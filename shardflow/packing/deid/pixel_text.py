@@ -71,7 +71,7 @@ _UNCLIP: Final = 0.8
 """The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6, the paper)."""
 _ALONG: Final = 2.0
 """Likewise at its ends, where it misses letters that stand apart."""
-_SMALL_PX: Final = 6.0
+_SMALL_PX: Final = 8.0
 """Height of the core of a line below which it is searched again, closer,"""
 _CLOSE_PX: Final = 12.0
 """the height that it is enlarged to,"""
