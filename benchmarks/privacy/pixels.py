@@ -15,6 +15,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def fonts_of(part: Part) -> dict[str, Letters]:
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     fonts = letters_of(part)
     for name in _FONTS[part]:
-        fonts[name] = typeface(lambda size, path=folder / f"{name}.ttf": ImageFont.truetype(path, size))
+        fonts[name] = typeface(partial(ImageFont.truetype, folder / f"{name}.ttf"))
     if part == "test":
         fonts["Aileron"] = typeface(ImageFont.load_default)
     fonts["bitmap" if part == "test" else "bitmap, enlarged"] = _bitmap(part)
@@ -158,7 +159,7 @@ def small(part: Part, num: int, chinese: Path | None) -> Iterator[PlantedImage]:
         gray = np.asarray(pixels if pixels.ndim == 2 else pixels.mean(2), np.float32)
         clean = np.asarray(cv2.resize(gray, (side, side), interpolation=cv2.INTER_AREA), np.int16)
         script = draws.choice(sorted(files))
-        letters = typeface(lambda size, path=files[script]: ImageFont.truetype(path, size))
+        letters = typeface(partial(ImageFont.truetype, files[script]))
         height, text = side * draws.integer(*_SMALL_HEIGHT) // 100, draws.choice(_SMALL_TEXTS[part][script])
         drawn = letters(text, height)
         while max(drawn.shape) > side:

@@ -246,7 +246,7 @@ def test_settings_say_what_to_write(packed: Any, monkeypatch: pytest.MonkeyPatch
         {"shift_keeps_weekday": True, "dates": "remove"},
     ):
         with pytest.raises(ConfigError, match=f"deid.{next(iter(silent))} has no effect"):
-            replace(off, **silent)  # type: ignore[arg-type]
+            replace(off, **silent)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install shardflow\[pixels\]"):
         case.pack(f"output={tmp_path / 'out'}", f"private_dir={tmp_path / 'private'}", _MEMORY)
