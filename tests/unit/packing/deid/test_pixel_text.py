@@ -75,12 +75,6 @@ def test_a_small_faint_name_on_end_is_found_whole(finder: TextFinder, turn: int)
     )
 
 
-def test_a_faint_line_on_end_of_common_height_is_found_whole(finder: TextFinder) -> None:
-    pixels = body(256, 256).clip(0).astype(np.int16)
-    ink = burn(pixels, "St. Mary Hospital", (60, 47), 160, height=10, turn=270)
-    assert covered(finder.find(pixels).boxes, ink) > 0.98
-
-
 def test_what_is_marked_beside_the_image_blanks_nothing() -> None:
     """The second search of a line at the edge looks beyond it, at repeated pixels."""
     straight = _straight((2.0, 50.0), 0.0, 100.0, 20.0)  # of columns -48 to 52 and rows 40 to 60
