@@ -3,7 +3,8 @@
 python -m benchmarks.privacy.pixels [--part test] [--num 80] [--data ../shared/data] [--source real ...]
 
 The development part has other fonts, phrases, bodies and real images than the test part. Ultrasound images of
-devices show text of their own, so that nothing can be said there about what goes by mistake.
+devices show text of their own, so that nothing can be said there about what goes by mistake. The source
+`small` is large letters in small images: Latin, Cyrillic, and Chinese with ``--chinese``, a font of them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cv2
 import matplotlib as mpl
 import numpy as np
 import pydicom
@@ -61,7 +64,22 @@ _REAL: Mapping[Part, tuple[str, ...]] = {
 }
 _DEVICES = ("examples_rgb_color.dcm", "examples_ybr_color.dcm", "examples_palette.dcm")
 """Ultrasound in pydicom's test data, for the test part."""
-_SOURCES = ("generated", "real", "devices")
+_SOURCES = ("generated", "real", "devices", "small")
+_SMALL_SIDES = (96, 128, 160, 192)
+_SMALL_HEIGHT = 15, 24
+"""Least and largest height of capitals in small images, in percent of the side."""
+_SMALL_TEXTS: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
+    "development": {
+        "Latin": ("NOVAK", "Weber", "DOE 45"),
+        "Cyrillic": ("\u0418\u0412\u0410\u041d\u041e\u0412", "\u041f\u0435\u0442\u0440\u043e\u0432"),
+        "Chinese": ("\u738b\u5c0f\u660e", "\u674e\u5a1c"),
+    },
+    "test": {
+        "Latin": ("MILLER", "Dubois", "PID 4471"),
+        "Cyrillic": ("\u0421\u041c\u0418\u0420\u041d\u041e\u0412", "\u041e\u0440\u043b\u043e\u0432\u0430"),
+        "Chinese": ("\u9648\u5efa\u56fd", "\u8d75\u654f"),
+    },
+}
 _MOST_OF_A_FOLDER = 6
 _MIN_SIDE = 120
 
@@ -71,7 +89,7 @@ def fonts_of(part: Part) -> dict[str, Letters]:
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     fonts = letters_of(part)
     for name in _FONTS[part]:
-        fonts[name] = typeface(lambda size, path=folder / f"{name}.ttf": ImageFont.truetype(path, size))
+        fonts[name] = typeface(partial(ImageFont.truetype, folder / f"{name}.ttf"))
     if part == "test":
         fonts["Aileron"] = typeface(ImageFont.load_default)
     fonts["bitmap" if part == "test" else "bitmap, enlarged"] = _bitmap(part)
@@ -118,11 +136,42 @@ def backgrounds(source: str, part: Part, num: int, folder: Path) -> Iterator[tup
             yield "US", pixels[0] if pixels.ndim == 4 else pixels
 
 
-def corpus(source: str, part: Part, num: int, folder: Path) -> Iterator[PlantedImage]:
+def corpus(
+    source: str, part: Part, num: int, folder: Path, chinese: Path | None = None
+) -> Iterator[PlantedImage]:
     """Yield images of a source with text."""
+    if source == "small":
+        yield from small(part, num, chinese)
+        return
     fonts = fonts_of(part)
     for number, (modality, pixels) in enumerate(backgrounds(source, part, num, folder)):
         yield plant_text(pixels, modality, part, Draws(5, "pixels", number), fonts)
+
+
+def small(part: Part, num: int, chinese: Path | None) -> Iterator[PlantedImage]:
+    """Yield small images with one line of large bright letters of a script."""
+    folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
+    files = {"Latin": folder / f"{_FONTS[part][0]}.ttf", "Cyrillic": folder / f"{_FONTS[part][0]}.ttf"}
+    if chinese is not None:
+        files["Chinese"] = chinese
+    for number, (modality, pixels) in enumerate(make_backgrounds(part, num)):
+        draws, side = Draws(5, "small", number), _SMALL_SIDES[number % len(_SMALL_SIDES)]
+        gray = np.asarray(pixels if pixels.ndim == 2 else pixels.mean(2), np.float32)
+        clean = np.asarray(cv2.resize(gray, (side, side), interpolation=cv2.INTER_AREA), np.int16)
+        script = draws.choice(sorted(files))
+        letters = typeface(partial(ImageFont.truetype, files[script]))
+        height, text = side * draws.integer(*_SMALL_HEIGHT) // 100, draws.choice(_SMALL_TEXTS[part][script])
+        drawn = letters(text, height)
+        while max(drawn.shape) > side:
+            height -= 1
+            drawn = letters(text, height)
+        top, left = (draws.integer(0, side - length) for length in drawn.shape)
+        ink = np.zeros(clean.shape, bool)
+        ink[top : top + drawn.shape[0], left : left + drawn.shape[1]] = drawn > 100
+        burned = clean.copy()
+        burned[ink] = int(clean.max()) * 3 // 2 + 1
+        line = PlantedLine(text=text, ink=ink, font=script, height_px=height, contrast="saturated", turn=0)
+        yield PlantedImage(pixels=burned, clean=clean, modality=modality, lines=(line,))
 
 
 def main() -> None:
@@ -135,17 +184,18 @@ def main() -> None:
         "--source", action="append", choices=_SOURCES, help="others stay as they are in --out"
     )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--chinese", type=Path, metavar="FONT")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/privacy_pixels.json"))
     options = parser.parse_args()
     is_known = options.source and options.out.is_file()
     result: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if is_known else {}
     for source in options.source or _SOURCES:
-        result[source] = _run(source, options.part, options.num, options.data)
+        result[source] = _run(source, options.part, options.num, options.data, options.chinese)
         print(json.dumps({name: one for name, one in result[source].items() if name != "faults"}, indent=1))
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _run(source: str, part: Part, num: int, folder: Path) -> dict[str, Any]:
+def _run(source: str, part: Part, num: int, folder: Path, chinese: Path | None) -> dict[str, Any]:
     finder, seconds, megapixels = TextFinder(), 0.0, 0.0
     faults: list[dict[str, Any]] = []
 
@@ -168,7 +218,7 @@ def _run(source: str, part: Part, num: int, folder: Path) -> dict[str, Any]:
             faults.append({"fault": "missed", **place, **of_line})
         print(faults[-1], flush=True)
 
-    measured = measure_pixels(corpus(source, part, num, folder), find, on_fault=note).table()
+    measured = measure_pixels(corpus(source, part, num, folder, chinese), find, on_fault=note).table()
     if source == "devices":
         for name in ("wrong_area_share", "images_blanked_by_mistake"):
             del measured[name]

@@ -49,7 +49,14 @@ _END: Final = b"end\n"
 _DAY_S: Final = 86_400
 _LINKING: Final = ("accession_number", "study_date", "study_time", "acquired", "utc_offset")
 """Header fields that matter to attachments alone: they link them with the study, and place them in time."""
-_IDENTITY: Final = ("patient_name", "birth_date", "sex", "patient_id_issuer", "other_patient_ids")
+_IDENTITY: Final = (
+    "patient_name",
+    "birth_date",
+    "sex",
+    "patient_age",
+    "patient_id_issuer",
+    "other_patient_ids",
+)
 """Header fields that only tell which patients are one person."""
 # ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))

@@ -59,7 +59,7 @@ NUM_BUCKETS: Final = 10_000
 
 _NUM_SEARCHES: Final = 3
 """How often the files of a batch that fails are read one by one."""
-_ROWS_VERSION: Final = 8
+_ROWS_VERSION: Final = 9
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
@@ -338,6 +338,8 @@ def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
         name=header.patient_name,
         birth_date=header.birth_date,
         sex=header.sex,
+        age=header.patient_age if not header.birth_date else "",
+        study_date=header.study_date if not header.birth_date else "",
     )
 
 

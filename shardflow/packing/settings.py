@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from shardflow.config import Bounds, ByteSize, check_fields
 from shardflow.errors import ConfigError, os_reason
@@ -188,6 +188,9 @@ def digest_of(path: Path) -> str:
         ) from None
 
 
+_PIXEL_TEXT_SHARE: Final = 0.05
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeidConfig:
     """De-identification beyond the allowlist and the surrogates."""
@@ -228,7 +231,7 @@ class DeidConfig:
     pixel_text: Literal["off", "blank"] = "off"
     """``blank``: images that rules suspect of burned-in text, and a share of all others, are searched for
     text (extra ``pixels``). It is blanked, and they are packed; pages of text are still held back."""
-    pixel_text_share: Annotated[float, Bounds(0.0, 1.0)] = 0.05
+    pixel_text_share: Annotated[float, Bounds(0.0, 1.0)] = _PIXEL_TEXT_SHARE
     """Share of the images that no rule suspects to search for text; where one shows some, all of its series
     are searched."""
     pixel_text_keep: tuple[str, ...] = MARKERS
@@ -242,6 +245,18 @@ class DeidConfig:
                     f"deid.pixel_text_keep must hold texts of capitals and digits alone, got {text!r}; write "
                     f"{as_marker(text) or 'L'!r}."
                 )
+        # A setting without effect would promise a search, or a way of moving dates, that does not happen.
+        for name, default in (("pixel_text_share", _PIXEL_TEXT_SHARE), ("pixel_text_keep", MARKERS)):
+            if self.pixel_text == "off" and getattr(self, name) != default:
+                raise ConfigError(
+                    f'deid.{name} has no effect while deid.pixel_text is "off", which searches no pixel; set '
+                    f'deid.pixel_text = "blank", or leave deid.{name} out.'
+                )
+        if self.shift_keeps_weekday and self.dates != "shift":
+            raise ConfigError(
+                f'deid.shift_keeps_weekday has no effect with deid.dates = "{self.dates}", which shifts no '
+                'date; set deid.dates = "shift", or leave it out.'
+            )
 
     def rules_text(self) -> tuple[str, ...]:
         """Return the site's own rules.

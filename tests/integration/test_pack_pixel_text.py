@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,16 @@ def test_settings_say_what_to_write(packed: Any, monkeypatch: pytest.MonkeyPatch
     case, _, _ = packed
     with pytest.raises(ConfigError, match="capitals and digits alone, got 'r mlo'; write 'RMLO'"):
         case.config('deid.pixel_text_keep=["r mlo"]')
-    assert "pixel_text" not in case.config("deid.pixel_text=off").deid.content()
+    off = case.config("deid.pixel_text=off", "deid.pixel_text_share=0.05").deid
+    assert "pixel_text" not in off.content()
+    for silent in (
+        {"pixel_text_share": 1.0},
+        {"pixel_text_keep": ("L",)},
+        {"shift_keeps_weekday": True},
+        {"shift_keeps_weekday": True, "dates": "remove"},
+    ):
+        with pytest.raises(ConfigError, match=f"deid.{next(iter(silent))} has no effect"):
+            replace(off, **silent)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install shardflow\[pixels\]"):
         case.pack(f"output={tmp_path / 'out'}", f"private_dir={tmp_path / 'private'}", _MEMORY)

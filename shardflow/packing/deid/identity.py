@@ -38,6 +38,12 @@ _DIGESTS: Final = 1 << (64 - _KIND_BITS)
 _ZEROS: Final = re.compile(r"(?<!\d)0+(?=\d)")
 _WORD: Final = re.compile(r"[^\W\d_]+")
 _SITE: Final = re.compile(r"[\^@]")
+_SUFFIX: Final = re.compile(r"(.*\w)[-_./ ]\d{1,2}\s*")
+_MIN_DIGITS: Final = 4
+"""Digits of an identifier before a suffix: with fewer it may be the number of a site."""
+_YEAR: Final = re.compile(r"(?:1[89]|20)\d\d(?!\d(?!\d))")
+_AGE: Final = re.compile(r"0*(\d{1,3})([DWMY]?)")
+_AGE_UNITS_A_YEAR: Final = {"D": 366, "W": 53, "M": 12, "Y": 1, "": 1}
 _UMLAUTS: Final = re.compile(r"([aou])e")
 _PLACEHOLDERS: Final = frozenset(
     """
@@ -74,6 +80,9 @@ class StatedPerson:
     name: str = ""
     birth_date: str = ""
     sex: str = ""
+    age: str = ""
+    """(0010,1010) *Patient's Age* on the study date, for a header without a birth date."""
+    study_date: str = ""
 
     def __repr__(self) -> str:
         return "StatedPerson()"
@@ -87,12 +96,36 @@ def split_id(patient_id: str) -> tuple[str, str]:
         (('1234a', 'west'), ('1234a', ''))
     """
     core, *parts = _SITE.split(patient_id)
-    site = next((word for part in parts if (word := _plain(part))), "")
+    site = next((word for part in parts if (word := _plain(part.partition("&")[0]))), "")
     return _ZEROS.sub("", _plain(core)), site
+
+
+def _without_suffix(patient_id: str) -> str:
+    """Return a normalized identifier without a suffix of one or two digits; ``""`` if it is too short."""
+    core = _SITE.split(patient_id)[0]
+    match = _SUFFIX.fullmatch(core)
+    base = _ZEROS.sub("", _plain(core if match is None else match[1]))
+    return base if sum(map(str.isdigit, base)) >= _MIN_DIGITS else ""
+
+
+def normalize_names(name: str) -> tuple[str, ...]:
+    """Return a person name in each of its writings: alphabetic, ideographic, phonetic; without placeholders.
+
+    Source: DICOM PS3.5, section 6.2.1 (component groups).
+
+    Example:
+        >>> normalize_names("Mueller^Anna=Miller^Ann=")
+        ('anna muller', 'ann miller')
+    """
+    found = (normalize_name(group) for group in name.split("="))
+    return tuple(dict.fromkeys(one for one in found if one))
 
 
 def normalize_name(name: str) -> str:
     """Return family and first given name in one spelling and order; ``""`` for a placeholder or half a name.
+
+    Args:
+        name: One component group of a person name.
 
     Example:
         >>> normalize_name("MUELLER^Anna^B"), normalize_name("Anna Muller")
@@ -100,10 +133,9 @@ def normalize_name(name: str) -> str:
         >>> normalize_name("ANONYMOUS^P0012")
         ''
     """
-    text = name.split("=", maxsplit=1)[0].strip()
-    if any(character.isdigit() for character in text):
+    family, *given = re.split(r"[\^,]", name.strip(), maxsplit=2)
+    if any(character.isdigit() for part in (family, *given[:1]) for character in part):
         return ""
-    family, *given = re.split(r"[\^,]", text, maxsplit=2)
     words = _WORD.findall(_fold(family)) + _WORD.findall(_fold(given[0] if given else ""))[:1]
     if not words or any(word in _PLACEHOLDERS for word in words):
         return ""
@@ -144,16 +176,34 @@ def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
         core_of_other = split_id(other)[0]
         if core_of_other != core:
             add(_Kind.OTHER, "id", core_of_other)
-    name, born = normalize_name(person.name), parse_date(person.birth_date)
+    names, born = normalize_names(person.name), parse_date(person.birth_date)
     sex = person.sex.strip().upper()
-    add(_Kind.NAME, "name", name)
     add(_Kind.SEX, "sex", sex if sex in {"F", "M"} else "")
+    for name in names:
+        add(_Kind.NAME, "name", name)
+        for year in _birth_years(person):
+            add(_Kind.PERSON, "person", f"{name}/{year}")
     if born is not None:
         # The first of January stands for an unknown day, and disproves nothing.
         is_exact = (born.month, born.day) != (1, 1)
         add(_Kind.BIRTH, "birth", born.isoformat() if is_exact else "")
-        add(_Kind.PERSON, "person", f"{name}/{born.isoformat()}" if name else "")
+        for name in names:
+            add(_Kind.PERSON, "person", f"{name}/{born.isoformat()}")
+        base = _without_suffix(person.patient_id)
+        add(_Kind.PERSON, "person", f"{base}#{born.isoformat()}" if base else "")
     return tuple(sorted(found))
+
+
+def _birth_years(person: StatedPerson) -> tuple[int, ...]:
+    """Return the years of birth that a header allows: of a whole or partial date, else by age."""
+    stated = _YEAR.match(person.birth_date.strip())
+    if stated is not None:
+        return (int(stated[0]),)
+    age, study = _AGE.fullmatch(person.age.strip().upper()), parse_date(person.study_date)
+    if age is None or study is None:
+        return ()
+    least = int(age[1]) // _AGE_UNITS_A_YEAR[age[2]]
+    return study.year - least - 1, study.year - least
 
 
 def offsets_in(tokens: Iterable[int]) -> DateOffsets | None:
@@ -205,8 +255,9 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
 
     Equal pixels are certain: the images would be in two splits whoever is in them. Identifiers that are equal
     after normalization, and those that a header names, need a birth date or a name that agrees: two people
-    may differ in a leading zero. Name, birth date and sex that all agree are certain, without a sex or with
-    an unknown day they are not.
+    may differ in a leading zero. Name, birth date and sex that all agree are certain, without a sex, with an
+    unknown day, or with an age in place of the date they are not. Nor are identifiers that agree but for a
+    suffix of one or two digits, with one birth date: they are of visits, or of twins.
 
     Args:
         one: Evidence of a patient, see `evidence_of`.
@@ -219,7 +270,10 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
     a, b = _Record.of(one), _Record.of(other)
     birth, name, sex = (a.agrees(b, kind) for kind in (_Kind.BIRTH, _Kind.NAME, _Kind.SEX))
     same_id = bool(a.agrees(b, _Kind.OWN)) and a.agrees(b, _Kind.ISSUER) is not False
-    is_named, is_person = a.names(b), bool(a.agrees(b, _Kind.PERSON))
+    is_named, shares_person = a.names(b), bool(a.agrees(b, _Kind.PERSON))
+    # Dates of one year that differ are of two people. Without a name, identifiers agree but for a suffix.
+    is_person = shares_person and bool(name) and birth is not False
+    is_suffixed = shares_person and bool(birth) and not name and not same_id
     evidence = [
         word
         for word, holds in (
@@ -227,6 +281,7 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
             ("patient_id", same_id),
             ("other_patient_ids", is_named),
             ("name_and_birth_date", is_person),
+            ("patient_id_before_suffix", is_suffixed),
         )
         if holds
     ]
@@ -240,7 +295,7 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
     if is_person and sex is not False:
         return ("certain" if (sex and birth) or same_id or is_named else "uncertain"), evidence
     if not (same_id or is_named or is_person):
-        return None, evidence
+        return ("uncertain" if is_suffixed else None), evidence
     if birth is False:
         return ("uncertain" if name or is_named else None), evidence
     is_certain = sex is not False and (birth or name)

@@ -76,8 +76,8 @@ _JOINED: Final = ("the", "and", "with", "without", "are", "has", "have", "was", 
 """Words that people write without the space beside them."""
 _NAMES_LIKE_ABBREVIATIONS: Final = frozenset(
     """
-    aca aki alif alp ami asa cea cop dah dai dea ed eva fe hap ica ige ira la lad las li ma mas men mos pi ris
-    sal ti tru us vih yr za
+    aca acv aki alif alp ami asa baa cea ced cop dah dai dea ed eii eva fe fid hap ica ige ira la lad lae las
+    li ma mas men mos ol pi ris sab sal sca ti tru ul us vih yr za
     """.split()  # noqa: SIM905
 )
 
@@ -98,6 +98,8 @@ class Lexicon(NamedTuple):
     german: frozenset[str]
     romance: frozenset[str]
     """Spanish and French."""
+    uninflected: frozenset[str]
+    """Words of the three that begin sentences; they take no endings and make no compounds."""
     acronyms: frozenset[str]
     everyday: frozenset[str]
     """Words that are names too; only in lower case they are none."""
@@ -129,10 +131,11 @@ class Lexicon(NamedTuple):
         return word not in _NAMES_LIKE_TERMS and (
             self.is_known(word)
             or word in self.english
+            or word in self.uninflected
             or (word in self.everyday and written.islower())
             or self.is_acronym(written)
-            or self._is_romance(word)
-            or self._is_german(word)
+            or self.is_romance(word)
+            or self.is_german(word)
             or self._is_prefixed(word)
             or _TERMS.fullmatch(word) is not None
         )
@@ -152,11 +155,11 @@ class Lexicon(NamedTuple):
         """Return whether a folded word is a name too: *stone*, *rose*, an eponym."""
         return word in self.names or word in self.eponyms
 
-    def _is_romance(self, word: str) -> bool:
+    def is_romance(self, word: str) -> bool:
         """Return whether a word is Spanish or French, of any gender and number."""
         return word in self.romance or any(form in self.romance for form in _romance_forms(word))
 
-    def _is_german(self, word: str) -> bool:
+    def is_german(self, word: str) -> bool:
         """Return whether a word is German, inflected or not, or a compound of German words."""
         if word in self.german:
             return True
@@ -247,8 +250,8 @@ def lexicon() -> Lexicon:
     common, _, rest = _read("words.txt").partition("# Eponyms")
     eponyms, _, names = rest.partition("# Names")
     abroad = {part[:2]: part.partition("\n")[2] for part in _read("words_abroad.txt").split("\n= ")[1:]}
-    german, spanish, french, acronyms, everyday = (
-        frozenset(map(fold, _words(abroad[name]))) for name in ("de", "es", "fr", "ac", "ev")
+    german, spanish, french, uninflected, acronyms, everyday = (
+        frozenset(map(fold, _words(abroad[name]))) for name in ("de", "es", "fr", "un", "ac", "ev")
     )
     return Lexicon(
         common=_words(common),
@@ -257,6 +260,7 @@ def lexicon() -> Lexicon:
         names=_words(names.partition("\n")[2]),
         german=german,
         romance=spanish | french,
+        uninflected=uninflected,
         acronyms=acronyms,
         everyday=everyday,
     )

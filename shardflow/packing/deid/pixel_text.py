@@ -57,19 +57,21 @@ _WEAK_SCORE: Final = 0.35
 """and of one that is, if the reader finds letters in it."""
 _MIN_THICK_PX: Final = 3.0
 _MAX_THICK: Final = 24.0, 0.035
-"""Largest height of the core of a line, in pixels or as a share of the longer side, whichever is more:
-bodies look like large letters."""
+"""Height of the core of a line, in pixels or as a share of the longer side, whichever is more, from which it
+must be read in any case: bodies look like large letters,"""
+_MOST: Final = 0.3
+"""and as a share of the shorter side, from which it is none."""
 _LARGE: Final = 14.0, 0.018
 """Likewise, from which a line must be read unless it is marked without doubt: spines look like lines."""
 _SURE_SCORE: Final = 0.9
 _HUGE: Final = 0.12
-"""Height as a share of the shorter side of an image from which a line must be read in any case: in small
-images bodies look like letters without doubt."""
+"""Height as a share of the shorter side of an image from which a line must be read, too: in small images
+bodies look like letters without doubt."""
 _UNCLIP: Final = 0.8
 """The detector marks the core of a line, which shrinks by a share of its height (ratio 1.6, the paper)."""
 _ALONG: Final = 2.0
 """Likewise at its ends, where it misses letters that stand apart."""
-_SMALL_PX: Final = 6.0
+_SMALL_PX: Final = 8.0
 """Height of the core of a line below which it is searched again, closer,"""
 _CLOSE_PX: Final = 12.0
 """the height that it is enlarged to,"""
@@ -243,7 +245,8 @@ class TextFinder:
             center, sides, degrees = cv2.minAreaRect(points)
             thick = min(sides) + 1.0
             height_px = thick / scale
-            if thick < _MIN_THICK_PX or height_px > _limit(_MAX_THICK, longest):
+            is_thick = height_px > _limit(_MAX_THICK, longest)
+            if thick < _MIN_THICK_PX or (is_thick and height_px > _MOST * shortest):
                 continue
             score = float(probability[top : top + height, left : left + width][inside > 0].mean())
             if score < _WEAK_SCORE:
@@ -262,7 +265,7 @@ class TextFinder:
                 degrees + 90.0 * (sides[1] > sides[0]),
             )
             sure_score = _SURE_SCORE if height_px > _limit(_LARGE, longest) else _MIN_SCORE
-            if height_px > _HUGE * shortest:
+            if is_thick or height_px > _HUGE * shortest:
                 sure_score = math.inf
             yield _Line(box, score, number, height_px, sure_score, core)
 
@@ -298,8 +301,9 @@ class TextFinder:
                     yield replace(line, box=box)
 
     def _has_letters(self, window: NDArray[np.uint8], box: Box) -> bool:
+        """Return whether the reader finds letters or digits of any script."""
         text, confidence = self._read(window, box)
-        return confidence >= _MIN_READ and len(as_marker(text)) >= 2
+        return confidence >= _MIN_READ and sum(map(str.isalnum, text)) >= 2
 
     def _is_marker(self, windows: Sequence[NDArray[np.uint8]], group: Sequence[_Line], box: Box) -> bool:
         """Return whether a region holds a text to be kept and nothing else."""
@@ -339,7 +343,7 @@ class TextFinder:
         return text.strip(), float(answer[0].max(axis=1)[is_new].mean())
 
 
-SEARCH_VERSION: Final = 2
+SEARCH_VERSION: Final = 3
 """Increased whenever a search may find other boxes: a resumed job must not mix the results of two."""
 
 

@@ -60,7 +60,13 @@ def find_unknown_words(text: str) -> Iterator[Span]:
     """
     known = lexicon()
     words = [(match.start(), match.end()) for match in _WORD.finditer(text)]
-    parts = [part for start, end in words for part in _APOSTROPHE.split(fold(text[start:end]))]
+    # An initial with a full stop (*V.a.*, *d. h.*) is no word of a language.
+    parts = [
+        part
+        for start, end in words
+        if end - start > 1 or text[end : end + 1] != "."
+        for part in _APOSTROPHE.split(fold(text[start:end]))
+    ]
     language = _language(parts, known)
     unknown: list[bool] = []
     for start, end in words:
@@ -107,8 +113,8 @@ def _language(words: list[str], known: Lexicon) -> str:
         for name, listed in _FUNCTION_WORDS.items():
             counts[name] += 2 * (word in listed)
         if len(word) > 3 and not (known.is_common(word) or word in known.english):
-            counts["de"] += word in known.german
-            counts["romance"] += word in known.romance
+            counts["de"] += known.is_german(word)
+            counts["romance"] += known.is_romance(word)
     best = max(counts, key=lambda name: (counts[name], name == "en"))
     return best if counts[best] else "en"
 
@@ -125,6 +131,8 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if word == "weder" and _NEITHER.match(text, end) and _START.search(text, max(0, start - 12), start):
         return False
     if _ENTITY.fullmatch(text, start - 1, end + 1):
+        return False
+    if _begins_sentence(text, start, known, language):
         return False
     if _CONTRACTED.fullmatch(word) and known.is_common(_CONTRACTED.sub(r"\1", word)):
         return False
@@ -151,6 +159,39 @@ _NEITHER: Final = re.compile(
     r"[ \t]+(?:eine?[mnrs]?\b|(?:(?!wurde)[a-z]+[^\Wt]e[nrs]?[ \t]+)?(?=[A-Z\u00c4\u00d6\u00dc]))"
     r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w"
 )
+# Words that begin sentences and are surnames too; before an article or a noun they are nobody's.
+_OPENER: Final = {
+    "de": re.compile(
+        r"(?:Daher|Endlich|Ferner|Immer|Kaum|Trotz|Wegen"
+        r"|(?:Breit|Dick|Eng|Glatt|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Scharf|Schlank|Schwach|Stark|Weich|Weit|Zart)"
+        r"(?:er)?e[mnrs]?)[ \t]+"
+        r"(?:(?:das|dem|den|der|des|die|eine?[mnrs]?|keine?[mnrs]?)\b"
+        r"|(?P<noun>[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,})\b(?![,:]))"
+    ),
+    "romance": re.compile(
+        r"(?:Así|Contra|Hors|Lors|Puis|Salvo|Sauf|Sólo|Solo)[ \t]+"
+        r"(?:(?:d|l)['\N{RIGHT SINGLE QUOTATION MARK}]"
+        r"|(?:au|aux|de|del|des|du|el|la|las|le|les|los|un|una|une)\b"
+        r"|[a-z\u00e0-\u00ff]{3,}(?:asis|itis|osis|omas?|megalia|algia|patía|uria|emia|miento|ción|ciones"
+        r"|ites?|oses?|omes?|tions?|ements?|megalie|pathies?|plasies?|fractures?)\b)"
+    ),
+}
+_SENTENCE: Final = re.compile(r"(?:^|\n|[a-z\u00e4\u00f6\u00fc\u00df]{4}[.:;!?])[ \t]*$")
+_OFFICE: Final = re.compile(
+    r".*(?:arzt|arztin|befund|chirurg|chirurgin|diktat|klinik|praxis|schwester|station|strasse|visite|zimmer)"
+)
+
+
+def _begins_sentence(text: str, start: int, known: Lexicon, language: str) -> bool:
+    """Return whether a word that is a name too begins a sentence here: *Kleiner Pleuraerguss*, *Sauf une*."""
+    pattern = _OPENER.get(language)
+    match = None if pattern is None else pattern.match(text, start)
+    if match is None or not _SENTENCE.search(text, max(0, start - 12), start):
+        return False
+    noun = fold(match.groupdict().get("noun") or "")
+    return not noun or (known.is_german(noun) and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun))
+
+
 _REMOVED: Final = "X" * 3
 _ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|ul)>", re.IGNORECASE)
 _CONTRACTED: Final = re.compile(

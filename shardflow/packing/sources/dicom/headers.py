@@ -66,7 +66,7 @@ _ACCESSION, _STUDY_DATE, _STUDY_TIME = 0x00080050, 0x00080020, 0x00080030
 _ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME = 0x0008002A, 0x00080022, 0x00080032
 _UTC_OFFSET = 0x00080201
 _MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
-_NAME, _BIRTH_DATE, _SEX = 0x00100010, 0x00100030, 0x00100040
+_NAME, _BIRTH_DATE, _SEX, _AGE = 0x00100010, 0x00100030, 0x00100040, 0x00101010
 _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS = 0x00100021, 0x00101000, 0x00101002
 _PIXEL_VRS = {0x7FE00008: "OF", 0x7FE00009: "OD"}
 """Of float pixel data, which the implicit encoding does not state."""
@@ -78,7 +78,7 @@ _WANTED = (
     | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
     | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
     | frozenset({_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME, _UTC_OFFSET})
-    | frozenset({_NAME, _BIRTH_DATE, _SEX, _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS})
+    | frozenset({_NAME, _BIRTH_DATE, _SEX, _AGE, _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS})
     | MAP_TAGS
     | PLANE_TAGS
     | SLIDE_TAGS
@@ -87,6 +87,8 @@ _WANTED = (
 _OFFSET = re.compile(r"[+-](?:0\d|1[0-4])[0-5]\d", re.ASCII)
 _MOMENT = re.compile(rf"\d{{12,14}}(?:\.\d{{1,6}})?(?:{_OFFSET.pattern})?", re.ASCII)
 _MAX_OTHER_IDS = 32
+_BETWEEN_IDS = re.compile(r"[\\,;|]")
+"""Some devices write several into one value."""
 _SCOUT_WORDS = ("LOCALI", "SCOUT", "TOPOGRAM", "SURVIEW")
 _DEFAULT_LIMITS = HeaderLimits()
 _MISSING_NUMBER = 1 << 62
@@ -159,6 +161,7 @@ class InstanceHeader:
     """This and the rest tell whether two patient IDs are one person."""
     birth_date: str = ""
     sex: str = ""
+    patient_age: str = ""
     patient_id_issuer: str = ""
     other_patient_ids: tuple[str, ...] = ()
 
@@ -341,9 +344,10 @@ def _read_instance(
         utc_offset=_utc_offset(elements),
         mosaic=0 if mosaic is None else mosaic.tiles_per_row,
         pyramid=pyramid_of(elements) if is_slide else (),
-        patient_name=values.text(elements, _NAME),
+        patient_name=values.text(elements, _NAME, has_escapes=True),
         birth_date=values.code(elements, _BIRTH_DATE),
         sex=values.code(elements, _SEX),
+        patient_age=values.code(elements, _AGE),
         patient_id_issuer=values.text(elements, _ISSUER),
         other_patient_ids=_other_patient_ids(elements),
     )
@@ -468,7 +472,7 @@ def _utc_offset(elements: FileElements) -> str:
 
 def _other_patient_ids(elements: FileElements) -> tuple[str, ...]:
     """Return the patient's further identifiers; a damaged sequence of them names none."""
-    stated = values.text(elements, _OTHER_IDS).split("\\")
+    stated = _BETWEEN_IDS.split(values.text(elements, _OTHER_IDS))
     with suppress(SourceError):
         stated += [values.text(item, _PATIENT) for item in elements.items(_OTHER_IDS_ITEMS)]
     return tuple(sorted({one.strip() for one in stated} - {""}))[:_MAX_OTHER_IDS]

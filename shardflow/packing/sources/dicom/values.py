@@ -98,10 +98,14 @@ def codes(elements: Elements, tag: int) -> tuple[str, ...]:
     )
 
 
-def text(elements: Elements, tag: int) -> str:
-    """Return a text in the character set that the file names; bytes that do not fit are replaced."""
+def text(elements: Elements, tag: int, *, has_escapes: bool = False) -> str:
+    """Return a text in the character set that the file names; bytes that do not fit are replaced.
+
+    Escapes of ISO 2022 in bytes of ASCII are followed with `has_escapes` alone: identifiers keep their bytes,
+    from which surrogates follow.
+    """
     raw = elements.values.get(tag, b"")
-    if not raw.isascii():
+    if not raw.isascii() or (has_escapes and b"\x1b" in raw):
         # Few files need it, and pydicom is a third of a second to import.
         from pydicom.charset import convert_encodings, decode_bytes
 

@@ -14,6 +14,7 @@ from shardflow.packing.deid.identity import (
     evidence_of,
     judge,
     normalize_name,
+    normalize_names,
     pairs_of_equal,
     split_id,
 )
@@ -50,6 +51,19 @@ def test_digits_inside_an_identifier_keep_their_zeros() -> None:
 )
 def test_spellings_of_a_name_agree(other: str) -> None:
     assert normalize_name(other) == normalize_name(NAME) != ""
+
+
+def test_a_name_is_known_in_each_of_its_writings() -> None:
+    kanji = "\u5c71\u7530^\u592a\u90ce"
+    whole, written = normalize_names(f"Yamada^Tarou={kanji}"), normalize_names(f"={kanji}")
+    assert written == whole[1:]
+    pair = [
+        StatedPerson(patient_id=one, name=name, birth_date=BORN, sex="M")
+        for one, name in (("A", f"Yamada^Tarou={kanji}"), ("B", f"={kanji}"))
+    ]
+    assert _judge(*pair) == "certain"
+    assert normalize_names("Lovelace^Ada^K2") == (normalize_name(NAME),)
+    assert normalize_names("=Anonymous^X=") == ()
 
 
 @pytest.mark.parametrize("name", ["", "Anonymous^Patient", "P0012", "Test^P1", "NoName^X", "Smith", "^^"])
@@ -89,6 +103,62 @@ def test_what_is_uncertain() -> None:
         )
         == "uncertain"
     )
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"age": "055Y", "study_date": "20260301"},
+        {"age": "55", "study_date": "20260301"},
+        {"age": "660M", "study_date": "20260301"},
+        {"birth_date": "1970"},
+        {"birth_date": "197012"},
+        {"birth_date": "19700101"},
+    ],
+)
+def test_a_name_with_a_year_of_birth_is_uncertain(stated: dict[str, Any]) -> None:
+    """An age stands for two years, whatever the day of the study."""
+    one = StatedPerson(patient_id="A", name=NAME, birth_date=BORN, sex="F")
+    assert _judge(one, StatedPerson(patient_id="B", name=NAME, sex="F", **stated)) == "uncertain"
+    assert _judge(one, StatedPerson(patient_id="B", name="Byron^Ada", sex="F", **stated)) is None
+
+
+def test_a_year_apart_is_somebody_else() -> None:
+    one = StatedPerson(patient_id="A", name=NAME, birth_date=BORN, sex="F")
+    others: tuple[dict[str, Any], ...] = (
+        {"age": "053Y", "study_date": "20260301"},
+        {"age": "055Y"},
+        {"age": "1970", "study_date": "20260301"},
+        {"birth_date": "19700102"},
+        {"birth_date": "19710101"},
+    )
+    for stated in others:
+        assert _judge(one, StatedPerson(patient_id="B", name=NAME, sex="F", **stated)) is None, stated
+
+
+def test_a_suffix_of_an_identifier_is_uncertain_with_one_birth_date() -> None:
+    """A visit of the same person, or a twin under the mother's number."""
+    one = StatedPerson(patient_id="0012345", birth_date=BORN)
+    for other in ("12345-01", "12345.2", "12345_12", "12345/1 "):
+        assert _judge(one, StatedPerson(patient_id=other, birth_date=BORN)) == "uncertain"
+    twin = StatedPerson(patient_id="12345-02", birth_date=BORN, name="Doe^Twin", sex="M")
+    assert (
+        _judge(StatedPerson(patient_id="12345-01", birth_date=BORN, name=NAME, sex="M"), twin) == "uncertain"
+    )
+    for apart in (
+        StatedPerson(patient_id="12345-01"),
+        StatedPerson(patient_id="12345-01", birth_date="19800202"),
+        StatedPerson(patient_id="12345-123", birth_date=BORN),
+        StatedPerson(patient_id="1234501", birth_date=BORN),
+    ):
+        assert _judge(one, apart) is None
+    sites = [StatedPerson(patient_id=f"S-017-{one}", birth_date=BORN) for one in ("01", "02")]
+    assert _judge(*sites) is None
+
+
+def test_the_assigning_authority_of_hl7_is_a_site() -> None:
+    pair = [StatedPerson(patient_id=one, birth_date=BORN) for one in ("42^^^WEST&1.2.3&ISO", "0042^west")]
+    assert _judge(*pair) == "certain"
 
 
 def test_who_differs_is_not_linked() -> None:

@@ -58,6 +58,13 @@ def test_words_by_their_form_are_words() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "V.a. Stauung. Z.n. Bypass. Unveränderter Pneumothorax. Zudem Erguss, dadurch Atelektase links.",
+        "Kleiner Pleuraerguss links. Schlanke Gallenwege. Nach KM keine SAB, IVUS ohne Befund.",
+        "Daher Kontrolle. Trotz der Therapie Erguss. Endlich keine Stauung.",
+        "Salvo la hernia, normal. Salvo esteatosis leve, bien.",
+        "Sauf une fracture, examen normal. Puis l'injection. Lors de l'examen. Sauf ostéoporose, normal.",
+        "Fracture peu probable. Malgré tout, rehaussement tardif. Parfois dyspnée. Cloisonnement.",
+        "Siempre normal. Epiplón libre. Hipocampo simétrico. Tálamo sin lesiones. Punción biliar.",
         "Positive PPD. Left IJ catheter near the caval atrial junction. Body habitus limits the study.",
         "Mäßige Gonarthrose. Beidseits Pleuraschwielen, weder Harnstau noch Hämatom.",
         "Hormis une hydronéphrose, examen normal. L'anévrisme n'est plus visible.",
@@ -190,6 +197,16 @@ def test_a_german_name_before_a_noun_is_masked(name: str) -> None:
 def test_a_name_before_a_comma_is_no_adjective() -> None:
     text = "Kleiner, Annegret. Der Erguss ist kleiner."
     assert scrub(text, KnownValues(()), mode="strict").text == "[WORD]. Der Erguss ist kleiner."
+    for name in (
+        "Kleiner Oberarzt",
+        "Kleine Befund",
+        "Pat. Kleine Fraktur",
+        "Klein Erguss",
+        "Kleine kommt noch",
+    ):
+        before = "Kein Erguss ist zu sehen" if name[0] in "PKD" else "No hay derrame en la base del"
+        cleaned = scrub(f"{before}. {name}.", KnownValues(()), mode="strict").text
+        assert not {"Klein", "Kleiner", "Kleine", "Daher", "Salvo", "Puis"} & set(cleaned.split()), name
 
 
 def test_the_list_adds_nothing_to_what_tells_names_from_words() -> None:

@@ -121,6 +121,23 @@ def test_a_body_in_a_small_image_is_no_letter_and_large_text_in_one_is_found(fin
     strip = body(64, 220).astype(np.int16)
     ink = burn(strip, "NOVAK PETR", (20, 10), 3000, height=22)
     assert covered(finder.find(strip).boxes, ink) > 0.9
+    small = body(160, 192).astype(np.int16)
+    ink = burn(small, "WEBER", (60, 10), 3000, height=38)
+    assert covered(finder.find(small).boxes, ink) > 0.9
+
+
+def test_large_letters_of_another_script_are_found(finder: TextFinder) -> None:
+    """A name of strokes that need no font: three horizontal ones, and a field between."""
+    three = [(1, 1, 9, 1), (2, 5, 8, 5), (0, 9, 10, 9)]
+    field = [(1, 1, 9, 1), (9, 1, 9, 9), (1, 1, 1, 9), (1, 9, 9, 9), (1, 5, 9, 5), (5, 1, 5, 9)]
+    pixels, ink = body(128, 160).astype(np.int16), np.zeros((128, 160), np.uint8)
+    for number, strokes in enumerate(([*three, (5, 1, 5, 9)], field, three)):
+        corner = np.array((20 + 36 * number, 80))
+        for stroke in strokes:
+            start, end = (corner + 2.8 * np.array(at) for at in (stroke[:2], stroke[2:]))
+            cv2.line(ink, start.astype(int).tolist(), end.astype(int).tolist(), 1, 3)
+    pixels[ink > 0] = 3000
+    assert covered(finder.find(pixels).boxes, ink > 0) > 0.98
 
 
 def test_what_one_frame_of_a_cine_shows_is_found(finder: TextFinder) -> None:

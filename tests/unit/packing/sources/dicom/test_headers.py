@@ -292,3 +292,16 @@ def test_no_identifier_in_a_representation(tmp_path: Path) -> None:
     header = make_header(tmp_path, 1, PatientID="SENTINEL")
     broken = read_header(make_file(tmp_path / "b.dcm", PatientID="SENTINEL", Rows=0))
     assert f"{header} {broken}" == "InstanceHeader(CT, 1 x 3 x 4) BrokenInstance(INVALID_IMAGE_DESCRIPTION)"
+
+
+def test_what_tells_people_apart_is_read_as_devices_write_it(tmp_path: Path) -> None:
+    """Escapes of ISO 2022 in a name whose bytes are all of ASCII; several identifiers in one value."""
+    dataset = make_dataset()
+    dataset.SpecificCharacterSet = ["", "ISO 2022 IR 87"]
+    kanji = "\u5c71\u7530^\u592a\u90ce"
+    dataset.PatientName = f"Yamada^Tarou={kanji}"
+    dataset.PatientAge, dataset.OtherPatientIDs = "055Y", "12-7, 0099; B"
+    header = read_header(write(tmp_path / "a.dcm", dataset))
+    assert isinstance(header, InstanceHeader)
+    assert header.patient_name.split("=")[1] == kanji
+    assert (header.patient_age, header.other_patient_ids) == ("055Y", ("0099", "12-7", "B"))
