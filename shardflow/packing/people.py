@@ -279,7 +279,7 @@ def identify(
     evidence = files.studies.evidence
     copies, copied_studies = _copies(files, evidence, known)
     decided = {} if identity_map is None else read_map(identity_map, key, evidence)
-    ordered = evidence.sorted()
+    ordered = evidence.sorted().without_placeholders()
     same_pixels = set(map(tuple, copies.tolist()))
     candidates = np.unique(
         np.concatenate([ordered.pairs(), copies, np.array([*decided], np.int64).reshape(-1, 2)]), axis=0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardflow.errors import ShardflowError, SourceError, StorageError
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.identity import StatedPerson, evidence_of
+from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode, step
 from shardflow.packing.header_rows import (
     BATCH_FILES,
@@ -331,6 +332,8 @@ class Scanner:
 def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
     if header is None:
         return StatedPerson(patient_id=patient_id)
+    # Equal statements share their evidence: an age and its date differ by study, and a birth date says more.
+    has_date = parse_date(header.birth_date) is not None
     return StatedPerson(
         patient_id=patient_id,
         issuer=header.patient_id_issuer,
@@ -338,8 +341,8 @@ def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
         name=header.patient_name,
         birth_date=header.birth_date,
         sex=header.sex,
-        age=header.patient_age if not header.birth_date else "",
-        study_date=header.study_date if not header.birth_date else "",
+        age="" if has_date else header.patient_age,
+        study_date="" if has_date else header.study_date,
     )
 
 

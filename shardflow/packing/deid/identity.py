@@ -40,7 +40,9 @@ _WORD: Final = re.compile(r"[^\W\d_]+")
 _SITE: Final = re.compile(r"[\^@]")
 _SUFFIX: Final = re.compile(r"(.*\w)[-_./ ]\d{1,2}\s*")
 _MIN_DIGITS: Final = 4
-"""Digits of an identifier before a suffix: with fewer it may be the number of a site."""
+"""Digits of an identifier before a suffix: with fewer it may be the number of a site,"""
+_YEAR_ALONE: Final = re.compile(r"[^\d]*(?:19|20)\d\d")
+"""and with those of a year alone the suffix is the number of a patient: ``2019-07``."""
 _YEAR: Final = re.compile(r"(?:1[89]|20)\d\d(?!\d(?!\d))")
 _AGE: Final = re.compile(r"0*(\d{1,3})([DWMY]?)")
 _AGE_UNITS_A_YEAR: Final = {"D": 366, "W": 53, "M": 12, "Y": 1, "": 1}
@@ -101,11 +103,12 @@ def split_id(patient_id: str) -> tuple[str, str]:
 
 
 def _without_suffix(patient_id: str) -> str:
-    """Return a normalized identifier without a suffix of one or two digits; ``""`` if it is too short."""
+    """Return a normalized identifier without a suffix of one or two digits; ``""`` if many may share it."""
     core = _SITE.split(patient_id)[0]
     match = _SUFFIX.fullmatch(core)
     base = _ZEROS.sub("", _plain(core if match is None else match[1]))
-    return base if sum(map(str.isdigit, base)) >= _MIN_DIGITS else ""
+    is_long = sum(map(str.isdigit, base)) >= _MIN_DIGITS and _YEAR_ALONE.fullmatch(base) is None
+    return base if is_long else ""
 
 
 def normalize_names(name: str) -> tuple[str, ...]:
@@ -117,7 +120,11 @@ def normalize_names(name: str) -> tuple[str, ...]:
         >>> normalize_names("Mueller^Anna=Miller^Ann=")
         ('anna muller', 'ann miller')
     """
-    found = (normalize_name(group) for group in name.split("="))
+    first, *others = name.split("=")
+    found = [normalize_name(first)]
+    # One word is a whole name where people write names without a space, but not beside a family name alone.
+    is_half = not found[0] and _WORD.search(first) is not None
+    found += [one for one in map(normalize_name, others) if not is_half or " " in one]
     return tuple(dict.fromkeys(one for one in found if one))
 
 
@@ -139,7 +146,8 @@ def normalize_name(name: str) -> str:
     words = _WORD.findall(_fold(family)) + _WORD.findall(_fold(given[0] if given else ""))[:1]
     if not words or any(word in _PLACEHOLDERS for word in words):
         return ""
-    is_whole = len(words) > 1 or (len(words[0]) > 1 and not words[0].isascii())
+    # Composed: one syllable of Hangul is several letters here.
+    is_whole = len(words) > 1 or (len(unicodedata.normalize("NFC", words[0])) > 1 and not words[0].isascii())
     return " ".join(sorted(words)) if is_whole else ""
 
 
@@ -269,18 +277,20 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
     """
     a, b = _Record.of(one), _Record.of(other)
     birth, name, sex = (a.agrees(b, kind) for kind in (_Kind.BIRTH, _Kind.NAME, _Kind.SEX))
-    same_id = bool(a.agrees(b, _Kind.OWN)) and a.agrees(b, _Kind.ISSUER) is not False
+    may_share_issuer = a.agrees(b, _Kind.ISSUER) is not False
+    same_id = bool(a.agrees(b, _Kind.OWN)) and may_share_issuer
     is_named, shares_person = a.names(b), bool(a.agrees(b, _Kind.PERSON))
     # Dates of one year that differ are of two people. Without a name, identifiers agree but for a suffix.
     is_person = shares_person and bool(name) and birth is not False
-    is_suffixed = shares_person and bool(birth) and not name and not same_id
+    is_suffixed = shares_person and bool(birth) and not name and not same_id and may_share_issuer
     evidence = [
         word
         for word, holds in (
             ("pixels", same_pixels),
             ("patient_id", same_id),
             ("other_patient_ids", is_named),
-            ("name_and_birth_date", is_person),
+            ("name_and_birth_date", is_person and birth),
+            ("name_and_birth_year", is_person and not birth),
             ("patient_id_before_suffix", is_suffixed),
         )
         if holds
@@ -359,6 +369,15 @@ class SortedEvidence:
         start, stop = np.searchsorted(self.owners, [patient, patient + 1])
         found: list[int] = self.tokens[start:stop].tolist()
         return found
+
+    def without_placeholders(self) -> SortedEvidence:
+        """Return the evidence without further identifiers that more than `MAX_SHARED` patients share."""
+        kinds = self.tokens & np.uint64((1 << _KIND_BITS) - 1)
+        values = self.tokens >> np.uint64(_KIND_BITS)
+        is_other = kinds == np.uint64(_Kind.OTHER)
+        shared, counts = np.unique(values[is_other], return_counts=True)
+        is_kept = ~(is_other & np.isin(values, shared[counts > MAX_SHARED]))
+        return SortedEvidence(self.owners[is_kept], self.tokens[is_kept])
 
     def pairs(self) -> NDArray[np.int64]:
         """Return patients that share an identifier, or a name with a birth date: ``(n, 2)``, ascending."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.packing.deid.identity import PatientEvidence, StatedPerson, evidence_of, offsets_in
+from shardflow.packing.deid.identity import MAX_SHARED, PatientEvidence, StatedPerson, evidence_of, offsets_in
 from shardflow.packing.deid.pseudonyms import DateOffsets, SecretKey
 from shardflow.packing.inventory import FileTable, ScannedFile
 from shardflow.packing.people import Identities, identify, join, load_evidence, write_evidence
@@ -69,6 +69,17 @@ def test_a_person_has_one_bucket_and_strangers_keep_theirs() -> None:
     bucket = files.studies.patients.index(first)
     assert files.studies.buckets == [bucket, 1, bucket, bucket, 4]
     assert people.counts == {"joined": 3}
+
+
+def test_a_further_identifier_of_many_makes_no_link_certain() -> None:
+    """*NONE* as everybody's other identifier: two namesakes of one age are no more certain by it."""
+    namesake = {"name": "Lovelace^Ada", "age": "055Y", "study_date": "20260301"}
+    stated = [
+        StatedPerson(patient_id=f"P{number}", other_ids=("NONE",), **(namesake if number < 2 else {}))
+        for number in range(MAX_SHARED + 1)
+    ]
+    assert _identify(_files(stated)).counts == {"uncertain": 1}
+    assert _identify(_files(stated[:2])).counts == {"joined": 2}
 
 
 def test_a_packed_split_and_an_official_one_win() -> None:

@@ -152,8 +152,36 @@ def test_a_suffix_of_an_identifier_is_uncertain_with_one_birth_date() -> None:
         StatedPerson(patient_id="1234501", birth_date=BORN),
     ):
         assert _judge(one, apart) is None
-    sites = [StatedPerson(patient_id=f"S-017-{one}", birth_date=BORN) for one in ("01", "02")]
-    assert _judge(*sites) is None
+    for many in ("S-017-{}", "2019-{}", "CT 2019/{}"):
+        pair = [StatedPerson(patient_id=many.format(one), birth_date=BORN) for one in ("01", "02")]
+        assert _judge(*pair) is None, many
+    for two in (("12345^EAST", "12345^WEST"), ("12345-01^EAST", "12345-02^WEST")):
+        assert _judge(*(StatedPerson(patient_id=one, birth_date=BORN) for one in two)) is None
+
+
+def test_half_a_name_in_one_writing_is_none_in_another() -> None:
+    """A family name in Hangul, or one word beside a family name alone, may be that of many."""
+    kim, yamada, taro = "\uae40", "\u5c71\u7530", "\u592a\u90ce"
+    for half in (f"{kim}^", f"Kim^={chr(0x91D1)}^={kim}^", f"Yamada={yamada}", f"Yamada^={yamada}^"):
+        assert normalize_names(half) == (), half
+        pair = [StatedPerson(patient_id=one, name=half, birth_date=BORN, sex="F") for one in ("A", "B")]
+        assert _judge(*pair) is None
+    whole = normalize_names(f"={yamada}^{taro}")
+    assert len(whole) == 1
+    assert normalize_names(f"Yamada={yamada}^{taro}") == whole
+    assert normalize_names(f"={yamada}{taro}") != ()
+
+
+def test_a_year_that_agrees_is_not_listed_as_a_date() -> None:
+    one, other = (
+        StatedPerson(patient_id=number, name=NAME, birth_date=day)
+        for number, day in (("A", BORN), ("B", "1970"))
+    )
+    found = [
+        judge(evidence_of(KEY, one), evidence_of(KEY, two), same_pixels=False)[1]
+        for two in (other, StatedPerson(patient_id="B", name=NAME, birth_date=BORN))
+    ]
+    assert found == [["name_and_birth_year", "name"], ["name_and_birth_date", "birth_date", "name"]]
 
 
 def test_the_assigning_authority_of_hl7_is_a_site() -> None:
