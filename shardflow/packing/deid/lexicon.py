@@ -62,12 +62,12 @@ _NAMES_LIKE_TERMS: Final = frozenset(
     abastecimiento achilleas achillefs andreason annunciation anunciacion arrondissement ascension
     asentamiento assumption brennenstuhl carnation carpentier chastity chrysostomia claviere clemente coloma
     compromiso comunitat confederation consolacion constanta constanti daughtery decesare depasse deterline
-    dunstable etaux eufemia euphemia fahrenheit felicity fraccionamiento freistuhler gesundheit gundeline
-    hauptstuhl hinterzarten immediato incarnation ingram kaltenengers klickitat langeheit marchand maternitat
-    metastasio noemia palmares paloma pensamiento perkinson placentia plantation poblamiento progresso
-    pronunciamiento prosperitat reagain reinert renacimiento resurgimiento reveles schonheit shepheard sonoma
-    southand stuhlfelden stuhlsatz theodosis townsand trinitat vehemente verderber villafeliche visitation
-    yacimientos
+    dunstable etaux eufemia euphemia fahrenheit felicity fraccionamiento freistuhler gesundheit grosse
+    gundeline hauptstuhl hinterzarten immediato incarnation ingram kaltenengers klickitat kurz lange
+    langeheit langer marchand maternitat metastasio noemia palmares paloma pensamiento perkinson placentia
+    plantation poblamiento progresso pronunciamiento prosperitat reagain reinert renacimiento resurgimiento
+    reveles schonheit shepheard sonoma southand starke stuhlfelden stuhlsatz theodosis townsand trinitat
+    vehemente verderber villafeliche visitation yacimientos
     """.split()  # noqa: SIM905
 )
 

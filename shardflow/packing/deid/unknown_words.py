@@ -138,6 +138,8 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
         return False
     if written.islower():
         return language == "en" and _is_unknown_word(written, known)
+    if word in _GERMAN_ABBREVIATIONS and language != "de":
+        return True
     if word in known.eponyms and word in known.names and not _is_eponym_here(text, start, end, known):
         return True
     is_title = written[0].isupper() and not written.isupper()
@@ -154,31 +156,39 @@ def _is_unknown_word(written: str, known: Lexicon) -> bool:
     return not (written.islower() and (known.is_medical(fold(written)) or known.is_joined(written)))
 
 
+_GERMAN_ABBREVIATIONS: Final = frozenset(("km", "lk", "nw", "ol", "ul"))
+"""Two capitals that a German report needs; in other languages they may be somebody's initials."""
 # A noun after *weder*, with or without an article or adjective; where a verb follows, it is somebody's name.
 _NEITHER: Final = re.compile(
     r"[ \t]+(?:eine?[mnrs]?\b|(?:(?!wurde)[a-z]+[^\Wt]e[nrs]?[ \t]+)?(?=[A-Z\u00c4\u00d6\u00dc]))"
     r"[^.;:!?\n]{1,80}\bnoch\b[ \t]+(?!am\b|nicht\b|in\b|im\b|zu\b)\w"
 )
-# Words that begin sentences and are surnames too; before an article or a noun they are nobody's.
+# Words that begin sentences and are surnames too; before an article or a noun they are nobody's. An
+# adjective has its article before it, and people and departments follow surnames: *Lange Radiologie*.
 _OPENER: Final = {
     "de": re.compile(
-        r"(?:Daher|Endlich|Ferner|Immer|Kaum|Trotz|Wegen"
+        r"(?:Daher|Endlich|Ferner|Immer|Kaum|Trotz|Wegen|Weiter)[ \t]+"
+        r"(?:(?:das|dem|den|der|des|die|eine?[mnrs]?|keine?[mnrs]?)\b|(?P<noun>{noun}))"
         r"|(?:Breit|Dick|Eng|Glatt|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Scharf|Schlank|Schwach|Stark|Weich|Weit|Zart)"
-        r"(?:er)?e[mnrs]?)[ \t]+"
-        r"(?:(?:das|dem|den|der|des|die|eine?[mnrs]?|keine?[mnrs]?)\b"
-        r"|(?P<noun>[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,})\b(?![,:]))"
+        r"(?:er)?e[mnrs]?[ \t]+(?P<named>{noun})".replace(
+            "{noun}", r"[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,}\b(?![,:])"
+        )
     ),
     "romance": re.compile(
         r"(?:Así|Contra|Hors|Lors|Puis|Salvo|Sauf|Sólo|Solo)[ \t]+"
-        r"(?:(?:d|l)['\N{RIGHT SINGLE QUOTATION MARK}]"
-        r"|(?:au|aux|de|del|des|du|el|la|las|le|les|los|un|una|une)\b"
+        r"(?:(?:(?:au|aux|de|del|des|du|el|la|las|le|les|los|un|una|une)[ \t]+"
+        r"|[dl]['\N{RIGHT SINGLE QUOTATION MARK}])++"
+        r"(?![A-Z\u00c0-\u00de][a-z\u00e0-\u00ff])"
         r"|[a-z\u00e0-\u00ff]{3,}(?:asis|itis|osis|omas?|megalia|algia|patía|uria|emia|miento|ción|ciones"
         r"|ites?|oses?|omes?|tions?|ements?|megalie|pathies?|plasies?|fractures?)\b)"
     ),
 }
 _SENTENCE: Final = re.compile(r"(?:^|\n|[a-z\u00e4\u00f6\u00fc\u00df]{4}[.:;!?])[ \t]*$")
 _OFFICE: Final = re.compile(
-    r".*(?:arzt|arztin|befund|chirurg|chirurgin|diktat|klinik|praxis|schwester|station|strasse|visite|zimmer)"
+    r".*(?:abteilung|ambulanz|anasthesie|arzt|arztin|assistent|assistentin|assistenz|befund|chirurg|chirurgie|chirurgin"
+    r"|diktat|dienst|eltern|frau|gatte|gattin|iatrie|klinik|kollege|kollegin|kopie|leitung|loge|logie|login|mann"
+    r"|mutter|patient|patientin|patienten|person|pflege|praxis|rucksprache|schwester|sohn|station|strasse|telefon"
+    r"|telefonat|tochter|unterschrift|vater|vertretung|visite|zimmer)"
 )
 
 
@@ -188,7 +198,7 @@ def _begins_sentence(text: str, start: int, known: Lexicon, language: str) -> bo
     match = None if pattern is None else pattern.match(text, start)
     if match is None or not _SENTENCE.search(text, max(0, start - 12), start):
         return False
-    noun = fold(match.groupdict().get("noun") or "")
+    noun = fold(next(filter(None, match.groupdict().values()), ""))
     return not noun or (known.is_german(noun) and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun))
 
 

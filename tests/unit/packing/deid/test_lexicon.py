@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from shardflow.packing.deid.known_values import KnownValues
@@ -207,6 +209,32 @@ def test_a_name_before_a_comma_is_no_adjective() -> None:
         before = "Kein Erguss ist zu sehen" if name[0] in "PKD" else "No hay derrame en la base del"
         cleaned = scrub(f"{before}. {name}.", KnownValues(()), mode="strict").text
         assert not {"Klein", "Kleiner", "Kleine", "Daher", "Salvo", "Puis"} & set(cleaned.split()), name
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        ("Kein Erguss ist zu sehen.", "[Lange] das Ergebnis mitgeteilt."),
+        ("Kein Erguss ist zu sehen.", "[Lange] Radiologie. [Starke] Patientin mit Husten."),
+        ("Kein Erguss ist zu sehen.", "Lange Fissur. Starke Stauung. Weiter kein Erguss."),
+        ("No hay derrame en la base del pulmón.", "[Salvo] de la [Fuente], [Inés]."),
+        (
+            "No hay derrame en la base del pulmón.",
+            "[Solo] de [Zaldívar] refiere fiebre. Salvo la hernia, normal.",
+        ),
+        (
+            "Il n'y a pas d'épanchement dans la plèvre.",
+            "[Puis] le [Goff] est venu. Puis l'examen. Lors d'un IRM.",
+        ),
+        ("The lungs are clear without effusion.", "Seen by [Ayer] and [KM] with [Quant]."),
+        ("Kein Erguss ist zu sehen.", "Nach KM kein NW von LK."),
+    ],
+)
+def test_a_surname_at_the_start_of_a_sentence_is_masked(before: str, text: str) -> None:
+    """Before an article with a name, a person or a department; ``[]`` mark what is masked."""
+    written = f"{before} {text.replace('[', '').replace(']', '')}"
+    cleaned = scrub(written, KnownValues(()), mode="strict").text
+    assert cleaned == re.sub(r"\[\w+\](?:, \[\w+\])?", "[WORD]", f"{before} {text}")
 
 
 def test_the_list_adds_nothing_to_what_tells_names_from_words() -> None:
