@@ -73,7 +73,7 @@ def test_a_person_has_one_bucket_and_strangers_keep_theirs() -> None:
 
 def test_a_further_identifier_of_many_makes_no_link_certain() -> None:
     """*NONE* as everybody's other identifier: two namesakes of one age are no more certain by it."""
-    namesake = {"name": "Lovelace^Ada", "age": "055Y", "study_date": "20260301"}
+    namesake: dict[str, Any] = {"name": "Lovelace^Ada", "age": "055Y", "study_date": "20260301"}
     stated = [
         StatedPerson(patient_id=f"P{number}", other_ids=("NONE",), **(namesake if number < 2 else {}))
         for number in range(MAX_SHARED + 1)

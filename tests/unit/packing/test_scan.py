@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from shardflow.packing.engines.base import Engine, Task, TaskDone, encode
 from shardflow.packing.header_rows import BATCH_FILES
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.progress import Progress, SilentProgress
-from shardflow.packing.scan import AttachmentFinder, HeaderPass
+from shardflow.packing.scan import AttachmentFinder, HeaderPass, _stated
 from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.placement import Placement
 from shardflow.packing.studies.tasks import ScanDone
 from shardflow.packing.workspace import CrashLog
+from tests.unit.packing.sources.dicom.factory import make_header
 
 pytestmark = pytest.mark.fast
 
@@ -118,6 +120,12 @@ def test_a_batch_that_is_slow_by_chance_does_not_end_the_job(tmp_path: Path) -> 
     assert not (tmp_path / "outcomes.jsonl").exists()
     with pytest.raises(ShardflowError, match=r"execution\.task_timeout_s"):
         run(5)
+
+
+@pytest.mark.parametrize(("birth_date", "age"), [("19701231", ""), ("1970", "055Y"), ("00000000", "055Y")])
+def test_an_age_is_stated_where_no_whole_birth_date_is(tmp_path: Path, birth_date: str, age: str) -> None:
+    header = replace(make_header(tmp_path, 1), birth_date=birth_date, patient_age="055Y")
+    assert _stated("A", header).age == age
 
 
 class _SlowStore(_Busy):
