@@ -380,7 +380,11 @@ class SortedEvidence:
         return SortedEvidence(self.owners[is_kept], self.tokens[is_kept])
 
     def pairs(self) -> NDArray[np.int64]:
-        """Return patients that share an identifier, or a name with a birth date: ``(n, 2)``, ascending."""
+        """Return patients that share an identifier, or a birth date and a name or the base of an identifier.
+
+        Returns:
+            ``(n, 2)``, ascending.
+        """
         kinds = self.tokens & np.uint64((1 << _KIND_BITS) - 1)
         masks = (
             np.isin(kinds, [np.uint64(_Kind.OWN), np.uint64(_Kind.OTHER)]),
