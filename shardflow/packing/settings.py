@@ -245,18 +245,13 @@ class DeidConfig:
                     f"deid.pixel_text_keep must hold texts of capitals and digits alone, got {text!r}; write "
                     f"{as_marker(text) or 'L'!r}."
                 )
-        # A setting without effect would promise a search, or a way of moving dates, that does not happen.
+        # A setting without effect would promise a search that does not happen.
         for name, default in (("pixel_text_share", _PIXEL_TEXT_SHARE), ("pixel_text_keep", MARKERS)):
             if self.pixel_text == "off" and getattr(self, name) != default:
                 raise ConfigError(
                     f'deid.{name} has no effect while deid.pixel_text is "off", which searches no pixel; set '
                     f'deid.pixel_text = "blank", or leave deid.{name} out.'
                 )
-        if self.shift_keeps_weekday and self.dates != "shift":
-            raise ConfigError(
-                f'deid.shift_keeps_weekday has no effect with deid.dates = "{self.dates}", which shifts no '
-                'date; set deid.dates = "shift", or leave it out.'
-            )
 
     def rules_text(self) -> tuple[str, ...]:
         """Return the site's own rules.
