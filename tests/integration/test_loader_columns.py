@@ -195,11 +195,14 @@ def test_a_wider_dtype_holds_the_same_values(dataset: Dataset) -> None:
         "float": sf.Columns(names, missing="pad", dtype="float32"),
         "count": sf.Column("of_study.edema", missing="pad", dtype="int64"),
         "vector": sf.Column("of_study.vector", missing="pad", dtype="float32"),
+        "label": sf.Column("of_study.label", missing="pad", dtype="int64"),
     }
     with loader(dataset, fields) as batches:
         for batch in batches:
             assert batch["plain"].dtype == batch["count"].dtype == np.int64
             assert batch["float"].dtype == batch["vector"].dtype == np.float32
+            assert batch["label"].dtype == np.int64
+            assert (batch["label"][batch["label_mask"] == 0] == -1).all()
             np.testing.assert_array_equal(batch["float"], batch["plain"])
             np.testing.assert_array_equal(batch["count"], batch["plain"][:, 0])
 

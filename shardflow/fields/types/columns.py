@@ -320,7 +320,7 @@ class BoundColumns(BoundField):
         if self.spec.dtype is None:
             return kind
         wanted = _KIND_OF[self.spec.dtype]
-        if kind == "floats" and wanted == "float":
+        if _DTYPES[kind] is _DTYPES[wanted]:  # of lists and categories, too
             return kind
         if kind not in _WIDER or _WIDER.index(wanted) < _WIDER.index(kind):
             raise ConfigError(
