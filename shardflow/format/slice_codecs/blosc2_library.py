@@ -102,11 +102,20 @@ def library() -> Any:
     place = Path(found.origin).parent / "lib" / "libblosc2.so"
     try:
         loaded = ctypes.CDLL(str(place))
-    except OSError:  # it is missing, or made for another system
+        if not _declare(loaded):
+            return None
+    except (OSError, AttributeError):  # it is missing, made for another system, or without a function
         return None
+    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
+    ctypes.PyDLL(str(place)).blosc2_init()
+    return loaded
+
+
+def _declare(loaded: ctypes.CDLL) -> bool:
+    """State what the functions take and return; False for a library of another version."""
     loaded.blosc2_get_version_string.restype = ctypes.c_char_p
     if loaded.blosc2_get_version_string().partition(b".")[0] != b"3":
-        return None
+        return False
     pointer, num_bytes, num_bytes_32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     loaded.blosc2_create_dctx.argtypes = [DecodingParameters]
     loaded.blosc2_create_dctx.restype = pointer
@@ -128,9 +137,7 @@ def library() -> Any:
     loaded.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
     loaded.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
     loaded.b2nd_free.argtypes = [pointer]
-    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
-    ctypes.PyDLL(str(place)).blosc2_init()
-    return loaded
+    return True
 
 
 @functools.cache
