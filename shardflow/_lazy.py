@@ -21,6 +21,9 @@ def lazy_names(
         package: The package's ``__name__``.
         sources: Public names, and where each is defined: ``module:name``, or ``module`` alone for a module.
             One that begins with a dot lies in the package.
+
+    ``__getattr__`` raises AttributeError for an unknown name only: an AttributeError of the import itself
+    becomes an ImportError.
     """
 
     def get(name: str) -> object:
@@ -28,18 +31,27 @@ def lazy_names(
         if name not in sources:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}", name=name)
         module, _, defined = sources[name].partition(":")
-        value: object = importlib.import_module(module, package)
-        if defined:
-            value = getattr(value, defined)
+        try:
+            value: object = importlib.import_module(module, package)
+            if defined:
+                value = getattr(value, defined)
+        except AttributeError as error:
+            # `hasattr` and `from package import name` would hide it, and say that there is no such name.
+            raise ImportError(f"cannot import {name!r} from {package!r}: {error}", name=package) from error
         setattr(sys.modules[package], name, value)  # Python asks here for missing names only
         return value
 
     def hint(name: str) -> str:
+        # Python and its tools ask for names such as `__path__` and `__wrapped__`, of every module.
+        if name.startswith("_") or not name.isidentifier():
+            return ""
         from importlib.util import find_spec
 
-        # `from package import submodule` asks here first, and needs no advice.
-        if find_spec(f"{package}.{name}") is not None:
+        submodule = f"{package}.{name}"
+        if submodule in sys.modules:  # `from package import submodule` asks here first
             return ""
+        if find_spec(submodule) is not None:
+            return f"; write `import {submodule}` first"
         import difflib
 
         near = difflib.get_close_matches(name, sources, n=1)

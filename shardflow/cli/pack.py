@@ -332,8 +332,8 @@ class LineProgress:
     """Plain lines: one for each phase, and one every ten seconds of a long one.
 
     The remaining time is that of the pace of the last minute, from the first unit on: processes take a while
-    to start, and a job that is resumed rushes through what an earlier run has done. While some units are late
-    it is the least that the rest takes.
+    to start, and a job that is resumed rushes through what an earlier run has done. While some units are
+    late, it is a lower bound.
     """
 
     def __init__(self, stream: TextIO) -> None:

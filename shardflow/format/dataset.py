@@ -265,7 +265,7 @@ class Dataset:
             if not _SAMPLE_READERS:
                 raise ShardflowError(
                     "Samples are decoded by the loader, which is not imported; open the dataset with "
-                    "sf.open, or import shardflow.loading."
+                    "sf.open, or import shardflow.loading.sample."
                 )
             self._read_sample = _SAMPLE_READERS[-1](self)
         return self._read_sample(key, fields, seed)

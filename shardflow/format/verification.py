@@ -271,15 +271,15 @@ def _plan_files(
             if named and named.path not in before:
                 files.append(ExpectedFile.of(named))
     try:
+        found = list(store.list(""))
+    except NoListingError:  # nor are signatures asked for one by one
+        others = []
+        plan.notes.append("files that no manifest names were not looked for: the store cannot list")
+    else:
         signed = {list_path(one, number) for one in all_versions for number in signature_numbers(store, one)}
         own = {*plan.manifests, *known, *sidecar_paths(sidecars), *signed, *(f"{one}.sig" for one in signed)}
         unread = {sidecar.path for sidecar in sidecars if sidecar.manifest is None}
-        others = [
-            path for path in store.list("") if path not in own and path.rpartition("/")[0] not in unread
-        ]
-    except NoListingError:
-        others = []
-        plan.notes.append("files that no manifest names were not looked for: the store cannot list")
+        others = [path for path in found if path not in own and path.rpartition("/")[0] not in unread]
     if len(manifests) < len(all_versions):
         others = _plan_by_name(plan, others)
     plain = [path for path in others if _PLAIN_PATH.fullmatch(path)][:_MAX_NAMED_EXTRAS]

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import shardflow.loading.sample  # noqa: F401 - whoever has a loader may read single samples, too
 from shardflow.errors import ConfigError, StateError
 from shardflow.fields.field import Field, check_names
 from shardflow.fields.outputs import OutputContract

@@ -1,4 +1,4 @@
-"""Opening of stores: the one that a path or a URL names.
+"""`open_store`: the store at a path or URL, of whatever kind.
 
 What only remote stores or a cache need, such as an event loop and TLS, is imported when one is opened.
 """

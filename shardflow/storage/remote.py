@@ -7,9 +7,8 @@ multipart upload to a hidden name that the store then copies. A store that accep
 anyway would lose data silently, so the first write of a process is made twice; the second attempt must be
 refused (and writes the same bytes if it is not).
 
-`erase` is not part of the `ByteStore` interface,
-whose objects never change. It exists for data that must not be kept, such as that of a person who withdrew
-consent; its caller is responsible for concurrent readers.
+`erase` is not part of the `ByteStore` interface, whose objects never change. It exists for data that must
+not be kept, such as that of a person who withdrew consent; its caller is responsible for concurrent readers.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.loading import Loader
 from shardflow.loading.blend_file import open_blend
 from shardflow.storage import LocalStore
+from tests import forks
 from tests.field_cases import CaseSeries, case_series, make_case_dataset, pixels_of
 from tests.integration.loader_support import check_everywhere, number_of, open_loader, slots_of
 
@@ -195,13 +196,38 @@ def test_a_wider_dtype_holds_the_same_values(dataset: Dataset) -> None:
         "float": sf.Columns(names, missing="pad", dtype="float32"),
         "count": sf.Column("of_study.edema", missing="pad", dtype="int64"),
         "vector": sf.Column("of_study.vector", missing="pad", dtype="float32"),
+        "label": sf.Column("of_study.label", missing="pad", dtype="int64"),
     }
     with loader(dataset, fields) as batches:
         for batch in batches:
             assert batch["plain"].dtype == batch["count"].dtype == np.int64
             assert batch["float"].dtype == batch["vector"].dtype == np.float32
+            assert batch["label"].dtype == np.int64
+            assert (batch["label"][batch["label_mask"] == 0] == -1).all()
             np.testing.assert_array_equal(batch["float"], batch["plain"])
             np.testing.assert_array_equal(batch["count"], batch["plain"][:, 0])
+
+
+def test_single_samples_are_read_once_a_loader_is_imported(dataset: Dataset) -> None:
+    code = f"""
+from shardflow.errors import ShardflowError
+from shardflow.format import Dataset
+dataset = Dataset.open({dataset.store.url!r})
+try:
+    dataset[0]
+except ShardflowError as error:
+    exec(str(error).rpartition("or ")[2].rstrip("."))  # what it says helps
+first = dataset[0]
+assert len(first)
+"""
+    loader_alone = """
+from shardflow.loading import Loader
+from shardflow.format.dataset import _SAMPLE_READERS
+assert _SAMPLE_READERS
+"""
+    for one in (code, loader_alone):
+        done = forks.run(["-c", one], is_fresh=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_batches_are_equal_on_any_number_of_ranks_and_after_a_resume(dataset: Dataset) -> None:

@@ -240,6 +240,19 @@ def test_object_stores_and_plain_http(s3: str, data: Path, keys: Path) -> None:
             sf.open(server.url, signed_by=keys / "theirs.pub")
 
 
+def test_verification_asks_for_no_signatures_by_name(data: Path, keys: Path) -> None:
+    requests = []
+    for is_signed in (False, True):
+        if is_signed:
+            _sign(data, keys)
+        with WebServer(data) as server:
+            result = verify(server.url)
+            requests.append(server.num_requests)
+        assert result.is_whole
+        assert any("the store cannot list" in note for note in result.notes)
+    assert requests[0] == requests[1] < 100
+
+
 def test_a_store_that_cannot_list_is_asked_for_names(
     data: Path, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,9 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -75,3 +77,47 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest_name() -> None:
         _ = shardflow.Loadr  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
         _ = shardflow.xyzzy  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["absent.loader", "", "__wrapped__", "_nope", "nope"])
+def test_hasattr_of_what_there_is_not_is_false(name: str) -> None:
+    assert not hasattr(shardflow, name)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package of three lazy names, of which two cannot be imported."""
+    folder = tmp_path / "lazy_front"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from shardflow._lazy import lazy_names\n"
+        "names = {'Good': '.good:Good', 'Broken': '.broken:Broken', 'Absent': '.good:Absent'}\n"
+        "__getattr__, __dir__ = lazy_names(__name__, names)\n"
+    )
+    (folder / "good.py").write_text("class Good: pass\n")
+    (folder / "broken.py").write_text("import sys\nsys.gone_in_this_version\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "lazy_front"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lazy_front"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("name", "why"), [("Broken", "gone_in_this_version"), ("Absent", "'Absent'")])
+def test_a_name_that_fails_to_import_says_why(package: str, name: str, why: str) -> None:
+    front = importlib.import_module(package)
+    with pytest.raises(ImportError, match=f"cannot import '{name}' from 'lazy_front': .*{why}"):
+        exec(f"from {package} import {name}")
+    with pytest.raises(ImportError, match=why):
+        hasattr(front, name)
+
+
+def test_a_submodule_is_imported_as_any_other(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = importlib.import_module(package)
+    with pytest.raises(AttributeError, match=r"'good'; write `import lazy_front\.good` first$"):
+        _ = front.good
+    stub = ModuleType("lazy_front.stub")  # of a test, without a file
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    found: dict[str, object] = {}
+    exec(f"from {package} import Good, good, stub", found)
+    assert found["stub"] is stub
+    assert found["Good"] is front.Good is front.good.Good

@@ -71,8 +71,8 @@ class Column(Field):
     column: str
     """Name of the column: ``TABLE.COLUMN`` of an attached table, or ``facts.NAME``."""
     dtype: str | None = None
-    """``bool``, ``int64`` or ``float32``, which must hold the numbers; that of the column by default. A loss
-    over labels may want ``float32``, which rounds integers beyond 2^24."""
+    """Dtype of the entry, ``bool``, ``int64`` or ``float32``, which must hold the values; the column's own by
+    default. A loss over labels may want ``float32``, which rounds integers beyond 2^24."""
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, _MISSING)
@@ -320,7 +320,7 @@ class BoundColumns(BoundField):
         if self.spec.dtype is None:
             return kind
         wanted = _KIND_OF[self.spec.dtype]
-        if kind == "floats" and wanted == "float":
+        if _DTYPES[kind] is _DTYPES[wanted]:  # of lists and categories, too
             return kind
         if kind not in _WIDER or _WIDER.index(wanted) < _WIDER.index(kind):
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Blosc2: the C library that lies in its Python package, and the package for what the library cannot do.
+"""Blosc2: the C library inside its Python package, and the package itself for what the library cannot do.
 
-The package brings tables, charts and HTTP along, and costs more to import than NumPy twice over, which no
-process that encodes or decodes arrays needs to pay. The library makes the same bytes. Where it is missing, or
-its structures are others than these, the package encodes.
+Importing the package imports tables, charts and an HTTP client, and takes more than twice as long as
+importing NumPy, which no process that encodes or decodes arrays needs to pay. The library produces the same
+bytes. Where it is missing, or its structures differ from those here, the package encodes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EncodingParameters(ctypes.Structure):
     )
 
 
-# What ``blosc2_get_blosc2_cparams_defaults`` answers if the structure is the one above.
+# What ``blosc2_get_blosc2_cparams_defaults`` returns if the structure is the one above.
 _DEFAULTS: Final = EncodingParameters(
     level=5, itemsize=8, num_threads=1, split_mode=4, filters=(0, 0, 0, 0, 0, _SHUFFLE)
 )
@@ -95,18 +95,27 @@ def package() -> Any:
 
 @functools.cache
 def library() -> Any:
-    """Load the C library that lies in the package; None where it is missing, or of another version."""
+    """Load the C library inside the package; None where it is missing, or of another version."""
     found = find_spec("blosc2")  # imports nothing
     if found is None or found.origin is None:
         return None
     place = Path(found.origin).parent / "lib" / "libblosc2.so"
     try:
         loaded = ctypes.CDLL(str(place))
-    except OSError:  # it is missing, or made for another system
+        if not _declare(loaded):
+            return None
+    except (OSError, AttributeError):  # it is missing, made for another system, or without a function
         return None
+    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
+    ctypes.PyDLL(str(place)).blosc2_init()
+    return loaded
+
+
+def _declare(loaded: ctypes.CDLL) -> bool:
+    """State what the functions take and return; False for a library of another version."""
     loaded.blosc2_get_version_string.restype = ctypes.c_char_p
     if loaded.blosc2_get_version_string().partition(b".")[0] != b"3":
-        return None
+        return False
     pointer, num_bytes, num_bytes_32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     loaded.blosc2_create_dctx.argtypes = [DecodingParameters]
     loaded.blosc2_create_dctx.restype = pointer
@@ -128,9 +137,7 @@ def library() -> Any:
     loaded.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
     loaded.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
     loaded.b2nd_free.argtypes = [pointer]
-    # Under the GIL, because two threads may be here at once, and it fills tables that are read without locks.
-    ctypes.PyDLL(str(place)).blosc2_init()
-    return loaded
+    return True
 
 
 @functools.cache
@@ -143,7 +150,7 @@ def _encoder() -> Any:
 
 
 def _fields(parameters: EncodingParameters) -> list[Any]:
-    """Values of the known fields; between and after them may be anything."""
+    """Return the values of the known fields; what pads and follows them is undefined."""
     values = (getattr(parameters, name) for name, _ in EncodingParameters._fields_ if name != "later")
     return [list(value) if isinstance(value, ctypes.Array) else value for value in values]
 
@@ -301,8 +308,8 @@ def _parameters(
     """What decides the compressed bytes, as the library takes it."""
     settings = _settings(itemsize, is_fast)
     named: list[int] = settings["filters"]
-    # The difference of bytes says nothing of values of one byte. For these the package still names their size
-    # in a frame, and does not in a chunk alone.
+    # A byte delta is for values of several bytes. For others the package leaves the filter out, and still
+    # writes its parameter into a frame, but not into a chunk alone.
     filters = [kind if itemsize > 1 or kind != _BYTEDELTA else 0 for kind in named]
     return EncodingParameters(
         codec=settings["codec"],

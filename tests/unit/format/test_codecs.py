@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -544,7 +545,13 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
     )
     assert blosc2_library.library.__wrapped__() is None
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libblosc2.so").write_bytes(b"of another system")
+    place = tmp_path / "lib" / "libblosc2.so"
+    place.write_bytes(b"of another system")
+    assert blosc2_library.library.__wrapped__() is None
+    place.unlink()
+    numpy = find_spec("numpy._core._multiarray_umath")
+    assert numpy is not None
+    place.symlink_to(str(numpy.origin))  # it loads, and has other functions
     assert blosc2_library.library.__wrapped__() is None
 
 
