@@ -234,7 +234,7 @@ _CHILDREN = MappingProxyType(
             "shardflow.packing.engines.worker",
             "shardflow.packing.handlers",
             # What the first task imports.
-            "blosc2",
+            "shardflow.format.slice_codecs.b2nd:load",
             "shardflow.packing.attachments.annotations.kinds",
             "shardflow.packing.attachments.records.kinds",
             "shardflow.packing.attachments.waveforms.kinds",

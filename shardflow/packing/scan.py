@@ -368,7 +368,7 @@ def _pixel_digest(path: Path, header: InstanceHeader) -> int:
 
 
 def _tells_copies(block: bytes) -> bool:
-    """Whether a block of pixels holds enough to be no other image's; most tell by their first third."""
+    """Return whether a block of pixels holds enough to be no other image's; most tell by a third."""
     least, divisor = _MIN_COMPRESSED
     wanted = max(least, len(block) // divisor)
     compressor, num_bytes = zlib.compressobj(1), 0
