@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from shardflow.fields.volumes.field import Volume
     from shardflow.fields.volumes.stitching import Stitcher
     from shardflow.fields.volumes.tiles import Tiles
+    from shardflow.format.checks.verification import VerifyReport, verify
     from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
-    from shardflow.format.verification import VerifyReport, verify
     from shardflow.format.writer import ShardWriter
     from shardflow.loading.batch import Batch
     from shardflow.loading.blend_file import open_blend as blend
@@ -164,7 +164,7 @@ _SOURCES: Final = {
     "Tiles": "shardflow.fields.volumes.tiles:Tiles",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",
-    "VerifyReport": "shardflow.format.verification:VerifyReport",
+    "VerifyReport": "shardflow.format.checks.verification:VerifyReport",
     "Volume": "shardflow.fields.volumes.field:Volume",
     "VolumeAugmentation": "shardflow.training.device.volumes:VolumeAugmentation",
     "Waveform": "shardflow.fields.types.waveform:Waveform",
@@ -175,7 +175,7 @@ _SOURCES: Final = {
     "open": "shardflow.loading.sample:open_dataset",
     "pack": "shardflow.packing.job:pack",
     "read_fields": "shardflow.fields.registry:read_fields",
-    "verify": "shardflow.format.verification:verify",
+    "verify": "shardflow.format.checks.verification:verify",
 }
 
 if not TYPE_CHECKING:  # A type checker reads the imports above, and reports a name that does not exist.

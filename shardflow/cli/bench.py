@@ -30,7 +30,7 @@ from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardflow.training.config import TrainConfig
-    from shardflow.training.headroom import Headroom, HeadroomRound
+    from shardflow.training.jobs.headroom import Headroom, HeadroomRound
 
 DESCRIPTION: Final = """\
 Handles the same samples in several ways, in turns:
@@ -194,7 +194,7 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
             "data.dataset=DATASET."
         )
     # Torch takes seconds to import; a wrong setting is reported before that.
-    from shardflow.training.headroom import HeadroomOptions, measure_headroom
+    from shardflow.training.jobs.headroom import HeadroomOptions, measure_headroom
 
     options = HeadroomOptions(num_rounds=arguments.repeats, num_steps=arguments.steps)
     busy = os.getloadavg()[0]

@@ -21,7 +21,7 @@ from shardflow.training.checkpoint.files import Checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.reference_columns import store_reference
+from shardflow.training.jobs.reference_columns import store_reference
 from shardflow.training.run import check_bindings, open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations

@@ -6,7 +6,7 @@ micro-batch in its largest shapes, counted on the meta device, where nothing is 
 allocated; with activation checkpointing those between the layers, and all of one layer. Masks of all pairs of
 tokens are among them, as packed sequences and Gemma 3 have, where attention takes them. What kernels,
 communication and the allocator take besides is not known here: leave a tenth free.
-`shardflow.training.memory_probe` measures where there is a machine.
+`shardflow.training.jobs.memory_probe` measures where there is a machine.
 """
 
 from __future__ import annotations
