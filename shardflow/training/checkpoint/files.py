@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -40,7 +39,6 @@ FORMAT_VERSION: Final = 1
 SHARDED_FORMAT_VERSION: Final = 2
 """The same with a pair of tensor files for each rank; older readers refuse it by its number."""
 
-_LOGGER = logging.getLogger(__name__)
 _PARTS = ("model", "optimizer")
 STATE_FILE, _LATEST = "state.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})")

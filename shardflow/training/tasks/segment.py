@@ -11,7 +11,6 @@ Source:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -42,7 +41,6 @@ from shardflow.training.models.unet import UNet3d
 from shardflow.training.tasks.task import ArrayTask, Meter
 from shardflow.training.tasks.volume_scores import VolumeMeter
 
-_LOGGER = logging.getLogger(__name__)
 _SMOOTH: Final = 1e-5
 _BESIDE: Final = ("range", "mask")
 WINDOW_ARRAYS: Final = ("row", "index", "start", "shape")
