@@ -1,4 +1,4 @@
-"""Commands that vouch for a dataset: ``verify`` checks every byte, ``sign`` signs a version with an SSH key."""
+"""Commands that vouch for a dataset: ``verify`` checks every byte, ``sign`` signs with an SSH key."""
 
 from __future__ import annotations
 
