@@ -13,7 +13,6 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
-    counted,
     natural_number,
     open_dataset,
     positive_number,
@@ -25,6 +24,7 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 from shardflow.format.entities import EntityRules, EntityText
+from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset

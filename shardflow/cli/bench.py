@@ -16,7 +16,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    human_bytes,
     named_fields,
     open_dataset,
     positive_number,
@@ -27,6 +26,7 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import human_bytes
 
 if TYPE_CHECKING:
     from shardflow.training.config import TrainConfig

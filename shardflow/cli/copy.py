@@ -11,15 +11,14 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
-    counted,
     existing_dataset,
-    human_bytes,
     open_dataset,
     step_progress,
     write_result,
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.copies.copying import CopyReport, copy_dataset
+from shardflow.logs import counted, human_bytes
 from shardflow.storage import open_store
 
 if TYPE_CHECKING:

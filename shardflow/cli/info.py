@@ -15,8 +15,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    counted,
-    human_bytes,
     open_dataset,
     positive_number,
     show_facts,
@@ -27,6 +25,7 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import counted, human_bytes
 
 if TYPE_CHECKING:
     import numpy as np

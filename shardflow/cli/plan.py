@@ -12,7 +12,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    human_bytes,
     named_fields,
     natural_number,
     open_dataset,
@@ -31,6 +30,7 @@ from shardflow.cli.plan_tables import (
 )
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
+from shardflow.logs import human_bytes
 
 if TYPE_CHECKING:
     from shardflow.fields.registry import FieldSet

@@ -10,14 +10,13 @@ from shardflow.cli.common import (
     add_dataset,
     add_json,
     add_threads,
-    counted,
     existing_dataset,
-    human_bytes,
     positive_number,
     step_progress,
     write_result,
 )
 from shardflow.errors import ConfigError, NoListingError
+from shardflow.logs import counted, human_bytes
 
 if TYPE_CHECKING:
     from shardflow.format import Damage, VerifyReport

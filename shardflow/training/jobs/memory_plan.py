@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.field import Conversation
+from shardflow.logs import counted
 from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of
@@ -33,7 +34,6 @@ from shardflow.training.models.weights import hold_frozen, parameters_on_meta
 from shardflow.training.step import COMPUTE_TYPES
 from shardflow.training.tasks.task import RunSettings
 from shardflow.training.text import ReportTokenizer
-from shardflow.viewing.markup import counted
 
 _MOMENTS = 2
 """Of AdamW."""
