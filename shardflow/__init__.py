@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from shardflow.format.dataset import Dataset
     from shardflow.format.writer import ShardWriter
     from shardflow.loading.batch import Batch
-    from shardflow.loading.blend_file import open_blend as blend
     from shardflow.loading.column_writer import ColumnWriter
     from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
+    from shardflow.loading.rows.blend_file import open_blend as blend
+    from shardflow.loading.rows.selection import Selection
     from shardflow.loading.sample import open_dataset as open  # noqa: A004 - `sf.open`
-    from shardflow.loading.selection import Selection
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import pack
     from shardflow.sampling.budget import TokenBudget
@@ -152,7 +152,7 @@ _SOURCES: Final = {
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
     "SampleError": "shardflow.errors:SampleError",
     "Sampling": "shardflow.sampling.spec:Sampling",
-    "Selection": "shardflow.loading.selection:Selection",
+    "Selection": "shardflow.loading.rows.selection:Selection",
     "ShardWriter": "shardflow.format.writer:ShardWriter",
     "ShardflowError": "shardflow.errors:ShardflowError",
     "Slices": "shardflow.fields.types.pictures:Slices",
@@ -170,7 +170,7 @@ _SOURCES: Final = {
     "Waveform": "shardflow.fields.types.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
-    "blend": "shardflow.loading.blend_file:open_blend",
+    "blend": "shardflow.loading.rows.blend_file:open_blend",
     "copy": "shardflow.format.copies.copying:copy_dataset",
     "open": "shardflow.loading.sample:open_dataset",
     "pack": "shardflow.packing.job:pack",

@@ -32,8 +32,8 @@ from shardflow.format import Dataset, array_header, decode_array
 from shardflow.format.contents.pictures import opencv
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.binding import bind_fields, bind_transform
-from shardflow.loading.selection import Selection
-from shardflow.loading.windows import select_samples
+from shardflow.loading.rows.selection import Selection
+from shardflow.loading.rows.windows import select_samples
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters

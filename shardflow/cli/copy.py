@@ -121,7 +121,7 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     import numpy as np
 
     from shardflow.format.copies.subset import copy_subset
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
     from shardflow.storage import LocalStore
 
     if not isinstance(target, LocalStore):

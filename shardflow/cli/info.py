@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardflow.format import Dataset
-    from shardflow.loading.selection import SplitRows
+    from shardflow.loading.rows.selection import SplitRows
 
 
 DESCRIPTION = """\
@@ -155,7 +155,7 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
 
 def _chosen(dataset: Dataset, where: str | None, keys: str | None) -> SplitRows:
     # The loader takes a moment to import, and only a selection needs it.
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
 
     return choose_rows(dataset, "+".join(name for name, span in dataset.splits.items() if span), where, keys)
 

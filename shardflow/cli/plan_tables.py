@@ -10,7 +10,7 @@ from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.fields.registry import FieldSet
-    from shardflow.loading.selection import Selection
+    from shardflow.loading.rows.selection import Selection
 
 _MOST_CLASSES: Final = 30
 _SHOWN_ERROR: Final = 1e-6

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(arguments: argparse.Namespace) -> None:
     import numpy as np
 
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
     from shardflow.packing.tables.review import write_review
 
     if not arguments.table:

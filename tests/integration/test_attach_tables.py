@@ -21,7 +21,7 @@ from shardflow.format.checks.verification import verify
 from shardflow.format.copies.copying import copy_dataset
 from shardflow.format.facts.columns import image_starts, open_columns
 from shardflow.format.facts.series import open_series
-from shardflow.loading.lock import encode_lock
+from shardflow.loading.rows.lock import encode_lock
 from shardflow.packing.settings import KeyKind
 from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
 from shardflow.packing.tables.keys import PrivateFolder

@@ -22,7 +22,7 @@ from shardflow.format.counts import open_conversation_counts
 from shardflow.loading import Loader
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.counting import TemplateCounter
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.tokenizing import count_dataset

@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from shardflow.errors import CheckpointError, StorageError, os_reason
-from shardflow.loading.lock import LOCK_NAME
+from shardflow.loading.rows.lock import LOCK_NAME
 from shardflow.storage import fsync_directory, write_atomic
 from shardflow.training.checkpoint.tensors import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
 
@@ -60,7 +60,7 @@ class Checkpoint:
     model: PiecewiseTensors
     optimizer: PiecewiseTensors
     lock: dict[str, Any] | None = None
-    """What the run read, see `shardflow.loading.lock`; None in a checkpoint from before there was one."""
+    """What the run read, see `shardflow.loading.rows.lock`; None in a checkpoint older than locks."""
 
 
 class CheckpointFolder:

@@ -27,7 +27,7 @@ from shardflow.fields.types.masks import Mask
 from shardflow.fields.volumes.field import BoundVolume, Volume
 from shardflow.loading import Batch, Selection
 from shardflow.loading.binding import bind_fields
-from shardflow.loading.windows import select_windows
+from shardflow.loading.rows.windows import select_windows
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters

@@ -15,8 +15,8 @@ from torch.nn import functional
 from shardflow.config import load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.loading import Loader
+from shardflow.loading.rows.selection import select
 from shardflow.loading.sample import open_dataset
-from shardflow.loading.selection import select
 from shardflow.training.checkpoint.files import Checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import TrainConfig
