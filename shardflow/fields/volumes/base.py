@@ -20,8 +20,8 @@ _LIMITS: Final = Limits(max_series=1)
 def present_region(entry: Mapping[str, Any], arrays: Arrays, beside: Sequence[str]) -> dict[str, Any]:
     """Return the regions of an entry, and those arrays beside them that there are."""
     name = entry["name"]
-    names = (name, *(f"{name}_{one}" for one in beside))
-    return {one: arrays[one] for one in names if one in arrays}
+    names = (f"{name}_{one}" for one in beside)
+    return {name: arrays[name], **{one: arrays[one] for one in names if one in arrays}}
 
 
 class BoundRegion(BoundField):
