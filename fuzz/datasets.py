@@ -32,7 +32,7 @@ from shardflow.format.samples import SamplesTable
 from shardflow.format.table import BLOCK_NUM_BYTES, PREFIX, TRAILER, Table, align, crc32c
 from shardflow.format.tables import ColumnsTable
 from shardflow.format.tar import HashedStream
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
 from shardflow.sampling import LoaderState
 from shardflow.storage import ByteRange, LocalStore

@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from shardflow.fields.volumes.field import Volume
     from shardflow.fields.volumes.stitching import Stitcher
     from shardflow.fields.volumes.tiles import Tiles
+    from shardflow.format.checks.verification import VerifyReport, verify
     from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
-    from shardflow.format.verification import VerifyReport, verify
     from shardflow.format.writer import ShardWriter
     from shardflow.loading.batch import Batch
-    from shardflow.loading.blend_file import open_blend as blend
     from shardflow.loading.column_writer import ColumnWriter
     from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
+    from shardflow.loading.rows.blend_file import open_blend as blend
+    from shardflow.loading.rows.selection import Selection
     from shardflow.loading.sample import open_dataset as open  # noqa: A004 - `sf.open`
-    from shardflow.loading.selection import Selection
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import pack
     from shardflow.sampling.budget import TokenBudget
@@ -152,7 +152,7 @@ _SOURCES: Final = {
     "RemoteOptions": "shardflow.storage.requests:RemoteOptions",
     "SampleError": "shardflow.errors:SampleError",
     "Sampling": "shardflow.sampling.spec:Sampling",
-    "Selection": "shardflow.loading.selection:Selection",
+    "Selection": "shardflow.loading.rows.selection:Selection",
     "ShardWriter": "shardflow.format.writer:ShardWriter",
     "ShardflowError": "shardflow.errors:ShardflowError",
     "Slices": "shardflow.fields.types.pictures:Slices",
@@ -164,18 +164,18 @@ _SOURCES: Final = {
     "Tiles": "shardflow.fields.volumes.tiles:Tiles",
     "TokenBudget": "shardflow.sampling.budget:TokenBudget",
     "Tokens": "shardflow.fields.types.tokens:Tokens",
-    "VerifyReport": "shardflow.format.verification:VerifyReport",
+    "VerifyReport": "shardflow.format.checks.verification:VerifyReport",
     "Volume": "shardflow.fields.volumes.field:Volume",
     "VolumeAugmentation": "shardflow.training.device.volumes:VolumeAugmentation",
     "Waveform": "shardflow.fields.types.waveform:Waveform",
     "WaitTimeoutError": "shardflow.errors:WaitTimeoutError",
     "World": "shardflow.loading.config:World",
-    "blend": "shardflow.loading.blend_file:open_blend",
+    "blend": "shardflow.loading.rows.blend_file:open_blend",
     "copy": "shardflow.format.copies.copying:copy_dataset",
     "open": "shardflow.loading.sample:open_dataset",
     "pack": "shardflow.packing.job:pack",
     "read_fields": "shardflow.fields.registry:read_fields",
-    "verify": "shardflow.format.verification:verify",
+    "verify": "shardflow.format.checks.verification:verify",
 }
 
 if not TYPE_CHECKING:  # A type checker reads the imports above, and reports a name that does not exist.

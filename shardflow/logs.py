@@ -1,4 +1,4 @@
-"""Logging of jobs: one rank-aware handler on standard error, and append-only JSONL event files.
+"""Logging of jobs: a rank-aware handler on standard error, JSONL event files, and the words of numbers.
 
 Library modules only call ``logging.getLogger(__name__)``; a job calls :func:`configure_logging` once. Jobs
 that read patient data withhold text of third parties (log messages, exception texts), because parsers quote
@@ -31,6 +31,7 @@ _OWN_LOGGERS: Final = ("shardflow", "pipelines")
 _HANDLER_NAME: Final = "shardflow-job"
 _MINUTE_S: Final = 60
 _HOUR_S: Final = 3600
+_UNIT_BYTES: Final = 1024
 
 
 def configure_logging(
@@ -110,6 +111,21 @@ def time_left(done: int, total: int, elapsed_s: float, *, is_least: bool = False
     if left_s < _HOUR_S:
         return f", {about} {round(left_s / _MINUTE_S)} min left"
     return f", {about} {left_s / _HOUR_S:.1f} h left"
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Render a number of things: ``1 shard``, ``1,000 shards``."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def human_bytes(num_bytes: int) -> str:
+    """Render a size: ``1.4 GiB``; exact below one KiB."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < _UNIT_BYTES:
+            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= _UNIT_BYTES
+    return f"{size:.1f} TiB"
 
 
 class EventLog:

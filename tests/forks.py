@@ -237,7 +237,7 @@ _CHILDREN = MappingProxyType(
             "shardflow.format.slice_codecs.b2nd:load",
             "shardflow.packing.attachments.annotations.kinds",
             "shardflow.packing.attachments.records.kinds",
-            "shardflow.packing.attachments.waveforms.kinds",
+            "shardflow.packing.attachments.waveforms",
         ),
         "from shardflow.loading.process_main import main": ("shardflow.loading.process_main",),
     }

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from shardflow.format.checks.verification import verify
 from shardflow.format.manifest import load, versions
-from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore
 from tests.inline_engine import packing_inline

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.config import load_config
+from shardflow.format.checks.verification import verify
 from shardflow.format.dataset import Dataset
-from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, PackConfig, PackSummary, pack
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.job import PackMode

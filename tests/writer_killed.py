@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardflow.format import shard_files, writer
+from shardflow.format.checks.verification import verify
 from shardflow.format.index import ShardIndex
 from shardflow.format.manifest import versions
-from shardflow.format.verification import verify
 from shardflow.storage import LocalStore
 from tests.pack_case import tree_digests
 

@@ -43,7 +43,7 @@ import numpy as np
 import shardflow as sf
 from benchmarks.about import about_run
 from shardflow.cli.main import main as command
-from shardflow.format.verification import verify
+from shardflow.format.checks.verification import verify
 from shardflow.monitoring.goodput import Goodput, measure_goodput
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec

@@ -13,7 +13,6 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
-    counted,
     natural_number,
     open_dataset,
     positive_number,
@@ -25,6 +24,7 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 from shardflow.format.entities import EntityRules, EntityText
+from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
@@ -199,7 +199,7 @@ def _remove(dataset: Dataset, arguments: argparse.Namespace) -> None:
 def _delete_old(dataset: Dataset, arguments: argparse.Namespace) -> None:
     from shardflow.format.manifest import load, versions
     from shardflow.format.tables import collect_tables
-    from shardflow.loading.lock import locked_digests
+    from shardflow.loading.rows.lock import locked_digests
 
     if not arguments.runs:
         raise ConfigError(
@@ -349,7 +349,7 @@ stored in views/<name>/<dataset_id>/ of the dataset and point into its shards: n
 of an image copied.
 
 Train on them with `data.view = "entity"`, alone or in a blend with whole studies (`view` of a component), or
-open them in Python with shardflow.loading.selection.open_view. Start a stopped job again to resume it. Needs
+open them in Python with shardflow.loading.open_view. Start a stopped job again to resume it. Needs
 the extra `pack`.
 """
 _MOST_TOLD = 10
@@ -487,7 +487,7 @@ def run_folds(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
     import numpy as np
 
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
     from shardflow.packing.tables.folds import write_folds
     from shardflow.packing.tables.keys import PrivateFolder
 

@@ -16,7 +16,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    human_bytes,
     named_fields,
     open_dataset,
     positive_number,
@@ -27,10 +26,11 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import human_bytes
 
 if TYPE_CHECKING:
     from shardflow.training.config import TrainConfig
-    from shardflow.training.headroom import Headroom, HeadroomRound
+    from shardflow.training.jobs.headroom import Headroom, HeadroomRound
 
 DESCRIPTION: Final = """\
 Handles the same samples in several ways, in turns:
@@ -194,7 +194,7 @@ def _measure_job(arguments: argparse.Namespace) -> dict[str, Any] | None:
             "data.dataset=DATASET."
         )
     # Torch takes seconds to import; a wrong setting is reported before that.
-    from shardflow.training.headroom import HeadroomOptions, measure_headroom
+    from shardflow.training.jobs.headroom import HeadroomOptions, measure_headroom
 
     options = HeadroomOptions(num_rounds=arguments.repeats, num_steps=arguments.steps)
     busy = os.getloadavg()[0]

@@ -29,11 +29,11 @@ from shardflow.fields.registry import FieldSet
 from shardflow.fields.types.members import is_image_field
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format import Dataset, array_header, decode_array
-from shardflow.format.opencv import opencv
+from shardflow.format.contents.pictures import opencv
 from shardflow.loading import Loader, LoaderConfig
 from shardflow.loading.binding import bind_fields, bind_transform
-from shardflow.loading.selection import Selection
-from shardflow.loading.windows import select_samples
+from shardflow.loading.rows.selection import Selection
+from shardflow.loading.rows.windows import select_samples
 from shardflow.sampling import BatchSpec
 from shardflow.storage import ByteRange
 from shardflow.telemetry import StageCounters

@@ -7,16 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.cli.common import (
-    add_dataset,
-    add_json,
-    counted,
-    open_dataset,
-    show_lines,
-    show_table,
-    write_json,
-)
+from shardflow.cli.common import add_dataset, add_json, open_dataset, show_lines, show_table, write_json
 from shardflow.errors import ConfigError
+from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset

@@ -107,7 +107,6 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_UNIT_BYTES = 1024
 _WIDEST = 1000
 
 
@@ -247,21 +246,6 @@ def _number(text: str, *, at_least: int) -> int:
     if value < at_least:
         raise argparse.ArgumentTypeError(f"must be an integer of at least {at_least}, got {text!r}")
     return value
-
-
-def counted(number: int, noun: str) -> str:
-    """Render a number of things: ``1 shard``, ``1,000 shards``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def human_bytes(num_bytes: int) -> str:
-    """Render a size for people: ``1.4 GiB``; exact below one KiB."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < _UNIT_BYTES:
-            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= _UNIT_BYTES
-    return f"{size:.1f} TiB"
 
 
 def write_json(value: Any) -> None:

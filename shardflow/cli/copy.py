@@ -11,15 +11,14 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
-    counted,
     existing_dataset,
-    human_bytes,
     open_dataset,
     step_progress,
     write_result,
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.copies.copying import CopyReport, copy_dataset
+from shardflow.logs import counted, human_bytes
 from shardflow.storage import open_store
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
     import numpy as np
 
     from shardflow.format.copies.subset import copy_subset
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
     from shardflow.storage import LocalStore
 
     if not isinstance(target, LocalStore):

@@ -6,8 +6,9 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from shardflow.cli.common import add_json, counted, positive_number, show_lines, write_json
+from shardflow.cli.common import add_json, positive_number, show_lines, write_json
 from shardflow.config import load_config
+from shardflow.logs import counted
 from shardflow.training.config import TrainConfig
 from shardflow.training.doctor import Finding, examine, inspect_environment
 

@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
         # As training does: OpenMP would take every processor of the machine.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Torch takes seconds to import, and --help does without.
-        from shardflow.training.generating import GenerateSettings, generate
+        from shardflow.training.jobs.generating import GenerateSettings, generate
 
         settings = GenerateSettings(
             run=arguments.folder,

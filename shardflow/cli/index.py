@@ -7,19 +7,11 @@ import re
 import time
 from dataclasses import asdict
 
-from shardflow.cli.common import (
-    add_json,
-    add_threads,
-    counted,
-    human_bytes,
-    show_facts,
-    show_table,
-    step_progress,
-    write_json,
-)
+from shardflow.cli.common import add_json, add_threads, show_facts, show_table, step_progress, write_json
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.foreign.build import ForeignSource, IndexOptions, index_tars
 from shardflow.format.foreign.places import expand_places
+from shardflow.logs import counted, human_bytes
 from shardflow.storage import open_store
 
 DESCRIPTION = """\

@@ -15,8 +15,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    counted,
-    human_bytes,
     open_dataset,
     positive_number,
     show_facts,
@@ -27,13 +25,14 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import counted, human_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from shardflow.format import Dataset
-    from shardflow.loading.selection import SplitRows
+    from shardflow.loading.rows.selection import SplitRows
 
 
 DESCRIPTION = """\
@@ -156,7 +155,7 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
 
 def _chosen(dataset: Dataset, where: str | None, keys: str | None) -> SplitRows:
     # The loader takes a moment to import, and only a selection needs it.
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
 
     return choose_rows(dataset, "+".join(name for name, span in dataset.splits.items() if span), where, keys)
 

@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from shardflow.cli.common import add_json, counted, natural_number, positive_number, show_lines, write_json
+from shardflow.cli.common import add_json, natural_number, positive_number, show_lines, write_json
 from shardflow.errors import ConfigError
 from shardflow.format.keys import SAMPLE_KEY_PATTERN
+from shardflow.logs import counted
 from shardflow.monitoring.history import read_settings
 from shardflow.monitoring.lines import refuse_dataset
 from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records

@@ -62,7 +62,9 @@ COMMANDS: Final = {
     ),
     "info": Command("shardflow.cli.info", "show what a dataset holds"),
     "verify": Command("shardflow.cli.verify", "check every byte against index and manifest"),
-    "sign": Command("shardflow.cli.sign", "sign a dataset with an SSH key, for who trusts that key"),
+    "sign": Command(
+        "shardflow.cli.verify", "sign a dataset with an SSH key, for readers that trust it", "sign"
+    ),
     "view": Command(
         "shardflow.cli.view", "look into a dataset in a browser: studies, slices, reports, findings"
     ),

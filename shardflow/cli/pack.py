@@ -13,18 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from shardflow.cli.common import (
-    add_job_settings,
-    add_json,
-    counted,
-    human_bytes,
-    interruptible,
-    show_lines,
-    told_languages,
-)
+from shardflow.cli.common import add_job_settings, add_json, interruptible, show_lines, told_languages
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, ShardflowError
-from shardflow.logs import LINE_EVERY_S, configure_logging, describe_exception, time_left
+from shardflow.logs import (
+    LINE_EVERY_S,
+    configure_logging,
+    counted,
+    describe_exception,
+    human_bytes,
+    time_left,
+)
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

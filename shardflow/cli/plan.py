@@ -12,7 +12,6 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
-    human_bytes,
     named_fields,
     natural_number,
     open_dataset,
@@ -31,10 +30,11 @@ from shardflow.cli.plan_tables import (
 )
 from shardflow.config import parse_byte_size
 from shardflow.errors import ConfigError
+from shardflow.logs import human_bytes
 
 if TYPE_CHECKING:
     from shardflow.fields.registry import FieldSet
-    from shardflow.loading.selection import Selection
+    from shardflow.loading.rows.selection import Selection
     from shardflow.sampling import BatchSpec, EpochPlan, PlanMeasures, PlanSummary, RankSchedule
     from shardflow.sampling.measures import BlendMix
 
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields, report = None, None
     if arguments.fields is not None:
         from shardflow.loading.binding import bind_fields
-        from shardflow.loading.windows import select_parts
+        from shardflow.loading.rows.windows import select_parts
         from shardflow.telemetry import StageCounters
 
         named = named_fields(arguments.fields)
@@ -229,9 +229,9 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     Raises:
         ConfigError: Neither or both of a dataset and a blend are given, or there is no such split.
     """
-    from shardflow.loading.blend_file import open_blend
-    from shardflow.loading.selection import FULL_STUDY, open_view
-    from shardflow.loading.windows import select_samples
+    from shardflow.loading.rows.blend_file import open_blend
+    from shardflow.loading.rows.selection import FULL_STUDY, open_view
+    from shardflow.loading.rows.windows import select_samples
 
     named = {"DATASET": arguments.dataset, "--split": arguments.split}
     if arguments.blend is not None:
@@ -270,7 +270,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 def _sampled(selection: Selection, arguments: argparse.Namespace) -> Selection:
     """Return the samples, weighted as the options require."""
-    from shardflow.loading.weighting import sampled
+    from shardflow.loading.rows.weighting import sampled
     from shardflow.sampling import Sampling
 
     given = {name: getattr(arguments, name) for name in _OF_SAMPLING}

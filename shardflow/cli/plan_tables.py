@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.cli.common import counted, show_lines, show_table
+from shardflow.cli.common import show_lines, show_table
+from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.fields.registry import FieldSet
-    from shardflow.loading.selection import Selection
+    from shardflow.loading.rows.selection import Selection
 
 _MOST_CLASSES: Final = 30
 _SHOWN_ERROR: Final = 1e-6

@@ -10,8 +10,6 @@ from typing import Any
 from shardflow.cli.common import (
     add_json,
     add_threads,
-    counted,
-    human_bytes,
     natural_number,
     open_dataset,
     positive_number,
@@ -19,6 +17,7 @@ from shardflow.cli.common import (
     write_result,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import counted, human_bytes
 from shardflow.monitoring.history import CONFIG_FILE
 from shardflow.monitoring.lines import METRICS_FILE
 from shardflow.monitoring.run_page.compare import render_comparison

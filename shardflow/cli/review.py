@@ -6,16 +6,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from shardflow.cli.common import (
-    add_dataset,
-    add_json,
-    add_where,
-    counted,
-    open_dataset,
-    positive_number,
-    write_result,
-)
+from shardflow.cli.common import add_dataset, add_json, add_where, open_dataset, positive_number, write_result
 from shardflow.errors import ConfigError
+from shardflow.logs import counted
 
 DESCRIPTION = """\
 Writes rows of an attached table as a CSV file, which a person corrects in a spreadsheet, and reads it back as
@@ -76,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(arguments: argparse.Namespace) -> None:
     import numpy as np
 
-    from shardflow.loading.selection import choose_rows
+    from shardflow.loading.rows.selection import choose_rows
     from shardflow.packing.tables.review import write_review
 
     if not arguments.table:

@@ -8,15 +8,9 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from shardflow.cli.common import (
-    add_json,
-    add_run,
-    counted,
-    show_lines,
-    show_table,
-    write_json,
-)
+from shardflow.cli.common import add_json, add_run, show_lines, show_table, write_json
 from shardflow.errors import ConfigError
+from shardflow.logs import counted
 from shardflow.monitoring import MetricsServer, read_metrics_text, require_prometheus
 from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.history import RunFile, read_settings

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from shardflow.cli.common import (
     add_json,
-    human_bytes,
     natural_number,
     positive_number,
     show_facts,
@@ -20,6 +19,7 @@ from shardflow.cli.common import (
     write_json,
 )
 from shardflow.errors import ConfigError
+from shardflow.logs import human_bytes
 
 DESCRIPTION = """\
 Generates DICOM studies (CT, MR, CR, DX) of a phantom with lesions of known place and size, reports that

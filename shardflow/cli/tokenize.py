@@ -21,7 +21,7 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 from shardflow.fields.units import open_unit
-from shardflow.loading.selection import FULL_STUDY, open_view
+from shardflow.loading.rows.selection import FULL_STUDY, open_view
 
 DESCRIPTION = """\
 Writes the token ids of each report, and how many there are, into tokens/<tokenizer>/<dataset_id>/ of the

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from shardflow.cli.common import add_run
 from shardflow.errors import ConfigError
+from shardflow.logs import counted
 from shardflow.monitoring.lines import damage_note, refuse_dataset
 from shardflow.monitoring.live import LiveRun, LiveView, RunState
 from shardflow.monitoring.units import duration, show
@@ -554,7 +555,7 @@ def _ranks(interval: Interval, width: int, height: int) -> list[Text]:
     is_all = len(shown) == interval.world_size
     shown = sorted(shown, key=lambda rank: rank.rank) if is_all else shown
     nodes = -(-interval.world_size // interval.ranks_per_node)
-    where = f"{interval.world_size:,} on {nodes:,} node{'' if nodes == 1 else 's'}"
+    where = f"{interval.world_size:,} on {counted(nodes, 'node')}"
     title = f"ranks: {where}" if is_all else f"ranks: {len(shown)} slowest of {where}"
     head = f"{'rank':>5} {'host':<16} {'compute':>8} {'data wait':>9} {'exchange':>8} {'behind':>7}"
     head += f" {'CPUs':>6} {'memory':>8} {'GIL':>7}"

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from shardflow.cli.common import add_dataset, add_json, counted, existing_dataset, write_result
+from shardflow.cli.common import add_dataset, add_json, existing_dataset, write_result
 from shardflow.errors import ConfigError, os_reason
+from shardflow.logs import counted
 from shardflow.storage import LocalStore, open_store
 
 REMOVE_DESCRIPTION = """\

@@ -12,8 +12,6 @@ from shardflow.cli.common import (
     add_dataset,
     add_json,
     conversation_field,
-    counted,
-    human_bytes,
     interruptible,
     named_fields,
     natural_number,
@@ -24,6 +22,7 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.logs import counted, human_bytes
 from shardflow.storage import write_atomic
 from shardflow.viewing import (
     WINDOWS,

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import array_header, decode_array
-from shardflow.format.opencv import opencv
-from shardflow.format.pictures import HEAD_NUM_BYTES, decode_picture, image_header
+from shardflow.format.contents.pictures import HEAD_NUM_BYTES, decode_picture, image_header, opencv
 from shardflow.format.slice_codecs import b2nd
 
 # Loaded here, so that neither the first batch nor each forked worker waits for them.

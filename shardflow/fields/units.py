@@ -66,7 +66,7 @@ class DerivedDataset(Dataset):
 
 
 class WindowDataset(DerivedDataset):
-    """A version of a dataset seen as windows of its studies, see `shardflow.loading.windows.select_windows`.
+    """Version of a dataset as windows of its studies, see `shardflow.loading.rows.windows.select_windows`.
 
     Args:
         store: Where the dataset is stored.

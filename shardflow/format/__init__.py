@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final
 from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from shardflow.format.checks.shards import Damage
+    from shardflow.format.checks.verification import VerifyReport, verify
     from shardflow.format.codecs import array_header, decode_array, encode_array, webdataset_decoder
     from shardflow.format.dataset import Dataset
     from shardflow.format.index import FieldLocation, ShardIndex
     from shardflow.format.manifest import Manifest
     from shardflow.format.samples import SamplesTable
-    from shardflow.format.shard_checks import Damage
-    from shardflow.format.verification import VerifyReport, verify
     from shardflow.format.writer import ShardWriter
 
 __all__ = [
@@ -37,18 +37,18 @@ __all__ = [
     "webdataset_decoder",
 ]
 _SOURCES: Final = {
-    "Damage": ".shard_checks:Damage",
+    "Damage": ".checks.shards:Damage",
     "Dataset": ".dataset:Dataset",
     "FieldLocation": ".index:FieldLocation",
     "Manifest": ".manifest:Manifest",
     "SamplesTable": ".samples:SamplesTable",
     "ShardIndex": ".index:ShardIndex",
     "ShardWriter": ".writer:ShardWriter",
-    "VerifyReport": ".verification:VerifyReport",
+    "VerifyReport": ".checks.verification:VerifyReport",
     "array_header": ".codecs:array_header",
     "decode_array": ".codecs:decode_array",
     "encode_array": ".codecs:encode_array",
-    "verify": ".verification:verify",
+    "verify": ".checks.verification:verify",
     "webdataset_decoder": ".codecs:webdataset_decoder",
 }
 

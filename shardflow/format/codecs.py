@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format.opencv import opencv
-from shardflow.format.pictures import decode_picture
+from shardflow.format.contents.pictures import decode_picture, opencv
 from shardflow.format.slice_codecs import b2nd, htj2k, npy, png16
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]

@@ -41,7 +41,7 @@ _PLACES: Final = ("study", "entity", "series", "centre", "text_start", "span_sta
 _CODES: Final = ("label", "anatomy", "assertion", "laterality")
 ENTITY_COLUMNS: Final = (*_PLACES, *_CODES, "confidence")
 """Columns of a row beside those of the samples table."""
-_LATER: Final = {
+LATER_COLUMNS: Final = {
     "kind": "kinds",
     "section": "sections",
     "certainty": "certainties",
@@ -251,7 +251,9 @@ class EntityTable(SamplesTable):
             self.labels = tuple(str(name) for name in table.meta["labels"])
             self.anatomies = tuple(str(name) for name in table.meta["anatomies"])
             self._later = {
-                name: tuple(map(str, table.meta[key])) for name, key in _LATER.items() if key in table.meta
+                name: tuple(map(str, table.meta[key]))
+                for name, key in LATER_COLUMNS.items()
+                if key in table.meta
             }
             self._facts: Mapping[str, Sequence[Any]] = table.meta.get("label_facts") or {}
         except (KeyError, TypeError):

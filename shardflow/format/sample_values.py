@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.codecs import CODECS, array_header, encode_array
+from shardflow.format.contents.pictures import HEAD_NUM_BYTES, image_header
 from shardflow.format.foreign.places import ImageFacts
 from shardflow.format.keys import STUDY_FIELD, check_field, parse_slice_field, slice_field
-from shardflow.format.pictures import HEAD_NUM_BYTES, image_header
 from shardflow.format.samples import IMAGE_KINDS
 from shardflow.format.shard_files import Fields
 from shardflow.format.tables import COLUMN_NAME, MAX_CLASSES, ColumnKind, StoredColumn

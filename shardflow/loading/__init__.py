@@ -2,7 +2,7 @@
 
 Data flow, by module::
 
-    selection     samples to iterate over: splits, subsets, blends (blend_file)
+    rows          samples to iterate over: selection, blend_file, weighting, windows
     loader        iteration, position, masks; runtime: streams and tunables of one process
     assembly      layout of a micro-batch, filled by the field kinds of `shardflow.fields`
     engine        batch memory, threads, order, bounds, deadlines
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shardflow.fields.quarantine import QuarantineRow
     from shardflow.fields.types.findings import EntityNames
     from shardflow.loading.batch import Batch
-    from shardflow.loading.blend_file import open_blend
     from shardflow.loading.config import LoaderConfig, World
     from shardflow.loading.loader import Loader
+    from shardflow.loading.rows.blend_file import open_blend
+    from shardflow.loading.rows.selection import Selection, open_view, select
     from shardflow.loading.sample import open_dataset
-    from shardflow.loading.selection import Selection, open_view, select
 
 __all__ = [
     "Batch",
@@ -50,12 +50,12 @@ _SOURCES: Final = {
     "Loader": ".loader:Loader",
     "LoaderConfig": ".config:LoaderConfig",
     "QuarantineRow": "shardflow.fields.quarantine:QuarantineRow",
-    "Selection": ".selection:Selection",
+    "Selection": ".rows.selection:Selection",
     "World": ".config:World",
-    "open_blend": ".blend_file:open_blend",
+    "open_blend": ".rows.blend_file:open_blend",
     "open_dataset": ".sample:open_dataset",
-    "open_view": ".selection:open_view",
-    "select": ".selection:select",
+    "open_view": ".rows.selection:open_view",
+    "select": ".rows.selection:select",
 }
 
 if not TYPE_CHECKING:

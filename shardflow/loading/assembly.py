@@ -36,7 +36,7 @@ from shardflow.loading.config import LoaderConfig, check_fits, check_layout
 from shardflow.loading.engine import Pool
 from shardflow.loading.layout import BatchLayout
 from shardflow.loading.prefetch import StreamReads
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.sampling.micro_batches import PADDING_ROW
 from shardflow.telemetry import StageCounters

@@ -20,8 +20,8 @@ from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.fields.types.pixels import BoundPixels
 from shardflow.fields.units import UnitDataset
 from shardflow.format.keys import canonical_json, sha256_hex
-from shardflow.loading.selection import Selection, text_lengths
-from shardflow.loading.windows import check_window_fields, select_parts
+from shardflow.loading.rows.selection import Selection, text_lengths
+from shardflow.loading.rows.windows import check_window_fields, select_parts
 from shardflow.sampling import BatchSpec, CostRule
 from shardflow.sampling.budget import COUNTED_TOKENS, DELIVERED_PICTURES
 from shardflow.sampling.layout import rows_digest, select_rows

@@ -32,8 +32,8 @@ from shardflow.format import Dataset
 from shardflow.format.counts import ConversationCounts, CountedTemplate, template_counts_name
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig, World
+from shardflow.loading.rows.selection import Selection, select
 from shardflow.loading.runtime import LoaderRuntime
-from shardflow.loading.selection import Selection, select
 from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.sampling.layout import select_rows
 from shardflow.telemetry import StageCounters

@@ -19,7 +19,7 @@ from shardflow.fields.volumes.geometry import ONE
 from shardflow.fields.volumes.stored import Crop
 from shardflow.format import Dataset
 from shardflow.loading.binding import batch_of_samples, bind_fields
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 

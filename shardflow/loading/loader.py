@@ -34,7 +34,7 @@ from shardflow.loading.binding import (
 from shardflow.loading.config import LoaderConfig, World, check_node, resolve_world
 from shardflow.loading.counting import check_template_counts
 from shardflow.loading.engine import Pool
-from shardflow.loading.lock import (
+from shardflow.loading.rows.lock import (
     LOCK_NAME,
     check_lock,
     lock_digest,
@@ -43,10 +43,10 @@ from shardflow.loading.lock import (
     run_id,
     signed,
 )
+from shardflow.loading.rows.selection import Selection
+from shardflow.loading.rows.weighting import sampled
+from shardflow.loading.rows.windows import check_windows, select_samples
 from shardflow.loading.runtime import LoaderRuntime, ThreadStream
-from shardflow.loading.selection import Selection
-from shardflow.loading.weighting import sampled
-from shardflow.loading.windows import check_windows, select_samples
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, PlanSummary, Position, RankSchedule
 from shardflow.sampling.permutation import MAX_COUNTER, checked_int
 from shardflow.sampling.spec import Sampling

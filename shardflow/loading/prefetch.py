@@ -31,7 +31,7 @@ from shardflow.fields.reader import FieldReader
 from shardflow.fields.registry import FieldSet
 from shardflow.format.volumes.bricks import RegionPlan
 from shardflow.loading.config import World
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 from shardflow.processes import join_all, wait_for_at_exit
 from shardflow.sampling import EpochPlan, RankSchedule
 from shardflow.storage import ByteRange

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardflow.errors import ConfigError
-from shardflow.format.opencv import opencv
+from shardflow.format.contents.pictures import opencv
 from shardflow.loading.batch import Batch
 from shardflow.loading.ipc import Channel, ChannelClosedError, SharedPool, error_to_json
 from shardflow.loading.loader import Loader

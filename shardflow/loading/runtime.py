@@ -29,10 +29,10 @@ from shardflow.loading.assembly import BatchSource, PartSize
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World, rank_num_bytes
 from shardflow.loading.engine import BufferPool, OrderedEngine, Pool, Task
-from shardflow.loading.lock import make_lock
 from shardflow.loading.prefetch import PrefetchPlanner, StreamReads
 from shardflow.loading.process import LoaderProcesses, ProcessStream
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.lock import make_lock
+from shardflow.loading.rows.selection import Selection
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState, RankSchedule
 from shardflow.storage import CachedStore, RemoteStore
 from shardflow.storage.cache.store import Cache

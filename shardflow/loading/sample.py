@@ -26,9 +26,9 @@ from shardflow.format.dataset import register_sample_reader
 from shardflow.format.facts.units import parse_unit_key
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig, World
+from shardflow.loading.rows.selection import Selection, select
+from shardflow.loading.rows.windows import select_windows
 from shardflow.loading.runtime import LoaderRuntime
-from shardflow.loading.selection import Selection, select
-from shardflow.loading.windows import select_windows
 from shardflow.sampling import BatchSpec, RankSchedule
 from shardflow.telemetry import StageCounters
 

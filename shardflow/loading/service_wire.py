@@ -32,11 +32,11 @@ from shardflow.format import Dataset
 from shardflow.format.entities import EntityDataset
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import load
-from shardflow.loading.blend_file import BlendFile, ComponentSettings, open_blend
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.ipc import error_from_json
-from shardflow.loading.lock import open_locked
-from shardflow.loading.selection import Given, Selection, open_view
+from shardflow.loading.rows.blend_file import BlendFile, ComponentSettings, open_blend
+from shardflow.loading.rows.lock import open_locked
+from shardflow.loading.rows.selection import Given, Selection, open_view
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Sampling
 

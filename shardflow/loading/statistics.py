@@ -25,7 +25,7 @@ from shardflow.fields.volumes.field import DEFAULT_VOLUMES, Volume
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.config import LoaderConfig
 from shardflow.loading.loader import Loader
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 

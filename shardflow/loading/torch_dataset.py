@@ -35,7 +35,7 @@ from shardflow.format import Dataset
 from shardflow.loading.batch import Batch, BatchStream
 from shardflow.loading.config import LoaderConfig, World
 from shardflow.loading.loader import Loader
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 from shardflow.sampling import BatchSpec, Position, Sampling
 
 _Token = tuple[int, int]

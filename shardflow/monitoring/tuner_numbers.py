@@ -93,8 +93,6 @@ class Window:
     """At that rate."""
     wait_share: float
     """Share of the steps' time that the loop waits for data, or will once the buffers are empty."""
-    own_s: float
-    """Of a step, without waiting."""
     drained: float
     """Share of the micro-batches that were made or fetched before the window, 0 to 1."""
     num_fetching: float
@@ -155,7 +153,6 @@ def measure_window(before: LoaderTotals, steps: Sequence[StepNumbers], num_threa
         error=_error([step.step_s for step in steps]),
         samples_per_s=sum(step.num_samples for step in steps) / num * rate,
         wait_share=max(0.0, 1 - rate * own_s),
-        own_s=own_s,
         drained=drained,
         num_fetching=fetching_s / wall_s,
         num_making=making_s / wall_s,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError
 from shardflow.format.codecs import FAST, SLICE_CODEC
+from shardflow.format.contents.records import RECORD_TIMES
 from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry
-from shardflow.format.records import RECORD_TIMES
 from shardflow.format.samples import FACT_COLUMNS
 from shardflow.format.shard_files import package_versions
 from shardflow.packing.config import PageConfig, content_digest

@@ -27,7 +27,7 @@ TASK_HANDLERS: Final = {
 
 ATTACHMENT_KINDS: Final = {
     "annotations": "shardflow.packing.attachments.annotations.kinds:KINDS",
-    "waveforms": "shardflow.packing.attachments.waveforms.kinds:KINDS",
+    "waveforms": "shardflow.packing.attachments.waveforms:KINDS",
     "records": "shardflow.packing.attachments.records.kinds:KINDS",
 }
 """Kinds of attachments in the order in which they are tried; each module imports quickly."""

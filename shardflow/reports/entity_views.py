@@ -27,6 +27,7 @@ from shardflow.format import Dataset
 from shardflow.format.codecs import CODECS
 from shardflow.format.entities import (
     ASSERTIONS,
+    LATER_COLUMNS,
     LATERALITIES,
     MANIFEST_NAME,
     TABLE_KIND,
@@ -65,17 +66,7 @@ from shardflow.storage import LocalStore, write_atomic
 
 _PART_KIND = "entities-part"
 _VERSION = 1
-_CODED = {
-    "label": "labels",
-    "anatomy": "anatomies",
-    "modality": "modalities",
-    "kind": "kinds",
-    "section": "sections",
-    "certainty": "certainties",
-    "change": "changes",
-    "severity": "severities",
-    "reader": "readers",
-}
+_CODED = {"label": "labels", "anatomy": "anatomies", "modality": "modalities", **LATER_COLUMNS}
 """Columns whose names are known when all parts are there, and where the table lists them."""
 
 

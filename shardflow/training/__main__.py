@@ -195,7 +195,7 @@ def _numbers(text: str) -> list[int]:
 
 def _propose(config: TrainConfig) -> int:
     """Print the memory curve, a line a size, and last of all JSON."""
-    from shardflow.training.memory_probe import measure_memory_curve
+    from shardflow.training.jobs.memory_probe import measure_memory_curve
 
     curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     for size, peak_bytes in curve.points:
@@ -207,7 +207,7 @@ def _propose(config: TrainConfig) -> int:
 
 def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
     """Print what each number of GPUs takes, a line each, and last of all JSON."""
-    from shardflow.training.memory_plan import plan_memory
+    from shardflow.training.jobs.memory_plan import plan_memory
 
     plan = plan_memory(config, world_sizes)
     for each in plan:
@@ -219,7 +219,7 @@ def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
 def _store_reference(config: TrainConfig, rank: int) -> int:
     """Write the columns of the reference; rank 0 prints what was written as JSON."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as training does
-    from shardflow.training.reference_columns import store_reference
+    from shardflow.training.jobs.reference_columns import store_reference
 
     written = store_reference(config)
     if rank == 0:

@@ -21,7 +21,7 @@ from shardflow.fields.types.pictures import Slices
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.fields.types.text import Text
 from shardflow.loading.config import check_servers
-from shardflow.loading.selection import FULL_STUDY
+from shardflow.loading.rows.selection import FULL_STUDY
 from shardflow.monitoring.outlets import SINKS, check_metrics_address
 from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig

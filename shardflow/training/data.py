@@ -22,8 +22,8 @@ from shardflow.format import Dataset
 from shardflow.format.manifest import versions
 from shardflow.loading import Selection, open_blend, open_view, select
 from shardflow.loading.binding import bind_fields, charge_for_delivered
-from shardflow.loading.blend_file import evaluation_blend
-from shardflow.loading.lock import with_tables
+from shardflow.loading.rows.blend_file import evaluation_blend
+from shardflow.loading.rows.lock import with_tables
 from shardflow.sampling import BatchSpec, CostRule, TileRule, TokenBudget, choose_lanes
 from shardflow.sampling.blend import components_from_json
 from shardflow.sampling.spec import Tail

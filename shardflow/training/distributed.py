@@ -48,10 +48,10 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from shardflow.errors import ConfigError, RanksDisagreeError, ShardflowError, WaitTimeoutError
+from shardflow.logs import counted
 from shardflow.training.config import ParallelConfig, TimeoutConfig
 from shardflow.training.doctor import refuse_unknown_names
 from shardflow.training.health.monitor import HealthMonitor
-from shardflow.viewing.markup import counted
 
 if TYPE_CHECKING:  # a second to import, which only runs that share their model take
     from torch.distributed.fsdp import FSDPModule

@@ -27,6 +27,7 @@ from torch import nn
 from shardflow.fields.augmentation import Draw, draw_sample, names_a_side
 from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
+from shardflow.logs import counted
 from shardflow.telemetry import StageCounters
 from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.device.images import (
@@ -43,7 +44,6 @@ from shardflow.training.ledger import LedgerMicroBatch
 from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
-from shardflow.viewing.markup import counted
 
 # ruff: noqa: N803, N815
 # Tensors carry their axes as a suffix: B slots, K slices, H rows, W columns, T tokens.

@@ -29,7 +29,7 @@ from torch import nn
 
 from shardflow.errors import ConfigError
 from shardflow.loading import Batch, Loader
-from shardflow.loading.lock import lock_digest
+from shardflow.loading.rows.lock import lock_digest
 from shardflow.training.adoption import Adoption
 from shardflow.training.checkpoint.saving import CheckpointSaver
 from shardflow.training.config import RunConfig

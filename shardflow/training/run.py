@@ -30,7 +30,7 @@ from shardflow.errors import (
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.types.masks import Mask
 from shardflow.loading import Loader, LoaderConfig, Selection, World
-from shardflow.loading.lock import encode_lock
+from shardflow.loading.rows.lock import encode_lock
 from shardflow.monitoring import open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardflow.errors import FormatError
 from shardflow.format.keys import CONVERSATION_FIELD
+from shardflow.logs import counted
 from shardflow.viewing.study import generated_mark, place_of
 from shardflow.viewing.typeface import FAINT, INK, PAPER, RULE, Typeface
 
@@ -191,7 +192,7 @@ def _facts(view: ConversationView) -> str:
     about = view.about
     told = [
         f"form {about.get('form')}",
-        f"{len(view.images)} image{'' if len(view.images) == 1 else 's'}",
+        counted(len(view.images), "image"),
         *(f"{name} {about[name]}" for name in ("score", "source", "license") if name in about),
         "tinted: learned",
     ]

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format import Dataset, FieldLocation, decode_array
+from shardflow.format.contents.pictures import picture_size
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
-from shardflow.format.pictures import picture_size
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
 from shardflow.viewing.planes import Picture, encode_thumbnail, pixel_spacing

@@ -53,8 +53,3 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: str = 
     lines = "".join(line("td", row) for row in rows)
     marked = f' class="{classes}"' if classes else ""
     return f"<div class=scroll><table{marked}>{thead}<tbody>{lines}</tbody></table></div>"
-
-
-def counted(number: int, noun: str, nouns: str = "") -> str:
-    """Return a number of things: ``1 rank``, ``1,024 ranks``."""
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

@@ -20,8 +20,9 @@ from shardflow.format import Dataset
 from shardflow.format.keys import LANGUAGE_WITHOUT_RULES, REPORT_COUNTS
 from shardflow.format.manifest import manifest_path
 from shardflow.format.reasons import FLAGS, REASONS, Reason, remedy_of
+from shardflow.logs import counted, human_bytes
 from shardflow.viewing.dataset_facts import HU_START, HU_STEP, HU_STOP, DatasetFacts, Histogram, Thumbnail
-from shardflow.viewing.markup import counted, document, note, section, table
+from shardflow.viewing.markup import document, note, section, table
 
 if TYPE_CHECKING:
     from shardflow.format import Manifest
@@ -33,16 +34,6 @@ def share(count: int, total: int) -> str:
         return "0 %"
     percent = 100 * count / total
     return "< 0.1 %" if percent < 0.1 else f"{percent:.1f} %"
-
-
-def human_size(num_bytes: int) -> str:
-    """Return a size in the largest unit that leaves a whole part."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 _WIDTH, _ROW, _LABEL = 430, 22, 122
@@ -363,7 +354,7 @@ def splits(dataset: Dataset, facts: DatasetFacts) -> str:
         of = facts.modalities.get(split, Counter())
         rows.append(
             (escape(split), f"{numbers['num_samples']:,}", share(numbers["num_samples"], total),
-             f"{numbers['num_shards']:,}", human_size(num_bytes), *(f"{of[name]:,}" for name in modalities))
+             f"{numbers['num_shards']:,}", human_bytes(num_bytes), *(f"{of[name]:,}" for name in modalities))
         )  # fmt: skip
     named = [f"#{escape(name)}" for name in modalities]
     columns = ("split", "#samples", "#share", "#shards", "#size", *named)
@@ -559,7 +550,7 @@ def _head(dataset: Dataset, facts: DatasetFacts, *, is_inside: bool) -> str:
         (f"{dataset.samples.num_samples:,}", "samples"),
         (f"{int(dataset.samples.column('num_slices').sum(dtype='int64')):,}", "slices"),
         (f"{len(manifest.shards):,}", "shards"),
-        (human_size(num_bytes), "on disk"),
+        (human_bytes(num_bytes), "on disk"),
         (f"{manifest.counts.quarantined:,}", "inputs quarantined"),
     ]
     cards = "".join(f"<div class=card><b>{value}</b><span>{name}</span></div>" for value, name in numbers)

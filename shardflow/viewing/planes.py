@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format.opencv import opencv
+from shardflow.format.contents.pictures import opencv
 
 # Positive and negative direction of the axes of LPS: x to the patient's left, y to the back, z to the head.
 _SIDES = (("L", "R"), ("P", "A"), ("H", "F"))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
-from shardflow.format.regions import Region, read_regions
+from shardflow.format.contents.regions import Region, read_regions
 from shardflow.sampling import BatchSpec
 from shardflow.viewing.catalog import Catalog, Query
 from shardflow.viewing.studies import (

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.fields.field import RESERVED_SUFFIXES
+from shardflow.logs import counted
 from shardflow.viewing.planes import (
     EdgeLetters,
     Window,
@@ -144,7 +145,7 @@ def _facts(view: StudyView, window: Window | None) -> str:
     source = "" if stated is None else f" (the source's {stated})"
     parts = [
         f"series {view.series_number} of {view.num_series}{source}",
-        f"{amount} {'slice' if amount == 1 else 'slices'} of {size}, {len(view.slices)} shown",
+        f"{counted(amount, 'slice')} of {size}, {len(view.slices)} shown",
     ]
     if spacing:
         each = [*spacing, gap] if gap and amount > 1 else spacing

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 700
 """Soft: a module is usually 100 to 500 lines; what is longer is read again before this number is raised."""
-MAX_ENTRIES = 36
+MAX_ENTRIES = 30
 DRAWERS = {"utils", "helpers", "misc", "manager", "core"}
 # Who may import what is heavy or particular to one side; everything else is forbidden to.
 PLACES = {

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardflow.training import headroom
 from shardflow.training.inputs import DeviceFeed, FedMicroBatch, MicroInputs
+from shardflow.training.jobs import headroom
 from shardflow.training.ledger import read_ledger
 from shardflow.training.loop import TrainingLoop
 from shardflow.training.models.building import build_report_model

@@ -19,7 +19,7 @@ import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.config import load_config
 from shardflow.format import Dataset, decode_array
-from shardflow.loading.selection import open_view
+from shardflow.loading.rows.selection import open_view
 from shardflow.monitoring.goodput import measure_goodput
 from shardflow.sampling import BatchSpec, EpochPlan, LoaderState
 from shardflow.training.checkpoint.files import read_checkpoint

@@ -24,7 +24,7 @@ import torch.distributed as dist
 __all__ = ["import_ahead", "rank_variables", "run_ranks", "store_server"]
 
 _LATER = (
-    "shardflow.training.generating",
+    "shardflow.training.jobs.generating",
     "shardflow.training.models.reference",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",

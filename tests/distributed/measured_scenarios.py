@@ -20,8 +20,8 @@ from shardflow.monitoring.tuner_numbers import TUNED_FILE, StepNumbers
 from shardflow.telemetry import Move, TunableLimit
 from shardflow.training import tuning as tuning_module
 from shardflow.training.distributed import Ranks
-from shardflow.training.headroom import HeadroomOptions, measure_headroom_on
 from shardflow.training.hooks import PendingFeed
+from shardflow.training.jobs.headroom import HeadroomOptions, measure_headroom_on
 from shardflow.training.tuning import Tuning
 from tests.distributed.stage import WAIT, Result, Stage
 from tests.verdict_scenarios import NUM_TRIES, is_right, try_scenario

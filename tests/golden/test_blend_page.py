@@ -1,4 +1,4 @@
-"""Items 13 to 16 of docs/determinism.md, written a second time from it: subsets and blends in lanes.
+"""Items 13 to 16 of `order.md`, written a second time from it: subsets and blends in lanes.
 
 Lists and whole numbers as in ``test_lanes_page.py``, which says what windows, rounds and budgets are; it is
 compared with the library on random blends and with ``order-blends.json``. The full shuffle is in
@@ -29,7 +29,7 @@ Part = tuple[BlendComponent, SampleLayout]
 
 @dataclass(frozen=True)
 class BlendPage(Page):
-    """An epoch of a blend by docs/determinism.md; ``shards`` and ``dataset_id`` are not used."""
+    """An epoch of a blend by `order.md`; ``shards`` and ``dataset_id`` are not used."""
 
     components: list[Page]
     """The shards of each component, its samples in their blended rows."""

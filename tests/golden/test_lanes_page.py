@@ -1,4 +1,4 @@
-"""Items 8 to 12 of docs/determinism.md, written a second time from that page alone: lanes, windows, budgets.
+"""Items 8 to 12 of `order.md`, written a second time from that page alone: lanes, windows, budgets.
 
 Lists and whole numbers, nothing of shardflow and no NumPy in what is compared; slow, and therefore easy to
 check by eye. What it plans is compared with the library on random epochs and with ``order-lanes.json``.
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Page:
-    """An epoch with lanes by docs/determinism.md."""
+    """An epoch with lanes by `order.md`."""
 
     shards: list[list[Sample]]
     dataset_id: str

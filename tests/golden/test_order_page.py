@@ -1,4 +1,4 @@
-"""docs/determinism.md says the order in full: here it is written a second time, from that page alone.
+"""The order of `order.md`, written a second time from that page alone.
 
 No NumPy and no module of shardflow: as this agrees with ``order.json``, another language can plan the same
 epochs.

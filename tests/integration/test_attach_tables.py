@@ -17,11 +17,11 @@ import shardflow as sf
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
+from shardflow.format.checks.verification import verify
 from shardflow.format.copies.copying import copy_dataset
 from shardflow.format.facts.columns import image_starts, open_columns
 from shardflow.format.facts.series import open_series
-from shardflow.format.verification import verify
-from shardflow.loading.lock import encode_lock
+from shardflow.loading.rows.lock import encode_lock
 from shardflow.packing.settings import KeyKind
 from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
 from shardflow.packing.tables.keys import PrivateFolder

@@ -16,10 +16,10 @@ from pyarrow import parquet
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format import Dataset
+from shardflow.format.checks.verification import verify
 from shardflow.format.facts.columns import open_columns
 from shardflow.format.manifest import Manifest, load
 from shardflow.format.tables import StoredColumn, write_table
-from shardflow.format.verification import verify
 from shardflow.packing.corpora.inputs import read_list
 from shardflow.storage import LocalStore
 from tests.corpora_case import FAULTY, CorpusCase, make_lines

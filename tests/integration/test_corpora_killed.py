@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.format.verification import verify
+from shardflow.format.checks.verification import verify
 from tests.corpora_case import CorpusCase, make_lines
 from tests.forks import REPOSITORY
 from tests.pack_case import tree_digests

@@ -17,12 +17,12 @@ from shardflow.errors import ConfigError
 from shardflow.fields.conversations.field import Conversation
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.units import open_unit
+from shardflow.format.checks.verification import verify
 from shardflow.format.counts import open_conversation_counts
-from shardflow.format.verification import verify
 from shardflow.loading import Loader
 from shardflow.loading.binding import bind_fields
 from shardflow.loading.counting import TemplateCounter
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.sampling import BatchSpec
 from shardflow.telemetry import StageCounters
 from shardflow.training.tokenizing import count_dataset

@@ -22,7 +22,7 @@ from shardflow.fields.field import DrawKey, SlotRequest
 from shardflow.fields.reader import FieldReader
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, Selection, World, open_blend
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.sampling import BatchSpec, RankSchedule, TokenBudget
 from shardflow.storage import (
     ByteRange,

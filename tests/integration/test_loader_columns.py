@@ -16,7 +16,7 @@ from shardflow.format import Dataset
 from shardflow.format.facts.columns import num_unit_rows
 from shardflow.format.tables import StoredColumn, TableUnit, write_table
 from shardflow.loading import Loader
-from shardflow.loading.blend_file import open_blend
+from shardflow.loading.rows.blend_file import open_blend
 from shardflow.storage import LocalStore
 from tests import forks
 from tests.field_cases import CaseSeries, case_series, make_case_dataset, pixels_of

@@ -15,7 +15,7 @@ import shardflow as sf
 from shardflow.errors import StateError
 from shardflow.format import Dataset
 from shardflow.loading import Loader, World
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.loading.torch_dataset import ShardIterableDataset
 from shardflow.sampling import BatchSpec, CostRule, RankSchedule, TokenBudget
 from shardflow.sampling.lane_plan import LanePlan

@@ -18,7 +18,7 @@ from shardflow.format.facts.making import attach_facts
 from shardflow.format.facts.series import open_series
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.loading import Loader, World
-from shardflow.loading.lock import encode_lock
+from shardflow.loading.rows.lock import encode_lock
 from shardflow.sampling import BatchSpec
 from tests.field_cases import make_case_dataset
 

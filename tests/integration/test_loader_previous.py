@@ -23,7 +23,7 @@ from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import STUDY_FIELD
 from shardflow.loading import Loader, Selection, open_blend
 from shardflow.loading.binding import bind_fields
-from shardflow.loading.selection import select
+from shardflow.loading.rows.selection import select
 from shardflow.sampling import BatchSpec, CostRule, TokenBudget
 from shardflow.storage import ByteRange, Cache, CacheConfig, CachedStore
 from shardflow.telemetry import StageCounters

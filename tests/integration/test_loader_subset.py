@@ -11,7 +11,7 @@ import shardflow as sf
 from shardflow.errors import StateError
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, World
-from shardflow.loading.selection import choose_rows
+from shardflow.loading.rows.selection import choose_rows
 from shardflow.sampling import BatchSpec, TokenBudget
 from tests.factories import make_dataset
 from tests.integration.loader_support import open_loader, slots_of

@@ -18,9 +18,9 @@ from shardflow.cli import main as cli
 from shardflow.errors import FormatError
 from shardflow.format import Dataset, verify
 from shardflow.format.codecs import decode_array, encode_array
+from shardflow.format.contents.regions import read_regions
 from shardflow.format.facts.voxels import VoxelsManifest, attach_voxels
 from shardflow.format.keys import mask_field, mask_prefix, parse_mask_field, parse_volume_field
-from shardflow.format.regions import read_regions
 from shardflow.format.volumes.bricks import EncodedVolume
 from shardflow.format.volumes.masks import join_masks, split_masks
 from shardflow.packing.attachments.annotations.region_writer import RegionFacts, RegionWriter

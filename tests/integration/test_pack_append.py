@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError, FormatError
+from shardflow.format.checks.verification import verify
 from shardflow.format.dataset import Dataset
 from shardflow.format.manifest import load
-from shardflow.format.verification import verify
 from shardflow.packing.scan import NUM_BUCKETS
 from shardflow.storage import LocalStore
 from tests.dicom_factory import MadeStudy, make_study, truncate

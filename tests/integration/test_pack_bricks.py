@@ -16,10 +16,10 @@ import pytest
 
 import shardflow as sf
 from shardflow.errors import ChecksumError, FormatError
+from shardflow.format.checks.verification import verify
 from shardflow.format.dataset import Dataset, DatasetBlocks
 from shardflow.format.keys import parse_slice_field, parse_volume_field, sha256_hex
 from shardflow.format.table import Table, encode_table
-from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
+from shardflow.format.checks.verification import verify
 from shardflow.format.copies.copying import copy_dataset
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.making import attach_facts, series_of_study
@@ -26,7 +27,6 @@ from shardflow.format.facts.studies import (
     open_studies,
 )
 from shardflow.format.table import Table
-from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import LocalStore, open_store
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study

@@ -1,4 +1,4 @@
-"""One job over all real files: each ends in one outcome, and docs/outcomes.md lists them."""
+"""One job over all real files: each ends in one outcome, and tests/golden/outcomes.md lists them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.packing.sources.dicom.corpus import BUNDLED, MORE
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
 
-PAGE = REPOSITORY / "docs" / "outcomes.md"
+PAGE = REPOSITORY / "tests" / "golden" / "outcomes.md"
 MAX_NAMES = 2
 HEAD = """\
 # Outcomes of real files
@@ -26,8 +26,8 @@ What `shardflow pack` does with the public sample files that the tests use: thos
 pydicom's wheel, and those of the package pydicom-data. Settings are the default ones, but for the largest
 share of quarantined files. `tests/integration/test_pack_outcomes.py` packs them, writes this page and
 checks it. Licenses, readme files and gradient tables are omitted: all are skipped as `NOT_DICOM`.
-[What each reason means](dicom.md#reasons), and [what to do](howto/quarantine.md). A folder stands for three
-and more of its files.
+[What each reason means](../../docs/dicom.md#reasons), and [what to do](../../docs/howto/quarantine.md).
+A folder stands for three and more of its files.
 
 | what it is | packed, or why not | files |
 |---|---|---|

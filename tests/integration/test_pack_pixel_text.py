@@ -17,8 +17,8 @@ from pydicom.dataset import FileDataset
 
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
+from shardflow.format.checks.verification import verify
 from shardflow.format.codecs import decode_array
-from shardflow.format.verification import verify
 from shardflow.packing import PackSummary
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from tests.dicom_factory import MadeStudy, make_study

@@ -15,13 +15,13 @@ import pytest
 from shardflow.cli import main as cli
 from shardflow.errors import ChecksumError, ConfigError, ManifestError
 from shardflow.format import shard_files
+from shardflow.format.checks.verification import verify
 from shardflow.format.dataset import Dataset
 from shardflow.format.entities import EntityRules
 from shardflow.format.facts.studies import open_studies
 from shardflow.format.manifest import load, versions
 from shardflow.format.samples import SamplesTable
 from shardflow.format.tokens import TokenIds
-from shardflow.format.verification import verify
 from shardflow.loading import open_view
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.removal import Withdrawn, compact, remove

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.format.verification import verify
+from shardflow.format.checks.verification import verify
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests
 from tests.pack_faults import FAULTY_COMMAND

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydicom.uid import JPEG2000, ExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, generate_uid
 
 from shardflow.format import Dataset
-from shardflow.format.verification import verify
+from shardflow.format.checks.verification import verify
 from tests.pack_case import PackCase, read_ledger, tree_digests
 from tests.slide_cases import PLANTED, dicom_level, make_slide_pixels, pyramid, write_ome, write_svs
 

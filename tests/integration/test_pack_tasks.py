@@ -15,7 +15,7 @@ import pytest
 
 from shardflow.cli.main import main
 from shardflow.errors import ConfigError
-from shardflow.format.verification import verify
+from shardflow.format.checks.verification import verify
 from shardflow.packing.workspace import ArrayTask, locked_workspace
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests

@@ -18,10 +18,10 @@ import pytest
 import shardflow as sf
 from shardflow.errors import ChecksumError, ConfigError
 from shardflow.format import Dataset
+from shardflow.format.checks.verification import verify
 from shardflow.format.copies.copying import copy_object
 from shardflow.format.facts.columns import open_columns
 from shardflow.format.manifest import FileEntry
-from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload
 from shardflow.storage import open_store
 from tests.dicom_factory import make_study

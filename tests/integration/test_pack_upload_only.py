@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ChecksumError, ConfigError, StorageError
+from shardflow.format.checks.verification import verify
 from shardflow.format.copies.copying import copy_object
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.series import SeriesManifest
 from shardflow.format.facts.studies import StudiesManifest
 from shardflow.format.manifest import FileEntry, load, versions
-from shardflow.format.verification import verify
 from shardflow.packing import ArrayTask, upload
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.storage import ByteStore, LocalStore, open_store

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.format.checks.verification import verify
 from shardflow.format.manifest import versions
-from shardflow.format.verification import verify
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
 from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import ConfigError
+from shardflow.format.checks.verification import verify
 from shardflow.format.manifest import versions
-from shardflow.format.verification import verify
 from shardflow.packing.job import PackMode
 from shardflow.storage import LocalStore
 from tests.dicom_factory import make_study, truncate

@@ -17,8 +17,8 @@ import shardflow as sf
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.conversations.stored import StoredConversation
+from shardflow.format.checks.verification import verify
 from shardflow.format.counts import counts_folder, counts_name, open_conversation_counts
-from shardflow.format.verification import verify
 from shardflow.loading.config import World
 from shardflow.sampling import CostRule
 from shardflow.training.tokenizing import count_dataset

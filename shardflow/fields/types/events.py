@@ -39,9 +39,9 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember
 from shardflow.fields.types.study_time import check_record_times, window_seconds
+from shardflow.format.contents.records import Code, read_statements
+from shardflow.format.contents.ucum import conversion
 from shardflow.format.keys import RECORDS_FIELD
-from shardflow.format.records import Code, read_statements
-from shardflow.format.ucum import conversion
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_EVENTS: Final = 1 << 20

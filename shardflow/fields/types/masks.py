@@ -26,7 +26,7 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.regions import BoundAnnotations, BoundRegions, RegionField, Shown, followed
 from shardflow.format import array_header, decode_array
-from shardflow.format.regions import Region
+from shardflow.format.contents.regions import Region
 
 _MAX_READERS: Final = 8
 _NUM_BITS: Final = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)

@@ -37,8 +37,8 @@ from shardflow.fields.layout import Picture, Window
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.pixels import BoundPixels
+from shardflow.format.contents.regions import Box, Region, read_regions
 from shardflow.format.keys import ANNOTATIONS_FIELD
-from shardflow.format.regions import Box, Region, read_regions
 
 _LOGGER = logging.getLogger(__name__)
 _STUDIES_BEFORE_WARNING: Final = 4

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.records import RECORD_TIMES
+from shardflow.format.contents.records import RECORD_TIMES
 
 _SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_557_600}
 _DISTANCE: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(s|min|h|d|w|y)", re.ASCII)

@@ -33,9 +33,9 @@ from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
 from shardflow.fields.types.members import BoundMember, read_npy
 from shardflow.fields.types.study_time import window_seconds
+from shardflow.format.contents.recordings import StoredArray, StoredChannel, StoredRecording, read_recordings
+from shardflow.format.contents.ucum import conversion
 from shardflow.format.keys import WAVEFORMS_FIELD
-from shardflow.format.recordings import StoredArray, StoredChannel, StoredRecording, read_recordings
-from shardflow.format.ucum import conversion
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_SAMPLES: Final = 1 << 28

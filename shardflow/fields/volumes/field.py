@@ -14,7 +14,6 @@ from shardflow.fields.field import (
     Arrays,
     ArraySpec,
     BoundField,
-    Coverage,
     Field,
     FieldContext,
     NoContent,
@@ -26,10 +25,10 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.layout import PixelDtype
 from shardflow.fields.reader import Shard
-from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.types.masks import Mask
 from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.types.regions import Boxes
+from shardflow.fields.volumes.base import BoundRegion, present_region
 from shardflow.fields.volumes.crops import (
     Body,
     ColumnPlaces,
@@ -83,7 +82,6 @@ from shardflow.fields.volumes.windows import (
     num_windows,
     window_start,
 )
-from shardflow.format.facts.units import WindowTable
 from shardflow.format.volumes.bricks import RegionPlan
 
 Center: TypeAlias = Literal["random", "foreground", "body", "finding", "middle", "whole", "grid"]
@@ -91,10 +89,8 @@ _DRAWN: Final = ("random", "foreground", "body")
 DEFAULT_VOLUMES: Final = "kind is missing or kind == 'volume'"
 """Series that a volume selects where its spec names none."""
 _MAX_CROPS: Final = 2**10
-_LIMITS: Final = Limits(max_series=1)
 _MILLIMETERS: Final = ("orientation", "spacing_mm", "like")
 """Settings that need the place of a series in the patient."""
-_BESIDE: Final = ("mask", "affine", "range", "valid", "index", "start", "shape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +318,10 @@ class Volume(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the regions, and what is beside them."""
-        name = entry["name"]
-        beside = (f"{name}_{one}" for one in _BESIDE)
-        return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
+        return present_region(entry, arrays, BoundVolume.beside)
 
 
-class BoundVolume(BoundField):
+class BoundVolume(BoundRegion):
     """Field of volumes, bound to a selection.
 
     Args:
@@ -344,27 +338,18 @@ class BoundVolume(BoundField):
             it and ``missing`` is ``error``.
     """
 
-    has_pictures = True
+    beside = ("mask", "affine", "range", "valid", "index", "start", "shape")
+    spec: Volume
 
     def __init__(self, name: str, spec: Volume, context: FieldContext) -> None:
-        super().__init__(name)
-        self.spec = spec
         series = DEFAULT_VOLUMES if spec.series is None else spec.series
-        self.selected = context.catalog.select(series, context.populations)
-        self.selected.check(name, spec.series, pads=spec.missing == "pad", default=DEFAULT_VOLUMES)
+        selected = context.catalog.select(series, context.populations)
+        selected.check(name, spec.series, pads=spec.missing == "pad", default=DEFAULT_VOLUMES)
+        super().__init__(name, spec, selected, context)
         self.leader = None if spec.like is None else self._leader(spec.like, context)
-        self._check_units(context)
         self._check_series()
-        self._samples, self._populations = context.samples, context.populations
-        self._num_samples = context.num_samples
-        self._num_missing = context.count_missing(self.has_content)
-        if self._num_missing and spec.missing == "error":
-            where = "" if spec.series is None else f" (series={spec.series!r})"
-            raise ConfigError(
-                f"{self._num_missing:,} of {self._num_samples:,} samples have no series for the field "
-                f"{name!r}{where}; write missing='pad' to pad and mask them, or missing='drop' to leave "
-                "them out."
-            )
+        where = "" if spec.series is None else f" (series={spec.series!r})"
+        self._count_missing(context, f"series for the field {name!r}{where}")
         stored = np.result_type(*(np.dtype(each) for each in self.selected.values("dtype") or ["uint8"]))
         windows = [window_ends(window) for window in spec.windows]
         plain = np.dtype(np.float32) if windows else stored
@@ -400,14 +385,6 @@ class BoundVolume(BoundField):
             self._body = Body(name, spec.labels, context)
         self._places = ColumnPlaces(name, spec.center, context) if spec.has_column else None
         self._findings = Findings(name, context) if spec.center == "finding" else None
-
-    def _check_units(self, context: FieldContext) -> None:
-        units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
-        if "image" in units:
-            raise ConfigError(
-                f"The field {self.name!r} needs whole series, and samples are single images; write "
-                "unit='series' or unit='study'."
-            )
 
     def _check_series(self) -> None:
         if max(self.selected.values("channels"), default=1) > 1:
@@ -457,21 +434,10 @@ class BoundVolume(BoundField):
     @property
     def has_content(self) -> list[NDArray[np.bool_]]:
         """Rows of each dataset's own table that have a series, ``(num_rows,)``, and one to be like."""
-        found = [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
+        found = super().has_content
         if self.leader is None:
             return found
         return [own & other for own, other in zip(found, self.leader.has_content, strict=True)]
-
-    @property
-    def coverage(self) -> Coverage:
-        """Series that are delivered, by the images that these hold, and others that are left out."""
-        delivered, left_out = self.selected.roles(_LIMITS)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
 
     def finest_spacing_mm(self) -> Vector | None:
         """Return the least distance of stored voxels along D, H and W; None where no geometry is known."""
@@ -482,14 +448,6 @@ class BoundVolume(BoundField):
             rows = self.selected.first_series(place)[population]
             affines.append(np.asarray(table.array("affine_lps"))[rows[rows >= 0]])
         return finest_spacing(np.concatenate(affines), self.spec.orientation)
-
-    def delivered_images(self, place: int) -> ImageSet:
-        """Return the stored images of a dataset that the field delivers."""
-        return self.selected.images(place, _LIMITS)
-
-    def num_delivered(self, place: int) -> NDArray[np.int64]:
-        """Return 1 for each row of a dataset that has a series: a region costs the same, wherever it is."""
-        return self.has_content[place].astype(np.int64)
 
     def num_windows(self, place: int) -> NDArray[np.int64] | None:
         """Return how many windows each study of the population has; None where samples are no windows."""
@@ -547,19 +505,10 @@ class BoundVolume(BoundField):
             specs += [ArraySpec.of(f"{name}_{one}", np.int64, num_slots, num) for one, num in sides]
         return specs
 
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
-        """Empty what is beside the regions of every slot."""
-        self._blank_beside(arrays, slice(None))
-
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without a volume."""
         arrays[self.name][slot] = self.delivery.blank
         self._blank_beside(arrays, slot)
-
-    def _blank_beside(self, arrays: Arrays, slots: int | slice) -> None:
-        for beside in _BESIDE:
-            if f"{self.name}_{beside}" in arrays:
-                arrays[f"{self.name}_{beside}"][slots] = np.eye(4) if beside == "affine" else 0
 
     def example(self, arrays: Arrays) -> None:
         """Fill the only slot with a ramp of small values, and all that is beside it."""
@@ -569,10 +518,6 @@ class BoundVolume(BoundField):
         arrays[f"{self.name}_range"][...] = 0, 99
         if f"{self.name}_valid" in arrays:
             arrays[f"{self.name}_valid"][...] = 1
-
-    def describe(self) -> dict[str, Any]:
-        """Return what presenting needs."""
-        return {"type": self.spec.type_name, "name": self.name}
 
     # ---- slots -----------------------------------------------------------------------------------
 
@@ -670,12 +615,6 @@ class BoundVolume(BoundField):
         if self.spec.center in _DRAWN or self.spec.has_column:
             return random_start(grid.shape, size, request.draw)
         return middle_start(grid.shape, size, self.spec.placement)
-
-    def _window(self, request: SlotRequest) -> int:
-        """Return the number of the window that a sample is."""
-        samples = self._samples.datasets[request.component].samples
-        assert isinstance(samples, WindowTable)  # noqa: S101 - checked when the fields were bound
-        return int(samples.numbers(np.array([request.table_row]))[0])
 
     def _put_window(self, request: SlotRequest, stored: StoredVolume, arrays: Arrays) -> None:
         """Note which window of which volume a slot is."""

@@ -30,8 +30,8 @@ from shardflow.fields.volumes.resampling import Region as VoxelBox
 from shardflow.fields.volumes.resampling import resample, source_region
 from shardflow.fields.volumes.stored import Crop, stored_view
 from shardflow.format import decode_array
+from shardflow.format.contents.regions import Region
 from shardflow.format.keys import volume_field
-from shardflow.format.regions import Region
 from shardflow.format.volumes.bricks import RegionPlan
 
 _LEAST_SIDE: Final = 1e-6

@@ -17,7 +17,6 @@ from shardflow.fields.field import (
     Arrays,
     ArraySpec,
     BoundField,
-    Coverage,
     Field,
     FieldContext,
     NoContent,
@@ -30,13 +29,12 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.series_rows import ImageSet, Limits
+from shardflow.fields.volumes.base import BoundRegion, present_region
 from shardflow.fields.volumes.crops import Turns, random_start, start_around
 from shardflow.fields.volumes.settings import checked_share
 from shardflow.fields.volumes.windows import checked_overlap, step_of
-from shardflow.format.facts.units import WindowTable
+from shardflow.format.contents.pictures import opencv
 from shardflow.format.keys import level_field
-from shardflow.format.opencv import opencv
 from shardflow.format.volumes.bricks import BrickVolume, RegionPlan
 from shardflow.format.volumes.tiles import COLORS, WHITE
 
@@ -47,7 +45,6 @@ _MAX_SIDE: Final = 2**12
 _MAX_TILES: Final = 2**10
 _MAX_STORED_PIXELS: Final = 2**26
 """Stored pixels of one region: 200 MB of memory."""
-_LIMITS: Final = Limits(max_series=1)
 _MPP_TOLERANCE: Final = 1.02
 """A level of 0.51 microns counts as one of 0.5."""
 _MPP_RANGE: Final = (0.01, 1000)
@@ -55,7 +52,6 @@ _EPSILON: Final = 1e-6
 """Delivered pixels by which a slide is taken to be whole numbers of them long."""
 _HALF: Final = 128
 _WORD_BITS: Final = 64
-_BESIDE: Final = ("mask", "start", "shape", "mpp", "tissue", "index")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +166,7 @@ class Tiles(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the tiles, and what is beside them."""
-        name = entry["name"]
-        beside = (f"{name}_{one}" for one in _BESIDE)
-        return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
+        return present_region(entry, arrays, BoundTiles.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +258,7 @@ class GridAxis:
         return first, max(last, side if number == self.num - 1 else first + 1)
 
 
-class BoundTiles(BoundField):
+class BoundTiles(BoundRegion):
     """Field of tiles, bound to a selection.
 
     Args:
@@ -277,32 +271,19 @@ class BoundTiles(BoundField):
 
     Raises:
         ConfigError: The field selects nothing, what is no slide, or slides that are too coarse; or a sample
-        has no
-            slide and ``missing`` is ``error``.
+            has no slide and ``missing`` is ``error``.
     """
 
-    has_pictures = True
+    beside = ("mask", "start", "shape", "mpp", "tissue", "index")
+    spec: Tiles
 
     def __init__(self, name: str, spec: Tiles, context: FieldContext) -> None:
-        super().__init__(name)
-        self.spec = spec
-        self.selected = context.catalog.select(spec.series or DEFAULT_SLIDES, context.populations)
-        self.selected.check(name, spec.series, pads=spec.missing == "pad", is_tiled=True)
-        self._samples, self._populations = context.samples, context.populations
-        self._counters, self._num_samples = context.counters, context.num_samples
-        units = {getattr(dataset, "unit", "study") for dataset in context.samples.datasets}
-        if "image" in units:
-            raise ConfigError(
-                f"The field {name!r} cuts tiles from slides, and samples are single images; write "
-                "unit='study' or unit='series'."
-            )
+        selected = context.catalog.select(spec.series or DEFAULT_SLIDES, context.populations)
+        selected.check(name, spec.series, pads=spec.missing == "pad", is_tiled=True)
+        super().__init__(name, spec, selected, context)
+        self._counters = context.counters
         self._check_resolution()
-        self._num_missing = context.count_missing(self.has_content)
-        if self._num_missing and spec.missing == "error":
-            raise ConfigError(
-                f"{self._num_missing:,} of {self._num_samples:,} samples have no slide for the field "
-                f"{name!r}; write missing='pad' to pad and mask them, or missing='drop' to leave them out."
-            )
+        self._count_missing(context, f"slide for the field {name!r}")
         self._turns: Turns | None = None
         if spec.center == "random":
             rows = [
@@ -331,30 +312,6 @@ class BoundTiles(BoundField):
                 f"mpp={self.spec.mpp}, up to {1000 * float(spacings.max()):.3g}; write a larger mpp, or add "
                 f"'and column_spacing_mm <= {limit:.6g}' to its series."
             )
-
-    @property
-    def has_content(self) -> list[NDArray[np.bool_]]:
-        """Rows of each dataset's own table that have a slide, ``(num_rows,)``."""
-        return [self.selected.num_images(place) > 0 for place in range(len(self.selected.catalog.tables))]
-
-    @property
-    def coverage(self) -> Coverage:
-        """Slides that are delivered, and others that are left out."""
-        delivered, left_out = self.selected.roles(_LIMITS)
-        return Coverage(
-            num_samples=self._num_samples,
-            num_missing=self._num_missing,
-            delivered=delivered,
-            left_out=left_out,
-        )
-
-    def delivered_images(self, place: int) -> ImageSet:
-        """Return the slides of a dataset that the field delivers."""
-        return self.selected.images(place, _LIMITS)
-
-    def num_delivered(self, place: int) -> NDArray[np.int64]:
-        """Return 1 for each row of a dataset that has a slide: a tile costs the same, wherever it is."""
-        return self.has_content[place].astype(np.int64)
 
     def num_windows(self, place: int) -> NDArray[np.int64] | None:
         """Return how many tiles cover the slide of each study of the population; None without a grid."""
@@ -385,19 +342,10 @@ class BoundTiles(BoundField):
             specs.append(ArraySpec.of(f"{name}_index", np.int64, num_slots, 2))
         return specs
 
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:  # noqa: ARG002
-        """Empty what is beside the tiles of every slot."""
-        self._blank_beside(arrays, slice(None))
-
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without a slide."""
         arrays[self.name][slot] = WHITE
         self._blank_beside(arrays, slot)
-
-    def _blank_beside(self, arrays: Arrays, slots: int | slice) -> None:
-        for beside in _BESIDE:
-            if f"{self.name}_{beside}" in arrays:
-                arrays[f"{self.name}_{beside}"][slots] = 0
 
     def example(self, arrays: Arrays) -> None:
         """Fill the only slot with a ramp of colors, and all that is beside it."""
@@ -407,10 +355,6 @@ class BoundTiles(BoundField):
         arrays[f"{self.name}_shape"][...] = self.spec.size
         arrays[f"{self.name}_mpp"][...] = self.spec.mpp or math.nan
         arrays[f"{self.name}_tissue"][...] = 1
-
-    def describe(self) -> dict[str, Any]:
-        """Return what presenting needs."""
-        return {"type": self.spec.type_name, "name": self.name}
 
     # ---- slots -----------------------------------------------------------------------------------
 
@@ -564,12 +508,6 @@ class BoundTiles(BoundField):
             )
         row, column = divmod(number, level.grid[1])
         return float(row * height + inside[0]), float(column * width + inside[1])
-
-    def _window(self, request: SlotRequest) -> int:
-        """Return the number of the tile that a sample is."""
-        samples = self._samples.datasets[request.component].samples
-        assert isinstance(samples, WindowTable)  # noqa: S101 - checked when the fields were bound
-        return int(samples.numbers(np.array([request.table_row]))[0])
 
 
 def _is_fine(span: tuple[int, int], size: tuple[int, int]) -> bool:

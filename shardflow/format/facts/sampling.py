@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import codec_rank, decode_array
+from shardflow.format.contents.regions import Region, read_regions
 from shardflow.format.keys import parse_mask_field
-from shardflow.format.regions import Region, read_regions
 from shardflow.format.volumes.bricks import Extents
 from shardflow.seeds import derive
 

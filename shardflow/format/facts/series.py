@@ -158,7 +158,7 @@ def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:
     """
     by_sample = [list(each) for each in samples]
     rows = [series for each in by_sample for series in each]
-    return _encode_rows(_starts([len(each) for each in by_sample]), rows)
+    return _encode_rows(starts_of([len(each) for each in by_sample]), rows)
 
 
 def encode_no_series(num_samples: int) -> bytes:
@@ -185,7 +185,7 @@ def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) 
         raise FormatError(f"A series table holds at most {_MAX_FLAGS} kinds of flags, got {len(flags)}.")
     bit = {flag: 1 << place for place, flag in enumerate(flags)}
     columns["flags"] = np.array([sum(bit[flag] for flag in set(row.flags)) for row in rows], "<u8")
-    columns["first_image"] = _starts([len(row.image_roles) for row in rows])
+    columns["first_image"] = starts_of([len(row.image_roles) for row in rows])
     roles = [role for row in rows for role in row.image_roles]
     columns["image_role"], vocabularies["image_role"] = encode_names("image_role", roles)
     for name in OPTIONAL_STRINGS:
@@ -211,7 +211,8 @@ def _meta(vocabularies: dict[str, Json], flags: Sequence[str]) -> dict[str, Json
     }
 
 
-def _starts(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
+def starts_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
+    """Return where spans of these lengths begin, one after another, and where the last one ends."""
     starts = np.zeros(len(lengths) + 1, "<u8")
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -246,8 +247,8 @@ def merge_series(
     columns: dict[str, NDArray[Any]] = {}
     vocabularies: dict[str, Json] = {}
     nothing = np.zeros(0, np.int64)
-    columns["first_series"] = _starts(np.concatenate([nothing, *(part.num_series for part in chosen)]))
-    columns["first_image"] = _starts(np.concatenate([nothing, *(part.num_images for part in chosen)]))
+    columns["first_series"] = starts_of(np.concatenate([nothing, *(part.num_series for part in chosen)]))
+    columns["first_image"] = starts_of(np.concatenate([nothing, *(part.num_images for part in chosen)]))
     for name in (*STRINGS, "image_role", *OPTIONAL_STRINGS):
         # Names that no chosen series has are left out, so that a removal leaves no trace.
         used = {known for part in chosen for known in part.names(name)}

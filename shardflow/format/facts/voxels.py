@@ -22,7 +22,7 @@ from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.sampling import BODY, BodyFinder, ClassVoxels, voxels_of_study
-from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series
+from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series, starts_of
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import ANNOTATIONS_FIELD, Json, parse_mask_field
 from shardflow.format.manifest import load, versions
@@ -47,11 +47,11 @@ def encode_voxels(samples: Sequence[Sequence[ClassVoxels]]) -> bytes:
     return _encode(
         [one.name for one in entries],
         {
-            "first_entry": _starts([len(each) for each in samples]),
+            "first_entry": starts_of([len(each) for each in samples]),
             "series": np.array([one.series for one in entries], "<u4"),
             "num_voxels": np.array([one.num_voxels for one in entries], "<u8"),
             "box": np.array([one.box for one in entries], "<u2").reshape(-1, 6),
-            "first_voxel": _starts([len(one.voxels) for one in entries]),
+            "first_voxel": starts_of([len(one.voxels) for one in entries]),
             "voxel": np.concatenate(voxels).astype("<u2"),
         },
     )
@@ -83,8 +83,8 @@ def merge_voxels(parts: Iterable[tuple[VoxelTable, NDArray[np.int64]]]) -> bytes
         for name, (dtype, shape) in shapes.items()
     }
     nothing = [np.zeros(0, np.int64)]
-    columns["first_entry"] = _starts(np.concatenate([*nothing, *counts]))
-    columns["first_voxel"] = _starts(np.concatenate([*nothing, *lengths]))
+    columns["first_entry"] = starts_of(np.concatenate([*nothing, *counts]))
+    columns["first_voxel"] = starts_of(np.concatenate([*nothing, *lengths]))
     return _encode(names, columns)
 
 
@@ -103,12 +103,6 @@ def _spans(first: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int6
         first - (np.cumsum(lengths) - lengths), lengths
     )
     return found
-
-
-def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    starts = np.zeros(len(lengths) + 1, "<u8")
-    np.cumsum(lengths, out=starts[1:])
-    return starts
 
 
 class VoxelTable:

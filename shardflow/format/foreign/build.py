@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from shardflow._version import __version__
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError, naming_os_errors
+from shardflow.format.contents.pictures import HEAD_NUM_BYTES, image_header
 from shardflow.format.foreign.places import LOCATIONS_VERSION, ImageFacts, split_location
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
@@ -40,7 +41,6 @@ from shardflow.format.foreign.scan import (
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, sha256_hex, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, versions
-from shardflow.format.pictures import HEAD_NUM_BYTES, image_header
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import IMAGE_KINDS, key_hashes, repeated_hashes
 from shardflow.format.shard_files import write_samples

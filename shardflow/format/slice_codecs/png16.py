@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.opencv import opencv
-from shardflow.format.pictures import PNG_SIGNATURE, decode_picture
+from shardflow.format.contents.pictures import PNG_SIGNATURE, decode_picture, opencv
 
 # Of a PNG (ISO/IEC 15948): signature, then the chunk IHDR with width, height, depth and color type, and its
 # checksum. Ours has the chunk tEXt behind it where values are moved.

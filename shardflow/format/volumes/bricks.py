@@ -430,11 +430,6 @@ class RegionPlan:
     """``(r,)`` sizes of the ranges."""
 
     @property
-    def num_bricks(self) -> int:
-        """Number of bricks that the region touches."""
-        return len(self.bricks)
-
-    @property
     def buffer_num_bytes(self) -> int:
         """Size of a buffer for all ranges, with room for what makes a frame of them."""
         return _HEAD_NUM_BYTES + self.read_num_bytes + _TAIL_NUM_BYTES + 8 * math.prod(self._grid)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import codec_for, codec_rank, decode_array, encode_array
+from shardflow.format.contents.regions import Region, read_regions
 from shardflow.format.keys import encode_json, mask_field, mask_prefix, parse_mask_field, volume_field
-from shardflow.format.regions import Region, read_regions
 from shardflow.format.volumes.bricks import EncodedVolume, Extents
 from shardflow.format.volumes.encoder import BRICK_SHAPE, VolumeEncoder
 

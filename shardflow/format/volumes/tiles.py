@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
-from shardflow.format.opencv import opencv
-from shardflow.format.pictures import decode_picture
+from shardflow.format.contents.pictures import decode_picture, opencv
 
 TILES_CODEC: Final = "tiles"
 """Codec of a slide, in ``study.json`` and the series table."""

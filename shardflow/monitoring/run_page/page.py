@@ -14,6 +14,7 @@ from importlib import resources
 from statistics import median
 from typing import Any, Final
 
+from shardflow.logs import counted
 from shardflow.monitoring.goodput import Goodput
 from shardflow.monitoring.lines import damage_note
 from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, shown
@@ -22,7 +23,7 @@ from shardflow.monitoring.units import compact, duration, show
 from shardflow.telemetry import STAGES, Advice
 from shardflow.telemetry.intervals import setting_text
 from shardflow.viewing import markup
-from shardflow.viewing.markup import counted, note, section, table
+from shardflow.viewing.markup import note, section, table
 
 _GOODPUT: Final = (
     ("useful_s", "useful steps", "useful"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from shardflow.logs import counted
 from shardflow.monitoring.verdict.intervals import IntervalSummary
 from shardflow.telemetry import Advice
 from shardflow.telemetry.intervals import setting_text
-from shardflow.viewing.markup import counted
 
 _MOST_GAIN: Final = 20.0
 _READS_PER_CPU: Final = 4

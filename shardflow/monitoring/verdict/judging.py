@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
+from shardflow.logs import counted
 from shardflow.monitoring.verdict import advice
 from shardflow.monitoring.verdict.intervals import PARTS, IntervalSummary, Settings, pool
 from shardflow.telemetry import Advice, Interval, Verdict
-from shardflow.viewing.markup import counted
 
 LEAST_WAIT: Final = 0.1
 """Share of the step from which a wait for data is reported."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.format.pictures import image_header
+from shardflow.format.contents.pictures import image_header
 from shardflow.packing.corpora.config import LineError, LineReason
 from shardflow.packing.corpora.conversations import Slot
 from shardflow.packing.corpora.lines import reading

@@ -51,7 +51,6 @@ _MAX_TEXT: Final = 200
 _WORDS: Final = 4
 _MOSTLY: Final = 0.9
 _MAX_INT: Final = 1 << 62
-_MAX_LINES: Final = 100
 _EXACT: Final = 1 << 53
 _NUMBERS: Final = frozenset({"int", "float"})
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -31,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from shardflow.errors import CheckpointError, StorageError, os_reason
-from shardflow.loading.lock import LOCK_NAME
+from shardflow.loading.rows.lock import LOCK_NAME
 from shardflow.storage import fsync_directory, write_atomic
 from shardflow.training.checkpoint.tensors import PiecewiseTensors, TensorFile, TensorFileError, write_tensors
 
@@ -40,7 +39,6 @@ FORMAT_VERSION: Final = 1
 SHARDED_FORMAT_VERSION: Final = 2
 """The same with a pair of tensor files for each rank; older readers refuse it by its number."""
 
-_LOGGER = logging.getLogger(__name__)
 _PARTS = ("model", "optimizer")
 STATE_FILE, _LATEST = "state.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -62,7 +60,7 @@ class Checkpoint:
     model: PiecewiseTensors
     optimizer: PiecewiseTensors
     lock: dict[str, Any] | None = None
-    """What the run read, see `shardflow.loading.lock`; None in a checkpoint from before there was one."""
+    """What the run read, see `shardflow.loading.rows.lock`; None in a checkpoint older than locks."""
 
 
 class CheckpointFolder:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from shardflow.logs import counted
 from shardflow.storage import write_atomic
-from shardflow.viewing.markup import counted
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ Source:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -28,7 +27,7 @@ from shardflow.fields.types.masks import Mask
 from shardflow.fields.volumes.field import BoundVolume, Volume
 from shardflow.loading import Batch, Selection
 from shardflow.loading.binding import bind_fields
-from shardflow.loading.windows import select_windows
+from shardflow.loading.rows.windows import select_windows
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters
@@ -42,7 +41,6 @@ from shardflow.training.models.unet import UNet3d
 from shardflow.training.tasks.task import ArrayTask, Meter
 from shardflow.training.tasks.volume_scores import VolumeMeter
 
-_LOGGER = logging.getLogger(__name__)
 _SMOOTH: Final = 1e-5
 _BESIDE: Final = ("range", "mask")
 WINDOW_ARRAYS: Final = ("row", "index", "start", "shape")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardflow.errors import FormatError
 from shardflow.fields.layout import Picture, Window
 from shardflow.fields.types.regions import Shown
-from shardflow.format.regions import read_regions
+from shardflow.format.contents.regions import read_regions
 
 pytestmark = pytest.mark.fast
 

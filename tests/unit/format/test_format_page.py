@@ -16,7 +16,6 @@ from shardflow.format.codecs import decode_array
 from shardflow.format.facts.series import ANSWERS, COUNTS, MEASURES, OPTIONAL, STRINGS, open_series
 from shardflow.format.facts.studies import open_studies
 from shardflow.format.table import encode_table
-from shardflow.format.tar import encode_member
 from tests.factories import make_dataset, make_sample
 from tests.field_cases import make_case_dataset
 
@@ -43,8 +42,7 @@ def _dump(name: str) -> bytes:
     return bytes(data)
 
 
-def test_the_dumps_are_the_bytes_of_the_code() -> None:
-    assert _dump("member") == encode_member("ab12.report.txt", b"No effusion.\n")
+def test_the_dump_is_the_bytes_of_the_code() -> None:
     assert _dump("table") == encode_table({"n": np.array([3, 1, 2], "<u2")}, {"kind": "example"})
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from shardflow.errors import FormatError
 from shardflow.fields.decode import decode_file
 from shardflow.format.codecs import decode_array, decode_field
-from shardflow.format.pictures import decode_picture, picture_size
+from shardflow.format.contents.pictures import decode_picture, picture_size
 
 pytestmark = pytest.mark.fast
 

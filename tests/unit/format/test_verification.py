@@ -11,11 +11,11 @@ import pytest
 
 from shardflow.errors import ManifestError, StorageError
 from shardflow.format import Damage, Dataset, verify
+from shardflow.format.checks.shards import DamageError, ExpectedFile, check_tar
 from shardflow.format.index import ShardIndex
 from shardflow.format.ledger import LedgerRow
 from shardflow.format.manifest import FileEntry, LedgerEntry, commit
 from shardflow.format.samples import COLUMNS
-from shardflow.format.shard_checks import DamageError, ExpectedFile, check_tar
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tar import member_num_bytes
 from shardflow.storage import ByteRange, LocalStore

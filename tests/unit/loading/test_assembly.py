@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardflow.fields.registry import FieldSet
 from shardflow.loading import LoaderConfig
 from shardflow.loading.assembly import PartSize
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 
 pytestmark = pytest.mark.fast
 KIB, MIB = 1 << 10, 1 << 20

@@ -13,7 +13,7 @@ from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.loading import Loader
-from shardflow.loading.blend_file import evaluation_blend, open_blend
+from shardflow.loading.rows.blend_file import evaluation_blend, open_blend
 from shardflow.sampling import BatchSpec, EpochPlan
 from shardflow.sampling.blend import Blend
 from tests.factories import make_dataset, sample_key

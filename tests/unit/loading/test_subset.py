@@ -10,7 +10,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.loading.selection import choose_rows
+from shardflow.loading.rows.selection import choose_rows
 from tests.factories import make_dataset, sample_key
 
 pytestmark = pytest.mark.fast

@@ -15,13 +15,13 @@ from torch.nn import functional
 from shardflow.config import load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.loading import Loader
+from shardflow.loading.rows.selection import select
 from shardflow.loading.sample import open_dataset
-from shardflow.loading.selection import select
 from shardflow.training.checkpoint.files import Checkpoint
 from shardflow.training.checkpoint.tensors import PiecewiseTensors
 from shardflow.training.config import TrainConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.reference_columns import store_reference
+from shardflow.training.jobs.reference_columns import store_reference
 from shardflow.training.run import check_bindings, open_task, train
 from tests import conversation_case
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, generate, make_folder, write_conversations

@@ -15,7 +15,7 @@ from shardflow.cli.main import main
 from shardflow.errors import ConfigError, TrainingError
 from shardflow.format.facts.columns import open_columns
 from shardflow.loading.sample import open_dataset
-from shardflow.training.reference_columns import store_reference
+from shardflow.training.jobs.reference_columns import store_reference
 from shardflow.training.run import train
 from shardflow.training.tokenizing import count_dataset
 from tests.conversation_case import generate, write_conversations

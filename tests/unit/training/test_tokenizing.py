@@ -15,9 +15,9 @@ import pytest
 from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.format import tokens as tokens_module
+from shardflow.format.checks.verification import verify
 from shardflow.format.table import Table
 from shardflow.format.tokens import TokenIds, open_counts, tokens_folder
-from shardflow.format.verification import verify
 from shardflow.loading import Loader, select
 from shardflow.sampling import BatchSpec, CostRule, LoaderState, TokenBudget
 from shardflow.training.text import ReportTokenizer, train_tokenizer

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import os_reason
+from shardflow.format.contents.regions import unite_outlines
 from shardflow.format.reasons import Reason, source_error
-from shardflow.format.regions import unite_outlines
 from shardflow.packing.attachments.annotations.region_writer import (
     OpenRegion,
     RegionFacts,

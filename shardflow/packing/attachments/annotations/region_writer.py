@@ -4,7 +4,7 @@ Readers open a region and add its shape slice by slice; each mask is encoded at 
 compressed masks only. A region that lies in several series becomes an entry in each.
 
 An outline is an ``(n, 2)`` array of ``(x, y)`` pixel coordinates, see `targets`; it is filled as readers
-fill it (`shardflow.format.regions`).
+fill it (`shardflow.format.contents.regions`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.format.codecs import codec_for, encode_array
+from shardflow.format.contents.regions import fill_outlines
 from shardflow.format.keys import mask_field, mask_prefix
 from shardflow.format.reasons import Reason, source_error
-from shardflow.format.regions import fill_outlines
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target
 from shardflow.packing.attachments.annotations.vocabulary import Code, Term, Vocabulary, allow_code
 from shardflow.packing.sources.placement import ClassNames

@@ -43,10 +43,9 @@ _DEFAULT: Final = DocumentLimits()
 
 @dataclass(slots=True)
 class XmlNode:
-    """One element; names are without their namespace, which `namespace` has."""
+    """One element; names are without their namespace."""
 
     name: str
-    namespace: str = ""
     attributes: dict[str, str] = field(default_factory=dict, repr=False)
     """By local name; of the attribute ``xsi:type`` it is ``type``."""
     children: list[XmlNode | str] = field(default_factory=list, repr=False)
@@ -140,9 +139,9 @@ class _Builder:
         self._num_nodes += 1
         if len(self._open) > self._limits.max_depth or self._num_nodes > self._limits.max_nodes:
             raise source_error(Reason.LIMIT_EXCEEDED, "elements too deep or too many")
-        namespace, _, local = name.rpartition("\n")
+        local = name.rpartition("\n")[2]
         known = {key.rpartition("\n")[2]: value for key, value in attributes.items()}
-        node = XmlNode(local, namespace, known)
+        node = XmlNode(local, known)
         self._open[-1].children.append(node)
         self._open.append(node)
 

@@ -14,6 +14,7 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError, ManifestError, NotFoundError, StorageError
 from shardflow.format import Dataset, encode_array, verify
+from shardflow.format.contents.pictures import image_header, picture_size
 from shardflow.format.facts.columns import open_columns
 from shardflow.format.foreign.build import (
     ForeignSource,
@@ -22,7 +23,6 @@ from shardflow.format.foreign.build import (
     index_tars,
 )
 from shardflow.format.foreign.scan import expand_braces, split_member
-from shardflow.format.pictures import image_header, picture_size
 from shardflow.format.tar import END_OF_ARCHIVE, encode_member
 from tests.foreign_tars import (
     gnu_tar,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 
-from shardflow.format.regions import fill_outlines
+from shardflow.format.contents.regions import fill_outlines
 from shardflow.packing.attachments.annotations.region_writer import (
     clip_outline,
     ellipse_outline,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardflow.errors import SourceError
-from shardflow.format.regions import fill_outlines
+from shardflow.format.contents.regions import fill_outlines
 from shardflow.packing.attachments.annotations.dicom_drawings import (
     describe_structure_set,
     read_structure_set,

@@ -15,8 +15,8 @@ import pytest
 
 import shardflow.viewing
 from shardflow.format import Dataset
+from shardflow.logs import counted
 from shardflow.viewing import gather, render_page
-from shardflow.viewing.markup import counted
 from tests.viewing_case import make_viewed_dataset
 
 pytestmark = pytest.mark.fast

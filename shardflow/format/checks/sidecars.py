@@ -14,6 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, NoListingError
+from shardflow.format.checks.shards import (
+    WHOLE_FILE,
+    Collecting,
+    Damage,
+    DamageError,
+    ExpectedFile,
+    checking,
+    open_table,
+)
 from shardflow.format.copies.copying import Sidecar, find_sidecars
 from shardflow.format.counts import ConversationCounts, CountsManifest
 from shardflow.format.entities import EntityManifest, EntityTable
@@ -23,15 +32,6 @@ from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
 from shardflow.format.field_digests import FieldDigestsManifest, digests_of
 from shardflow.format.manifest import Manifest
 from shardflow.format.samples import SamplesTable
-from shardflow.format.shard_checks import (
-    WHOLE_FILE,
-    Collecting,
-    Damage,
-    DamageError,
-    ExpectedFile,
-    checking,
-    open_table,
-)
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table

@@ -19,8 +19,8 @@ from shardflow.fields.conversations.rendering import Renderer
 from shardflow.fields.field import Field, FieldContext
 from shardflow.fields.units import PartDataset, WindowDataset
 from shardflow.format import Dataset
-from shardflow.loading.blend_file import BlendFile
-from shardflow.loading.selection import Selection, select
+from shardflow.loading.rows.blend_file import BlendFile
+from shardflow.loading.rows.selection import Selection, select
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.blend import Blend, Mixture
 from shardflow.sampling.layout import Rows, mask_of, rows_digest, select_rows

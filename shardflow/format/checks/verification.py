@@ -16,6 +16,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from shardflow.errors import ManifestError, NoListingError, NotFoundError, StorageError
+from shardflow.format.checks.shards import (
+    WHOLE_FILE,
+    Collecting,
+    Damage,
+    DamageError,
+    ExpectedFile,
+    RowDamage,
+    SamplesChecker,
+    check_tar,
+    checking,
+    open_table,
+)
+from shardflow.format.checks.sidecars import check_sidecars, find_sidecars_to_check, sidecar_paths
 from shardflow.format.copies.copying import Sidecar
 from shardflow.format.entities import EntityManifest
 from shardflow.format.facts.series import SeriesManifest
@@ -40,19 +53,6 @@ from shardflow.format.manifest import (
     versions,
 )
 from shardflow.format.samples import SamplesTable
-from shardflow.format.shard_checks import (
-    WHOLE_FILE,
-    Collecting,
-    Damage,
-    DamageError,
-    ExpectedFile,
-    RowDamage,
-    SamplesChecker,
-    check_tar,
-    checking,
-    open_table,
-)
-from shardflow.format.sidecar_checks import check_sidecars, find_sidecars_to_check, sidecar_paths
 from shardflow.format.signatures import list_path, signature_numbers
 from shardflow.format.tables import TableManifest
 from shardflow.format.tokens import TokensManifest

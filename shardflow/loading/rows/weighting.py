@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.facts.columns import ColumnValues, open_columns
-from shardflow.loading.selection import Selection
+from shardflow.loading.rows.selection import Selection
 from shardflow.sampling.blend import BlendComponent, Mixture
 from shardflow.sampling.layout import Rows, mask_of, rows_digest, select_rows
 from shardflow.sampling.spec import Sampling

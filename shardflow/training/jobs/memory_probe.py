@@ -1,6 +1,6 @@
 """Memory probe: measures what micro-batches take, fits a line, and proposes a micro-batch size.
 
-`measure_memory_curve` starts this module as a process (``python -m shardflow.training.memory_probe
+`measure_memory_curve` starts this module as a process (``python -m shardflow.training.jobs.memory_probe
 RUN.toml``), which builds the run's model and optimizer, and takes one step with 1, 2, 4, ... samples in the
 largest shapes that the settings allow: all slices, the longest text. It prints a line for each size and ends
 after 64 samples, when half of the memory is in use, or when a size does not fit; running out of memory does
@@ -141,7 +141,7 @@ def _run_sizes(config: TrainConfig) -> tuple[int, str, list[tuple[int, int]]]:
     with tempfile.TemporaryDirectory(prefix="shardflow-memory-") as folder:
         path = Path(folder) / "run.toml"
         path.write_text(dump_config(config), encoding="utf-8")
-        command = [sys.executable, "-m", "shardflow.training.memory_probe", str(path)]
+        command = [sys.executable, "-m", "shardflow.training.jobs.memory_probe", str(path)]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S

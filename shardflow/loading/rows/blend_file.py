@@ -29,15 +29,15 @@ from shardflow.config import Bounds, check_fields, load_config
 from shardflow.errors import ConfigError, PlanError, ShardflowError
 from shardflow.fields.units import open_unit
 from shardflow.format import Dataset
-from shardflow.loading.lock import with_tables
-from shardflow.loading.selection import (
+from shardflow.loading.rows.lock import with_tables
+from shardflow.loading.rows.selection import (
     FULL_STUDY,
     Selection,
     SplitRows,
     choose_rows,
     open_view,
 )
-from shardflow.loading.weighting import sampled_rows
+from shardflow.loading.rows.weighting import sampled_rows
 from shardflow.sampling.blend import (
     BLEND_SPLIT,
     MAX_COMPONENTS,

@@ -6,7 +6,7 @@ micro-batch in its largest shapes, counted on the meta device, where nothing is 
 allocated; with activation checkpointing those between the layers, and all of one layer. Masks of all pairs of
 tokens are among them, as packed sequences and Gemma 3 have, where attention takes them. What kernels,
 communication and the allocator take besides is not known here: leave a tenth free.
-`shardflow.training.memory_probe` measures where there is a machine.
+`shardflow.training.jobs.memory_probe` measures where there is a machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.field import Conversation
+from shardflow.logs import counted
 from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of
@@ -33,7 +34,6 @@ from shardflow.training.models.weights import hold_frozen, parameters_on_meta
 from shardflow.training.step import COMPUTE_TYPES
 from shardflow.training.tasks.task import RunSettings
 from shardflow.training.text import ReportTokenizer
-from shardflow.viewing.markup import counted
 
 _MOMENTS = 2
 """Of AdamW."""
