@@ -29,9 +29,7 @@ def find(volume: Scan) -> tuple[Head | None, float]:
     finder = HeadFinder(
         volume.affine_lps.tolist(), len(volume.pixels), volume.pixels.shape[1:], volume.modality
     )
-    for index in finder.indices:
-        finder.add(index, volume.pixels[index])
-    return finder.find(), time.perf_counter() - start
+    return finder.find(lambda index: volume.pixels[index]), time.perf_counter() - start
 
 
 def real(folder: Path) -> Iterator[tuple[str, Scan]]:

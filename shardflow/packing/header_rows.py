@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from shardflow.errors import ShardflowError, StorageError, naming_os_errors
+from shardflow.packing.deid.identity import is_number
 from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts
@@ -314,6 +315,11 @@ def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
                 accession=digest64(item.accession.strip()),
                 beside=key.surrogate("study", row.study_beside) if row.study_beside else "",
                 patient=key.surrogate("patient", item.patient_id.strip()) if item.patient_id.strip() else "",
+                others=tuple(
+                    key.surrogate("patient", one.number)
+                    for one in item.patient_numbers
+                    if one.number != item.patient_id.strip() and is_number(one.number)
+                ),
                 time_s=seconds,
             )
         )
@@ -349,7 +355,7 @@ class _Search:
         self._by_accession: dict[int, set[int]] = {}
         self._by_patient: dict[str, list[int]] = {}
         accessions = {item.accession for item in items if item.accession}
-        patients = {item.patient for item in items if item.patient and item.time_s is not None}
+        patients = {patient for item in items if item.time_s is not None for patient in item.patients}
         named = {item.patient for item in items if item.patient}
         self._patients = named.intersection(map(self._studies.patient_of, range(len(self._studies))))
         for study, (patient, facts) in enumerate(
@@ -381,7 +387,7 @@ class _Search:
         A patient that no image names proves nothing: systems number patients in their own ways.
         """
         patient = self._studies.patient_of(study)
-        is_other = patient and item.patient in self._patients and item.patient != patient
+        is_other = patient and item.patient in self._patients and patient not in item.patients
         return CONFLICTING if is_other else study
 
     def _with_accession(self, item: ItemLinks) -> set[int]:
@@ -391,14 +397,14 @@ class _Search:
             return set()
         (study,) = found
         patient = self._studies.patient_of(study)
-        return set() if item.patient and patient and item.patient != patient else {study}
+        return set() if item.patient and patient and patient not in item.patients else {study}
 
     def _near(self, item: ItemLinks) -> set[int]:
         """Return studies of the record's patient within the window."""
-        if item.time_s is None or not item.patient:
+        if item.time_s is None:
             return set()
         near: set[int] = set()
-        for study in self._by_patient.get(item.patient, ()):
+        for study in (study for patient in item.patients for study in self._by_patient.get(patient, ())):
             facts = self._studies.facts[study]
             if facts.first_s is None or facts.last_s is None:
                 continue

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
-from shardflow.packing.deid.identity import PatientEvidence, PublishedPerson
+from shardflow.packing.deid.identity import Listed, PatientEvidence, PublishedPerson
 
 NO_STUDY: Final = -1
 
@@ -116,7 +116,14 @@ class ItemLinks:
     beside: str
     """Study of the layout that the file is located with."""
     patient: str
+    others: tuple[str, ...]
+    """The patient under the further numbers that the record lists."""
     time_s: int | None
+
+    @property
+    def patients(self) -> tuple[str, ...]:
+        """The patient under all numbers; empty if the record names none."""
+        return (self.patient, *self.others) if self.patient else self.others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +165,8 @@ class ScannedFile:
     """64 bits of its stored pixels; 0 for none."""
     evidence: tuple[int, ...] = ()
     """Evidence of its patient's identity (`shardflow.packing.deid.identity`)."""
+    listed: tuple[Listed, ...] = ()
+    """Lists of one patient's numbers in its records."""
 
 
 class StudyTable:
@@ -294,6 +303,7 @@ class FileTable:
                 self.study[number] = self.studies.add(file.study, file.patient, file.bucket, file.facts)
                 if file.patient:
                     self.studies.evidence.add(file.patient, file.evidence)
+            self.studies.evidence.add_lists(file.listed)
             if file.attachment is not None:
                 self.kind[number] = ATTACHMENT_KIND
                 if file.attachment.links:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import StorageError, naming_os_errors
 from shardflow.format.reasons import HELD_BACK, Outcome, Reason, outcome_of
+from shardflow.packing.deid.identity import listed_together
 from shardflow.packing.header_rows import AMBIGUOUS, CONFLICTING, digest64, digest_bytes, resolve
 from shardflow.packing.inventory import (
     NO_STUDY,
@@ -262,6 +263,9 @@ def link_reports(
         with os.fdopen(descriptor, "wb") as file:
             linked = ((number, *found) for one in records for number, found in enumerate(finder.find(one)))
             for number, record, study_key, study in linked:
+                if isinstance(record, ReportRecord) and record.patient_numbers:
+                    named = tuple((one.number, one.issuer) for one in record.patient_numbers)
+                    studies.evidence.add_lists([listed_together(key, named)])
                 encoded = _encode(record)
                 text, people = encoded or b"", _encode_people(record)
                 reason = _reason(record, study, is_text=encoded is not None)

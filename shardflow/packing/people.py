@@ -1,6 +1,7 @@
 """Identity graph: patient identifiers of one person get one split, one key and one shift of dates.
 
-Pairs that share evidence (`shardflow.packing.deid.identity`) or an image are judged. Certain links join
+Pairs that share evidence (`shardflow.packing.deid.identity`), an image, or a list of one patient's numbers in
+a record are judged. Certain links join
 patients (union-find over their numbers); uncertain ones are listed in the private folder with what agrees and
 what differs, counted, and decided by the operator's ``deid.identity_map``. All that are joined share the
 split. Patients whose link is certain beyond a shared image appear under one identifier, the first of their
@@ -21,8 +22,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -30,10 +33,13 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError, naming_os_errors, os_reason
 from shardflow.packing.deid.identity import (
+    MAX_SHARED,
     PatientEvidence,
     PublishedPerson,
     judge,
+    may_be_issued_by,
     offsets_in,
+    own_numbers,
     pairs_of_equal,
 )
 from shardflow.packing.deid.pseudonyms import DateOffsets
@@ -45,6 +51,7 @@ from shardflow.storage.local import write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardflow.packing.deid.identity import Listed, SortedEvidence, Verdict
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.settings import UncertainIdentity
@@ -281,13 +288,15 @@ def identify(
     decided = {} if identity_map is None else read_map(identity_map, key, evidence)
     ordered = evidence.sorted().without_placeholders()
     same_pixels = set(map(tuple, copies.tolist()))
-    candidates = np.unique(
-        np.concatenate([ordered.pairs(), copies, np.array([*decided], np.int64).reshape(-1, 2)]), axis=0
-    )
+    listed = _listed_pairs(evidence, ordered)
+    given = np.array([*decided, *listed], np.int64).reshape(-1, 2)
+    candidates = np.unique(np.concatenate([ordered.pairs(), copies, given]), axis=0)
     links = []
     for first, second in candidates.tolist():
         pair = (first, second)
-        found, words = judge(ordered.of(first), ordered.of(second), same_pixels=pair in same_pixels)
+        found, words = judge(
+            ordered.of(first), ordered.of(second), same_pixels=pair in same_pixels, listed=listed.get(pair)
+        )
         verdict: _Judged | None = found
         if pair in decided:
             verdict = "same" if decided[pair] else "different"
@@ -328,6 +337,36 @@ def join(num_patients: int, pairs: Iterable[tuple[int, int]]) -> NDArray[np.int6
         low, high = sorted((root_of(first), root_of(second)))
         parents[high] = low
     return np.array([root_of(number) for number in range(num_patients)], np.int64)
+
+
+def _listed_pairs(evidence: PatientEvidence, ordered: SortedEvidence) -> dict[tuple[int, int], Verdict]:
+    """Return the pairs of patients whose numbers records list together, also by a third number.
+
+    A number in more than `MAX_SHARED` different lists is a placeholder.
+    """
+    counts = Counter(number for one in evidence.listed for number in {number for number, _ in one})
+    nodes: dict[tuple[int, ...], int] = {}
+    chains: list[tuple[int, int]] = []
+    for one in evidence.listed:
+        kept = [nodes.setdefault(entry, len(nodes)) for entry in one if counts[entry[0]] <= MAX_SHARED]
+        chains += pairwise(kept)
+    groups, owners = join(len(nodes), chains), ordered.owners_of(counts)
+    found = [
+        (groups[node], patient, len(owners[number]) == 1 and may_be_issued_by(ordered.of(patient), issuer))
+        for (number, issuer), node in nodes.items()
+        for patient in owners.get(number, ())
+    ]
+    group = np.array([one[0] for one in found], np.uint64)
+    patients = np.array([one[1] for one in found], np.int64)
+    is_sure = np.array([one[2] for one in found], np.bool_)
+    pairs: dict[tuple[int, int], Verdict] = {}
+    verdicts: tuple[tuple[Any, Verdict], ...] = ((slice(None), "uncertain"), (is_sure, "certain"))
+    for chosen, verdict in verdicts:
+        for first, second in pairs_of_equal(group[chosen], patients[chosen]).tolist():
+            numbers = own_numbers(ordered.of(first)), own_numbers(ordered.of(second))
+            if numbers[0].isdisjoint(numbers[1]):
+                pairs[first, second] = verdict
+    return pairs
 
 
 def _copies(
@@ -448,18 +487,26 @@ def write_evidence(identities: Identities, path: Path) -> None:
     """Write the evidence of all patients: one JSON line for each, with its surrogate and keyed digests.
 
     The line of a patient who is one person with others names the person (``person``), and the identifier
-    that it appears under, if that is another (``patient_key``), with the offsets of its ``dates``.
+    that it appears under, if that is another (``patient_key``), with the offsets of its ``dates``. ``listed``
+    holds digests of the numbers that records list together with the patient's.
 
     Raises:
         StorageError: It cannot be written.
     """
     ordered = identities.evidence.sorted()
+    lists: dict[int, list[Listed]] = {}
+    for listed in identities.evidence.listed:
+        for number in {number for number, _ in listed}:
+            lists.setdefault(number, []).append(listed)
     person_of = {one: patients[0] for patients in identities.members().values() for one in patients}
 
     def lines() -> Iterator[bytes]:
         for number, patient in enumerate(identities.evidence.patients):
-            tokens = [f"{token:016x}" for token in ordered.of(number)]
-            entry: dict[str, Any] = {"patient": patient, "evidence": tokens}
+            tokens = ordered.of(number)
+            entry: dict[str, Any] = {"patient": patient, "evidence": [f"{token:016x}" for token in tokens]}
+            named = [one for own in own_numbers(tokens) for one in lists.get(own, ())]
+            if named:
+                entry["listed"] = named
             if patient in person_of:
                 entry["person"] = person_of[patient]
             if patient in identities.published:
@@ -490,8 +537,10 @@ def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
                 kept = {name: str(entry[name]) for name in ("person", "patient_key") if name in entry}
                 dates = {"dates": int(entry["dates"])} if "patient_key" in kept else {}
+                listed = [[[int(one) for one in pair] for pair in each] for each in entry.get("listed", ())]
                 evidence = [*map(str, entry["evidence"])]
-                yield {"patient": str(entry["patient"]), "evidence": evidence, **kept, **dates}
+                named = {"listed": listed} if listed else {}
+                yield {"patient": str(entry["patient"]), "evidence": evidence, **named, **kept, **dates}
             except (KeyError, TypeError, ValueError) as error:
                 raise FormatError(
                     f"the evidence of identity (people-*.jsonl) in private_dir holds a damaged line "
@@ -512,6 +561,7 @@ def load_evidence(path: Path, evidence: PatientEvidence) -> dict[str, PublishedP
     found = {}
     for entry in read_evidence(path):
         evidence.add(entry["patient"], tuple(int(token, 16) for token in entry["evidence"]))
+        evidence.add_lists(tuple(map(tuple, one)) for one in entry.get("listed", ()))
         if "patient_key" in entry:
             dates = DateOffsets.from_int(entry["dates"])
             found[entry["patient"]] = PublishedPerson(patient_key=entry["patient_key"], dates=dates)

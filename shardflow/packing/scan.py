@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, SourceError, StorageError
 from shardflow.format.reasons import Reason
-from shardflow.packing.deid.identity import StatedPerson, evidence_of
+from shardflow.packing.deid.identity import Listed, StatedPerson, evidence_of, listed_together
 from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode, step
 from shardflow.packing.header_rows import (
@@ -60,7 +60,7 @@ NUM_BUCKETS: Final = 10_000
 
 _NUM_SEARCHES: Final = 3
 """How often the files of a batch that fails are read one by one."""
-_ROWS_VERSION: Final = 9
+_ROWS_VERSION: Final = 10
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
@@ -298,6 +298,7 @@ class Scanner:
             attachment=attachment,
             pixels=row.pixels,
             evidence=evidence_of(self.key, _stated(patient, header)) if patient else (),
+            listed=() if row.attachment is None else _listed(row.attachment, self.key),
         )
 
     def _bucket(self, patient: str, placement: Placement | None) -> int:
@@ -344,6 +345,15 @@ def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
         age="" if has_date else header.patient_age,
         study_date="" if has_date else header.study_date,
     )
+
+
+def _listed(attachment: AttachmentRow, key: SecretKey) -> tuple[Listed, ...]:
+    found = {
+        listed_together(key, tuple((one.number, one.issuer) for one in item.patient_numbers))
+        for item in attachment.items
+        if item.patient_numbers
+    }
+    return tuple(sorted(found - {()}))
 
 
 def _pixel_digest(path: Path, header: InstanceHeader) -> int:

@@ -77,9 +77,9 @@ def test_what_a_header_calls_a_head_is_flagged_without_a_search(
     searched: list[HeadFinder] = []
     find = HeadFinder.find
 
-    def count(finder: HeadFinder) -> Head | None:
+    def count(finder: HeadFinder, read: Any) -> Head | None:
         searched.append(finder)
-        return find(finder)
+        return find(finder, read)
 
     monkeypatch.setattr(HeadFinder, "find", count)
     _, slab, belly = _volumes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,64 @@ def _dated(case: PackCase, patient: str, day: str, folder: Path) -> MadeStudy:
     ecg.AcquisitionDateTime = f"{day}114500"
     ecg.save_as(folder / f"{day}.dcm")
     return study
+
+
+def _hl7(numbers: Sequence[str], study: str) -> bytes:
+    listed = "~".join(f"{number}^^^ISSUER{place}^MR" for place, number in enumerate(numbers))
+    lines = [
+        "MSH|^~\\&|RIS|X|||20260301||ORU^R01|1|P|2.5",
+        f"PID|1||{listed}~NONE^^^X^MR~V1^^^X^VN",
+        "OBR|1|P1|F1||||20260301",
+        "OBX|1|TX|71020&GDT^Findings||No effusion.||||||F",
+        f"OBX|2|UI|113014^DICOM Study^DCM||{study}||||||F",
+    ]
+    return "\r".join(lines).encode()
+
+
+def _fhir(numbers: Sequence[str], study: str) -> bytes:
+    listed = [{"system": f"urn:x:{place}", "value": number} for place, number in enumerate(numbers)]
+    resources: list[dict[str, Any]] = [
+        {"resourceType": "Patient", "id": "p", "identifier": listed},
+        {
+            "resourceType": "ImagingStudy",
+            "subject": {"reference": "Patient/p"},
+            "identifier": [{"system": "urn:dicom:uid", "value": f"urn:oid:{study}"}],
+            "numberOfSeries": 1,
+        },
+    ]
+    entries = [{"resource": one} for one in resources]
+    return json.dumps({"resourceType": "Bundle", "type": "collection", "entry": entries}).encode()
+
+
+@pytest.mark.parametrize("kind", ["hl7", "fhir", "report"])
+def test_a_record_that_lists_two_identifiers_joins_them(case: PackCase, kind: str) -> None:
+    """Of a patient of whom headers say no more, in the study under the second identifier; also an append."""
+    pairs = [(f"A{number}-5", f"{number}77B") for number in range(1, 99)]
+    pair = next(
+        one for one in pairs if len({case.key.bucket("split", number, 10_000) < 5000 for number in one}) == 2
+    )
+    first, second = (_add(case, one, PatientBirthDate="", PatientSex="") for one in pair)
+    uid = dcmread(next((case.dicom / dicom_uid("folder", pair[1])).iterdir())).StudyInstanceUID
+    folder = case.folder / "records"
+    folder.mkdir()
+    (folder / "one").write_bytes((_fhir if kind == "fhir" else _hl7)(pair, uid))
+    settings = ["splits={train=50, val=50}"]
+    if kind == "report":
+        settings += [f"inputs.reports={folder}", "inputs.reports_format=documents"]
+    else:
+        settings.append(f'inputs.attachments=["{folder}"]')
+    summary = case.pack(*settings)
+    assert summary.identities == {"joined": 2}
+    assert len({_splits(case)[one] for one in (first, second)}) == 1
+    dataset = case.open()
+    found = dataset.read_fields(dataset.samples.find(second))
+    assert ("report.txt" if kind == "report" else "records.json") in found
+    keys = open_columns(dataset).stored("facts.patient_key").values
+    assert len(set(keys.tolist())) == 1
+    assert [row["evidence"] for row in _listed(case)] == ["record"]
+    hidden = [one.encode() for one in (*pair, pair[0].replace("-", ""))]
+    for path in case.output.rglob("*"):
+        assert path.is_dir() or not [one for one in hidden if one in path.read_bytes()]
 
 
 @pytest.mark.parametrize("dates", ["days", "shift"])

@@ -14,7 +14,7 @@ all of it becomes the darkest value, down to the throat. The brain stays; what i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -72,6 +72,9 @@ _CUT_DEPTH: Final = 0.45
 _THROAT: Final = 1.35
 _BROW_BAND: Final = (0.26, 0.48)
 _BROW_DEPTH: Final = 0.035
+
+_NOTHING: Final = np.float32(-1e9)
+"""Value where a plane is not known."""
 
 Plane = NDArray[np.float32]
 
@@ -192,11 +195,36 @@ class HeadFinder:
         depth = float(np.linalg.norm(self._affine[:3, 2])) * (num_slices - 1)
         count = min(num_slices, MAX_SAMPLED, max(MIN_SLICES, math.ceil(depth / _GRID_MM) + 1))
         self.indices: list[int] = sorted({round(one) for one in np.linspace(0, num_slices - 1, count)})
-        """Slices to add."""
-        self._slices: dict[int, Plane] = {}
+        """Slices that may be looked at."""
+        self._added: dict[int, Plane] = {}
+
+    @cached_property
+    def _grid(self) -> _Grid:
+        return _Grid.of(self._affine, self._size, self._scale, np.array(self.indices))
+
+    @property
+    def first(self) -> frozenset[int]:
+        """The slices of `indices` that are looked at in any case; of axial CT about every third."""
+        if self._modality != "CT" or len(self.indices) < 2:
+            return frozenset(self.indices)
+        return frozenset(self.indices[place] for place in self._grid.slices(_FIRST_STEP))
 
     def add(self, index: int, pixels: NDArray[Any]) -> None:
-        """Add a slice of `indices`, ``(rows, columns)`` in modality units."""
+        """Add a slice of `indices` that `find` need not read, ``(rows, columns)`` in modality units."""
+        self._added[index] = self._reduced(pixels)
+
+    def find(self, read: Callable[[int], NDArray[Any] | None]) -> Head | None:
+        """Return the head; None if there is none.
+
+        Args:
+            read: Returns a slice of `indices` that was not added, ``(rows, columns)`` in modality units, or
+                None if it cannot be decoded: it shows nothing then. None is asked for twice; without anything
+                like a head, only those of `first` are.
+        """
+        outlines = self._outlines(read)
+        return _judge(outlines) if outlines else None
+
+    def _reduced(self, pixels: NDArray[Any]) -> Plane:
         # Rounded in between, HU stay what they are; other units may be small numbers.
         is_whole = self._modality == "CT" and pixels.dtype in (np.int16, np.uint16)
         small = pixels if is_whole else pixels.astype(np.float32)
@@ -206,21 +234,22 @@ class HeadFinder:
         small = small.astype(np.float32, copy=False)
         if not self._halvings:
             small = cv2.resize(small, self._size, interpolation=cv2.INTER_AREA)
-        self._slices[index] = np.nan_to_num(small) if pixels.dtype.kind == "f" else small
+        return np.nan_to_num(small) if pixels.dtype.kind == "f" else small
 
-    def find(self) -> Head | None:
-        """Return the head; None if there is none."""
-        outlines = self._outlines()
-        return _judge(outlines) if outlines else None
+    def _outlines(self, read: Callable[[int], NDArray[Any] | None]) -> list[_Outline]:
+        def read_reduced(place: int) -> Plane | None:
+            index = self.indices[place]
+            if index in self._added:
+                return self._added[index]
+            pixels = read(index)
+            return None if pixels is None else self._reduced(pixels)
 
-    def _outlines(self) -> list[_Outline]:
-        indices = np.array(sorted(self._slices))
-        if len(indices) < 2:
+        if len(self.indices) < 2:
             return []
-        volume = np.stack([self._slices[index] for index in indices.tolist()])
-        grid = _Grid.of(self._affine, self._size, self._scale, indices)
+        volume = _Volume((len(self.indices), self._size[1], self._size[0]), read_reduced)
+        grid = self._grid
         is_ct = self._modality == "CT"
-        skin = _SKIN_HU if is_ct else _surface_level(volume, self._modality)
+        skin = _SKIN_HU if is_ct else _surface_level(volume.whole(), self._modality)
         heights = grid.heights()
         found: dict[int, _Outline | None] = {}
         for step in (_FIRST_STEP, 1):
@@ -231,6 +260,41 @@ class HeadFinder:
             if not any(one is not None and one.may_be_head for one in found.values()):
                 return []  # no run of planes is a head
         return [one for _, one in sorted(found.items()) if one is not None]
+
+
+class _Volume:
+    """Reduced slices, each read when a plane first needs it.
+
+    Args:
+        shape: Slices, rows, columns.
+        read: Returns one slice; None if it cannot be decoded.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], read: Callable[[int], Plane | None]) -> None:
+        self._pixels = np.full(shape, _NOTHING, np.float32)
+        self._unread = np.ones(shape[0], np.bool_)
+        self._is_decoded = np.zeros(shape[0], np.bool_)
+        self._read = read
+
+    def whole(self) -> NDArray[np.float32]:
+        """Return the slices that can be decoded, ``(slices, rows, columns)``."""
+        self._require(np.arange(len(self._unread)))
+        return self._pixels if self._is_decoded.all() else self._pixels[self._is_decoded]
+
+    def take(
+        self, slices: NDArray[np.intp], rows: NDArray[np.intp], columns: NDArray[np.intp]
+    ) -> NDArray[np.float32]:
+        """Return the pixels at indices that broadcast to a plane."""
+        self._require(slices)
+        _, num_rows, num_columns = self._pixels.shape
+        return self._pixels.take((slices * num_rows + rows) * num_columns + columns)
+
+    def _require(self, slices: NDArray[np.intp]) -> None:
+        for place in np.unique(slices[self._unread[slices]]).tolist():
+            pixels = self._read(place)
+            if pixels is not None:
+                self._pixels[place], self._is_decoded[place] = pixels, True
+            self._unread[place] = False
 
 
 def _halvings(shape: tuple[int, int], spacing_mm: float) -> int:
@@ -284,6 +348,14 @@ class _Grid:
         step = max(_GRID_MM, (self.high[2] - self.low[2]) / _MAX_PLANES)
         return np.arange(self.low[2], self.high[2] + step / 2, step)
 
+    def slices(self, step: int) -> list[int]:
+        """Return the places of the slices that every so many planes are made of, ascending."""
+        heights = self.heights()[::step, None, None]
+        at = self._flat[2] + self.inverse[2, 2] * heights + self.inverse[2, 3]
+        places = np.clip(np.rint(at).astype(np.intp), 0, self.shape[2] - 1)
+        found: list[int] = np.unique(places).tolist()
+        return found
+
     @cached_property
     def _flat(self) -> list[NDArray[np.float64]]:
         """What the columns and rows of a plane add to each index, at any height; they broadcast to a plane.
@@ -298,23 +370,25 @@ class _Grid:
             for row in self.inverse[:3]
         ]
 
-    def sample(self, volume: NDArray[np.float32], z: float) -> tuple[Plane, NDArray[np.uint8]]:
+    def sample(self, volume: _Volume, z: float) -> tuple[Plane, NDArray[np.uint8]]:
         """Return one axial plane, rows from front to back, and where it is known."""
         m, known, at = self.inverse, np.ones((1, 1), bool), []
         for k, size in enumerate(self.shape):
             one = np.rint(self._flat[k] + m[k, 2] * z + m[k, 3]).astype(np.intp)
             known = known & (one >= 0) & (one < size)
             at.append(np.minimum(np.maximum(one, 0), size - 1))
-        plane = volume.take((at[2] * self.shape[1] + at[1]) * self.shape[0] + at[0])
+        plane = volume.take(at[2], at[1], at[0])
         shape = np.broadcast_shapes(*(one.shape for one in self._flat))
         plane, known = np.broadcast_to(plane, shape), np.broadcast_to(known, shape)
         if not known.all():
-            plane = np.where(known, plane, np.float32(-1e9))
+            plane = np.where(known, plane, _NOTHING)
         return plane, known.astype(np.uint8)
 
 
 def _surface_level(volume: NDArray[np.float32], modality: str) -> float:
     """Return the level between air and tissue of a volume that is not CT."""
+    if not volume.size:
+        return 0.0
     top, bottom = map(float, np.percentile(volume, (99.5, 0.5)))
     if modality == "PT":  # skin takes up a twentieth of what the brain does
         return bottom + _PET_SHARE * (top - bottom)

@@ -8,7 +8,7 @@ trained on a person must not be tested on that person.
 Packing processes reduce names, birth dates and identifiers to digests of 61 bits under the secret key
 (`evidence_of`). The job collects them by patient (`PatientEvidence`) and compares pairs that share one
 (`judge`). A value that many patients share, such as the birth date of a phantom, is a placeholder and links
-nobody.
+nobody. Clinical records that list several numbers of their patient are evidence too (`listed_together`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -68,6 +68,8 @@ class _Kind(IntEnum):
 
 
 Verdict: TypeAlias = Literal["certain", "uncertain"]
+Listed: TypeAlias = tuple[tuple[int, ...], ...]
+"""Numbers that a record lists for one patient: digests of each and of its issuer (0: none stated), sorted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +173,7 @@ def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
 
     def add(kind: _Kind, domain: str, text: str) -> None:
         if text:
-            digest = key.bucket(f"identity-{domain}", text, _DIGESTS)
-            found.add(digest << _KIND_BITS | kind)
+            found.add(_digest(key, domain, text) << _KIND_BITS | kind)
 
     found.add(DateOffsets.of(key, person.patient_id).to_int() << _KIND_BITS | _Kind.DATES)
     core, site = split_id(person.patient_id)
@@ -200,6 +201,50 @@ def evidence_of(key: SecretKey, person: StatedPerson) -> tuple[int, ...]:
         base = _without_suffix(person.patient_id)
         add(_Kind.PERSON, "person", f"{base}#{born.isoformat()}" if base else "")
     return tuple(sorted(found))
+
+
+@lru_cache(maxsize=1024)
+def listed_together(key: SecretKey, numbers: tuple[tuple[str, str], ...]) -> Listed:
+    """Return the evidence of a record that lists numbers of its patient; ``()`` without two different ones.
+
+    Args:
+        key: The secret key.
+        numbers: Each number, and who issued it. Placeholders are nobody's.
+    """
+    found = set()
+    for number, issuer in numbers:
+        core, site = split_id(number)
+        if is_number(number):
+            by = _plain(issuer) or site
+            found.add((_digest(key, "id", core), _digest(key, "issuer", by) if by else 0))
+    return tuple(sorted(found)) if 1 < len({number for number, _ in found}) <= MAX_SHARED else ()
+
+
+def is_number(patient_id: str) -> bool:
+    """Return whether an identifier numbers a patient, and is no placeholder.
+
+    Example:
+        >>> [is_number(one) for one in ("A17", "NONE", "UNKNOWN1", "000", "9999")]
+        [True, False, False, False, False]
+    """
+    core, _ = split_id(patient_id)
+    has_digits = any(map(str.isdigit, core)) and len(set(core)) > 1
+    return has_digits and _PLACEHOLDERS.isdisjoint(_WORD.findall(core))
+
+
+def own_numbers(tokens: Iterable[int]) -> frozenset[int]:
+    """Return the digests of a patient's own identifier, as `listed_together` makes them."""
+    return _Record.of(tokens).values[_Kind.OWN]
+
+
+def may_be_issued_by(tokens: Iterable[int], issuer: int) -> bool:
+    """Return whether a patient's headers state no other issuer than a record does (0: it states none)."""
+    stated = _Record.of(tokens).values[_Kind.ISSUER]
+    return not issuer or not stated or issuer in stated
+
+
+def _digest(key: SecretKey, domain: str, text: str) -> int:
+    return key.bucket(f"identity-{domain}", text, _DIGESTS)
 
 
 def _birth_years(person: StatedPerson) -> tuple[int, ...]:
@@ -258,19 +303,24 @@ class _Record:
         )
 
 
-def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tuple[Verdict | None, list[str]]:
+def judge(
+    one: Sequence[int], other: Sequence[int], *, same_pixels: bool, listed: Verdict | None = None
+) -> tuple[Verdict | None, list[str]]:
     """Judge whether two patients are one person.
 
     Equal pixels are certain: the images would be in two splits whoever is in them. Identifiers that are equal
     after normalization, and those that a header names, need a birth date or a name that agrees: two people
     may differ in a leading zero. Name, birth date and sex that all agree are certain, without a sex, with an
     unknown day, or with an age in place of the date they are not. Nor are identifiers that agree but for a
-    suffix of one or two digits, with one birth date: they are of visits, or of twins.
+    suffix of one or two digits, with one birth date: they are of visits, or of twins. A list of one patient's
+    numbers in a record is certain unless name, birth date or sex contradict it.
 
     Args:
         one: Evidence of a patient, see `evidence_of`.
         other: Of another.
         same_pixels: Whether they share an image.
+        listed: Whether records list the identifiers of both as one patient's: *uncertain* if an issuer
+            differs from that of the headers, or several patients write such a number.
 
     Returns:
         The verdict, None if nothing links them; and the names of what agrees and (with ``not_``) differs.
@@ -289,6 +339,7 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
             ("pixels", same_pixels),
             ("patient_id", same_id),
             ("other_patient_ids", is_named),
+            ("record", listed is not None),
             ("name_and_birth_date", is_person and birth),
             ("name_and_birth_year", is_person and not birth),
             ("patient_id_before_suffix", is_suffixed),
@@ -302,13 +353,14 @@ def judge(one: Sequence[int], other: Sequence[int], *, same_pixels: bool) -> tup
     ]
     if same_pixels:
         return "certain", evidence
+    is_stated = is_named or listed is not None
     if is_person and sex is not False:
-        return ("certain" if (sex and birth) or same_id or is_named else "uncertain"), evidence
-    if not (same_id or is_named or is_person):
+        return ("certain" if (sex and birth) or same_id or is_stated else "uncertain"), evidence
+    if not (same_id or is_stated or is_person):
         return ("uncertain" if is_suffixed else None), evidence
     if birth is False:
-        return ("uncertain" if name or is_named else None), evidence
-    is_certain = sex is not False and (birth or name)
+        return ("uncertain" if name or is_stated else None), evidence
+    is_certain = sex is not False and (birth or name or (listed == "certain" and name is None))
     return ("certain" if is_certain else "uncertain"), evidence
 
 
@@ -317,10 +369,12 @@ class PatientEvidence:
 
     Attributes:
         patients: Their surrogates.
+        listed: Lists of one patient's numbers in records, in order.
     """
 
     def __init__(self) -> None:
         self.patients: list[str] = []
+        self.listed: dict[Listed, None] = {}
         self._numbers: dict[str, int] = {}
         self._last: list[int] = []
         self._owners = array("I")
@@ -339,6 +393,10 @@ class PatientEvidence:
             self._tokens.extend(tokens)
             self._owners.extend([number] * len(tokens))
         return number
+
+    def add_lists(self, listed: Iterable[Listed]) -> None:
+        """Add what records list as one patient's numbers."""
+        self.listed.update((one, None) for one in listed if one)
 
     def find(self, patient: str) -> int | None:
         """Return the number of a patient; None if unknown."""
@@ -378,6 +436,16 @@ class SortedEvidence:
         shared, counts = np.unique(values[is_other], return_counts=True)
         is_kept = ~(is_other & np.isin(values, shared[counts > MAX_SHARED]))
         return SortedEvidence(self.owners[is_kept], self.tokens[is_kept])
+
+    def owners_of(self, numbers: Collection[int]) -> dict[int, list[int]]:
+        """Return the patients whose own identifier each of some numbers is (`listed_together`)."""
+        values = self.tokens >> np.uint64(_KIND_BITS)
+        chosen = self.tokens & np.uint64((1 << _KIND_BITS) - 1) == np.uint64(_Kind.OWN)
+        chosen &= np.isin(values, np.fromiter(numbers, np.uint64, len(numbers)))
+        found: dict[int, list[int]] = {}
+        for value, owner in zip(values[chosen].tolist(), self.owners[chosen].tolist(), strict=True):
+            found.setdefault(value, []).append(owner)
+        return found
 
     def pairs(self) -> NDArray[np.int64]:
         """Return patients that share an identifier, or a birth date and a name or the base of an identifier.

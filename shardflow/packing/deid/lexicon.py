@@ -52,6 +52,54 @@ _TERMS: Final = re.compile(
     r"|ectasias?|ectasic[oa]s?|algias?|logic[oa]s?|miento|mientos)"
 )
 """Forms of medical words that no name has, in lower case or not."""
+_HEADS: Final = """
+    abfluss abnahme abstand abszess adenom akquisition aktivitat analyse angst anomalie anteil apparat
+    artefakt arterie arthrose atresie aufnahme auge ausriss ballon bereich beschwerde bild bilder biopsie
+    blase bogen breite bruchstuck darm daumen defekt deformitat depot detail diagnose diagnostik diameter
+    dichte differenz dilatation dissektion dosis draht drainage druse duplikatur durchmesser dysplasie ebene
+    effekt einheit ektasie element embolie emphysem entitat erguss exostose exsudat extension faden faktor
+    falte fenster fibrose filter fissur fistel fleck flussigkeit form formation fragment fraktur frequenz
+    fuge funktion gabe ganglion gefalle gefass gefuhl gehalt gelenk gesprach gewebe gewicht gliose gradient
+    granulom grenze grosse gyrie hamatom hernie hohle hyperplasie hypertrophie implantat index indikation
+    infarkt infekt infektion infiltrat infiltration injektion insuffizienz intensitat intervall intervention
+    invasion ischamie kammer kanal kanule kapazitat kapsel karzinom katheter klappe knick knochen knorpel
+    knoten kompartiment kompression konkrement kontakt kontrast kontrolle kontur kopfchen korper korrektur
+    krankheit kriterien kriterium kurve lappen lasion leiste limitation linie lipom lokalisation losung luft
+    lumen lunge luxation lymphom mangel mechanismus membran metastase methode modus muskel muskulatur muster
+    naht narbe neigung nekrose nerv neurinom niveau obstruktion operation osteom ostien ostium parameter
+    parenchym parese pathologie perforation perfusion phanomen phase phlegmone plastik platte plexus
+    pneumatose pneumonie polyp position potential praparat produkt projektion prolaps prominenz prothese
+    protokoll protrusion prozess pumpe punkt punktion quadrant qualitat quotient raum reaktion reduktion
+    reflex region rekonstruktion resektion resorption restriktion retention rezidiv rippe risiko rotation
+    ruckgang ruptur sarkom saule saum schadel schaden schatten schicht schiene schlauch schleimhaut schmerz
+    schurze schuss schwellung screening segment sehne sekret septum sequenz shunt signal situation skala
+    sklerose skopie sonographie spalt spange spasmus spektrum spitze spongiose stadium status staub stenose
+    stent strang streifen struktur stutze substanz symptom symptomatik syndrom synthese szintigraphie
+    technik tendenz test therapie thrombose thrombus tonus torsion transplantat trauma tubus tumor typ ulkus
+    unfall unsicherheit ursache variante varize ventil ventrikel verband verdacht verfahren vergleich
+    verhalten verlauf verlust verschluss volumen vorgang wachstum weite widerstand wirbel wunde wurzel zehe
+    zeichen zeit zellen zephalie zufuhr zug zugang zunahme zustand zyklus zyste
+""".split()  # noqa: SIM905
+"""Last parts of German compounds that end no name, whatever is before them."""
+_GERMAN_NOUNS: Final = re.compile(
+    r"(?!conforme)[a-z]{3,}(?:" + "|".join(_HEADS) + r")(?:e[ns]?|n|s)?"
+    r"|[a-z]{3,}(?:(?:mark|[dghlnrst])odeme?n?|necho|nsonden?)"
+    r"|(?:ab|an|auf|aus|be|bei|durch|ein|ent|er|fehl|fort|hoch|miss|mit|nach|neu|rest|ruck|uber|um|un|unter|ver|vor"
+    r"|weg|weiter|wider|wieder|zer|zu|zusammen)[a-z]{4,}ung(?:en|s)?"
+    r"|[a-z]{4,}ierung(?:en|s)?|[a-z]{8,}ung(?:en|s)?|[a-z]{5,}schaft(?:en|s)?|[a-z]{3,}ktion(?:en)?"
+    r"|[a-z]{2,}(?:aden|angi|blast|chondr|fibr|gli|granul|lip|lymph|melan|menge|myel|neur|papill|sark|terat|zyt)ome?[ns]?"
+    r"|[a-z]{4,}(?:best|chondr|id|ik|in|kul|kyl|mat|stom|zyt)osen?"
+)
+_WRITTEN: Final = re.compile(
+    # German
+    r"[^\W\d_]{4,}(?:ös|är)e[mnrs]?|[^\W\d_]{5,}ierte[mnrs]?"
+    r"|(?:ein|zwei|drei|vier|mehr|viel|hoch|groß|klein|dick|dünn|weit|eng|lang|kurz|grob|fein|gleich)"
+    r"[^\W\d_]{3,}ige[mnrs]?"
+    # French
+    r"|(?!mccl|auth)[^\W\d_]{4,}ements?|[^\W\d_]{4,}[ae]mment|(?!charit|félicit|nativit|trinit)[^\W\d_]{3,}ités?"
+    r"|[^\W\d_]{4,}ismes?|[^\W\d_]{3,}(?:euses?|issante?s)|(?!mc)[^\W\d_]{3,}(?:[^ai]s|[aiou]t|[aeuo]ct|[eo]pt)ions?"
+)
+"""Endings, with their accents, that no name has."""
 _PREFIXED: Final = re.compile(
     r"(?:hypo|peri|post|pre|sub|infra|inter|retro|para|micro|macro|non|un|re|multi|dextro|levo|mid|trans|hemi|hemo"
     r"|endo|vaso|angio|under)([a-z]{5,})|([a-z]{4,})like|([a-z]{3,})iness"
@@ -67,7 +115,7 @@ _NAMES_LIKE_TERMS: Final = frozenset(
     langeheit langer marchand maternitat metastasio noemia palmares paloma pensamiento perkinson placentia
     plantation poblamiento progresso pronunciamiento prosperitat reagain reinert renacimiento resurgimiento
     reveles schonheit shepheard sonoma southand starke stuhlfelden stuhlsatz theodosis townsand trinitat
-    vehemente verderber villafeliche visitation yacimientos
+    vehemente verderber villafeliche visitation yacimientos arbeiter demaine devante fruchter repass schleimer
     """.split()  # noqa: SIM905
 )
 
@@ -128,7 +176,8 @@ class Lexicon(NamedTuple):
             (True, False, False)
         """
         word = fold(written)
-        return word not in _NAMES_LIKE_TERMS and (
+        is_size = written.lower().removesuffix("n") == "größe"  # *Grosse* is a name
+        return (word not in _NAMES_LIKE_TERMS or is_size) and (
             self.is_known(word)
             or word in self.english
             or word in self.uninflected
@@ -138,6 +187,7 @@ class Lexicon(NamedTuple):
             or self.is_german(word)
             or self._is_prefixed(word)
             or _TERMS.fullmatch(word) is not None
+            or _WRITTEN.fullmatch(written.lower()) is not None
         )
 
     def is_acronym(self, written: str) -> bool:
@@ -160,8 +210,8 @@ class Lexicon(NamedTuple):
         return word in self.romance or any(form in self.romance for form in _romance_forms(word))
 
     def is_german(self, word: str) -> bool:
-        """Return whether a word is German, inflected or not, or a compound of German words."""
-        if word in self.german:
+        """Return whether a word is German, inflected or not, or a compound by its parts or its form."""
+        if word in self.german or _GERMAN_NOUNS.fullmatch(word):
             return True
         if len(word) < 4:
             return False

@@ -67,7 +67,7 @@ def find_unknown_words(text: str) -> Iterator[Span]:
         if end - start > 1 or text[end : end + 1] != "."
         for part in _APOSTROPHE.split(fold(text[start:end]))
     ]
-    language = _language(parts, known)
+    language = _language(text, parts, known)
     unknown: list[bool] = []
     for start, end in words:
         elided = _ELISION.match(text, start, end)
@@ -101,14 +101,20 @@ _PAIR: Final = re.compile(
 _HEAD: Final = re.compile(
     r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule"
     r"|catheter|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
-    r"|grade|Hospital|Clinic|Street|Road)s?\b",
+    r"|grade|angle|aneurysm|duct|hump|lymphoma|pouch|pouche|ring|tube|vein|[AB][ ]line|Fraktur|Katheter"
+    r"|Klassifikation|Knoten|Krankheit|Linie|Linien|Raum|Score|Syndrom|Typ|Winkel|Zeichen|Zyste"
+    r"|Hospital|Clinic|Street|Road)s?\b|[ ](?:\d|[IV]+\b)",
     re.IGNORECASE,
 )
 
 
-def _language(words: list[str], known: Lexicon) -> str:
-    """Return the language of a text by its words: ``de``, ``romance`` or ``en``."""
-    counts = dict.fromkeys(("en", "de", "romance"), 0)
+def _language(text: str, words: list[str], known: Lexicon) -> str:
+    """Return the language of a text by its words and letters: ``de``, ``romance`` or ``en``."""
+    counts = {
+        "en": 0,
+        "de": len(_LETTERS_DE.findall(text)),
+        "romance": len(_LETTERS_ROMANCE.findall(text)),
+    }
     for word in words:
         for name, listed in _FUNCTION_WORDS.items():
             counts[name] += 2 * (word in listed)
@@ -146,7 +152,9 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
         is_term = word in known.eponyms or known.is_acronym(written) or word in _TITLES
         return not (is_term or text[end : end + 2].strip()[:1] == ":")
-    return _is_unknown_word(written, known)
+    return _is_unknown_word(written, known) and not (
+        is_title and _is_noun_here(text, start, end, known, language)
+    )
 
 
 def _is_unknown_word(written: str, known: Lexicon) -> bool:
@@ -169,7 +177,8 @@ _OPENER: Final = {
     "de": re.compile(
         r"(?:Daher|Endlich|Ferner|Immer|Kaum|Trotz|Wegen|Weiter)[ \t]+"
         r"(?:(?:das|dem|den|der|des|die|eine?[mnrs]?|keine?[mnrs]?)\b|(?P<noun>{noun}))"
-        r"|(?:Breit|Dick|Eng|Glatt|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Scharf|Schlank|Schwach|Stark|Weich|Weit|Zart)"
+        r"|(?:Bland|Breit|Derb|Dick|Eng|Fein|Flach|Frisch|Glatt|Grob|Groß|Hart|Klein|Kräftig|Kurz|Lang|Rasch|Rund|Scharf|Schlank"
+        r"|Schwach|Stark|Tief|Weich|Weit|Zart)"
         r"(?:er)?e[mnrs]?[ \t]+(?P<named>{noun})".replace(
             "{noun}", r"[A-Z\u00c4\u00d6\u00dc][a-z\u00e4\u00f6\u00fc\u00df]{3,}\b(?![,:])"
         )
@@ -181,6 +190,9 @@ _OPENER: Final = {
         r"(?![A-Z\u00c0-\u00de][a-z\u00e0-\u00ff])"
         r"|[a-z\u00e0-\u00ff]{3,}(?:asis|itis|osis|omas?|megalia|algia|patía|uria|emia|miento|ción|ciones"
         r"|ites?|oses?|omes?|tions?|ements?|megalie|pathies?|plasies?|fractures?)\b)"
+        r"|(?:Avis|Bonne?|Fausse|Faux|Grande?|Grosse?|Jeune|Large|Légère?|Longue?|Mauvaise?|Nulle|Petite?|Vieille)s?"
+        r"[ \t]+(?:[a-zà-ÿ]{3,}(?:[st]ions?|ements?|graphies?|ismes?|ités?|mégalies?|pathies?)"
+        r"|aspect|calibre|chenal|état|lésions?|nodules?)\b"
     ),
 }
 _SENTENCE: Final = re.compile(r"(?:^|\n|[a-z\u00e4\u00f6\u00fc\u00df]{4}[.:;!?])[ \t]*$")
@@ -202,6 +214,58 @@ def _begins_sentence(text: str, start: int, known: Lexicon, language: str) -> bo
     return not noun or (known.is_german(noun) and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun))
 
 
+_LETTERS_DE: Final = re.compile(r"[äöüß]", re.IGNORECASE)
+_LETTERS_ROMANCE: Final = re.compile(r"[àâçèéêëíîïñóôúûœ]", re.IGNORECASE)
+# No name follows *kein*, or *ein* with an adjective; verbs and prepositions in -en are no adjectives.
+_ADJECTIVE: Final = (
+    r"[a-zäöüß]{2,}(?:[^aeiou]ig|lich|[eioshrt]isch|[mnrstv]al|är|ell|iv|bar|los|haft|sam|förmig|ös|iert|weit|groß|klein)"
+    r"e[mnrs]?"
+)
+_INDEFINITE: Final = re.compile(
+    rf"\b[Kk]ein(?:e[mnrs]?)?[ \t]+(?:{_ADJECTIVE}[ \t]+)*$|\b[Ee]ine?[mnrs]?[ \t]+(?:{_ADJECTIVE}[ \t]+)+$"
+)
+_NAME_BESIDE: Final = re.compile(r"[ \t]*[-/][^\W\d_]|[ \t]+[A-ZÄÖÜ]")
+# Nor is a name followed by a part of the body or a finding in the genitive: *Anhebung der Nervenwurzel*.
+_GENITIVE: Final = {
+    "de": re.compile(rf"[ \t]+(?:der|des)[ \t]+(?:{_ADJECTIVE}[ \t]+)*(?P<noun>[A-ZÄÖÜ][a-zäöüß]{{3,}})\b"),
+    "romance": re.compile(
+        r"[ \t]+(?:d(?:e|el|es|u)[ \t]+(?:la[ \t]+|l['\N{RIGHT SINGLE QUOTATION MARK}])?"
+        r"|d['\N{RIGHT SINGLE QUOTATION MARK}])(?P<noun>[a-zà-ÿ]{4,})\b"
+    ),
+}
+_TITLE_BEFORE: Final = re.compile(
+    r"(?:\b(?:[Ff]rau|[Hh]errn?|[Dd]r|[Pp]rof|[Ll]t|[Kk]olleg(?:in|en)|[Ll]aut|[Gg]emäß|an|durch|für|von)\.?"
+    r"|[:,])[ \t]*$"
+)
+_NOT_OF_BODY: Final = re.compile(
+    r"anruf|auftrag|befund|bericht|eingriff|fall|hinweis|kontakt|morgen|plan|tag|termin|verdacht|wunsch"
+    r"|accueil|astreinte|bloc|bureau|cabinet|centre|clinique|consultation|equipe|garde|hopital|imagerie|jour"
+    r"|laboratoire|matin|nuit|patient|patiente|permanence|reanimation|secretariat|service|soir|soins|urgences?|.*logie"
+    r"|.*iatrie|chirurgie|guardia|planta|servicio|sala|hospital|unidad|dia|noche|manana|tarde"
+)
+
+
+def _is_noun_here(text: str, start: int, end: int, known: Lexicon, language: str) -> bool:
+    """Return whether an unknown word with a capital is a noun by the words around it."""
+    word = fold(text[start:end])
+    if end - start < _MIN_NOUN or known.is_name_too(word) or word in known.everyday:
+        return False
+    before = text[max(0, start - 60) : start]
+    if _TITLE_BEFORE.search(before):
+        return False
+    if language == "de" and _INDEFINITE.search(before) and not _NAME_BESIDE.match(text, end):
+        return True
+    pattern = _GENITIVE.get(language)
+    match = None if pattern is None else pattern.match(text, end)
+    if match is None:
+        return False
+    noun = fold(match["noun"])
+    is_word = known.is_german(noun) if language == "de" else known.is_romance(noun)
+    is_of_body = is_word and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun)
+    return is_of_body and not _NOT_OF_BODY.fullmatch(noun)
+
+
+_MIN_NOUN: Final = 5
 _REMOVED: Final = "X" * 3
 _ENTITY: Final = re.compile(r"&(?:gt|lt|amp|nbsp|quot|apos);|<(?:br|p|b|i|u|ul)>", re.IGNORECASE)
 _CONTRACTED: Final = re.compile(
@@ -211,12 +275,21 @@ _CONTRACTED: Final = re.compile(
 
 def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:
     """Return whether a name is part of a term: *Smith fracture*, *circle of Willis*, *Hill-Sachs*."""
-    if _HEAD.match(text, end) or text[max(0, start - 3) : start] == "of " or text[start:end].isupper():
+    # In a text of capitals nothing tells a name from a term.
+    is_capital = text[max(0, start - _AROUND) : end + _AROUND].isupper()
+    if is_capital or _HEAD.match(text, end) or _OF.search(text, max(0, start - 24), start):
         return True
     beside = _BESIDE.match(text, end), _BESIDE_BEFORE.search(text, max(0, start - 24), start)
     return any(match is not None and fold(match[1]) in known.eponyms for match in beside)
 
 
+_AROUND: Final = 16
+_OF: Final = re.compile(
+    r"\bof[ ]$|\bmorbus[ ]$"
+    r"|\b(?:ángulo|angle|anévrisme|canal|cul-de-sac|clasificación|classification|critères?|enfermedad|escala|fractura|fracture|lignes?"
+    r"|líneas?|maladie|signe|signo|síndrome|syndrome|sonda|sonde|test)[ ](?:del?|du)[ ]$",
+    re.IGNORECASE,
+)
 _BESIDE: Final = re.compile(r"(?:-|[ ])(?:and[ ])?([A-Z][a-z]+)")
 _BESIDE_BEFORE: Final = re.compile(r"([A-Z][a-z]+)(?:-|[ ])(?:and[ ])?$")
 

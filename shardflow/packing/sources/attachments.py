@@ -40,6 +40,17 @@ def published_interval(exact_s: float | None, resolution_s: int) -> float | None
     return exact_s if resolution_s == 1 else float(math.ceil(exact_s / resolution_s) * resolution_s)
 
 
+@dataclass(frozen=True, slots=True)
+class PatientNumber:
+    """One number of a patient, and who issued it. Identifies a person: never leaves as it is."""
+
+    number: str
+    issuer: str = ""
+
+    def __repr__(self) -> str:
+        return "PatientNumber()"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachmentItem:
     """One record of an attachment, and what tells whose it is. Identifies people: never leaves as it is.
@@ -61,6 +72,8 @@ class AttachmentItem:
     """Counts only where one study of the inputs has it."""
     patient_id: str = ""
     """As the headers of images write it; an accession number of another patient's study does not count."""
+    patient_numbers: tuple[PatientNumber, ...] = ()
+    """Numbers that the record lists for its patient, ``patient_id`` among them: they are one person's."""
     time: datetime | None = None
     """Of the record, on the original clock and without a zone; links by patient and time window."""
     content: str = ""

@@ -18,6 +18,7 @@ from typing import BinaryIO, Final, Literal
 
 from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.attachments import PatientNumber
 from shardflow.packing.sources.report_files import MAX_REPORT_BYTES, READERS, ReportDocument
 
 ReportFormat = Literal["csv", "folder", "jsonl"]
@@ -46,6 +47,8 @@ class ReportRecord:
     accessions: tuple[str, ...] = ()
     """Accession numbers by which the study is found where its UID is not named, together with a patient."""
     patient_ids: tuple[str, ...] = ()
+    patient_numbers: tuple[PatientNumber, ...] = ()
+    """Those of them that are the patient's own: they are one person's."""
     people: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """People that its document names, by DICOM keyword: removed from the text, and written nowhere."""
     document: ReportDocument | None = None

@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.codecs import FAST, codec_for, encode_array, stored_codec
@@ -219,18 +221,16 @@ class StudyMembers:
         for study in build_studies(self._usable()).studies:
             for stack in study.stacks:
                 finder = self._head_finder(stack)
-                if finder is not None:
-                    self._show(stack, finder)
-                reasons.update(self._privacy.take_head(stack, None if finder is None else finder.find()))
+                head = None if finder is None else finder.find(partial(self._slice_of, stack))
+                reasons.update(self._privacy.take_head(stack, head))
         return reasons
 
-    def _show(self, stack: Stack, finder: HeadFinder) -> None:
-        """Decode the slices that a finder wants; what cannot be decoded is named when it is packed."""
+    def _slice_of(self, stack: Stack, index: int, form: SliceForm | None = None) -> NDArray[Any] | None:
+        """Return one slice; None if it cannot be decoded: it is named when it is packed."""
+        part = stack.slices[index]
         with suppress(SourceError):
-            for index in finder.indices:
-                part = stack.slices[index]
-                for decoded in self._iter_slices(part.instance, [part.frame]):
-                    finder.add(index, decoded.pixels)
+            return next(self._iter_slices(part.instance, [part.frame], form)).pixels
+        return None
 
     def _head_finder(self, stack: Stack) -> HeadFinder | None:
         """Return a finder of the head in a volume; None for series that show no surface."""
@@ -429,7 +429,7 @@ class StudyMembers:
         # A series that its header calls a head needs no search.
         is_settled = self._privacy.looks_for_heads or facts["deidentification"]["face_risk"]
         finder = None if is_settled else self._head_finder(stack)
-        wanted = frozenset(finder.indices if finder is not None else ())
+        wanted = frozenset() if finder is None else finder.first
         body = self._body_finder(stack, facts)
         with (
             SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants,
@@ -454,7 +454,7 @@ class StudyMembers:
             made = variants.finish(display_range)
             if bricks is not None:
                 self.writer.add_volume(volume_field(number), bricks.finish())
-        if finder is not None and finder.find() is not None:
+        if finder is not None and finder.find(partial(self._slice_of, stack, form=form)) is not None:
             self._privacy.flag_head(facts["deidentification"])
         found = None if body is None else body.entry(number, self.sample_key)
         self._voxels += [] if found is None else [found]

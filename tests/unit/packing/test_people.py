@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.packing.deid.identity import MAX_SHARED, PatientEvidence, StatedPerson, evidence_of, offsets_in
+from shardflow.packing.deid.identity import (
+    MAX_SHARED,
+    PatientEvidence,
+    StatedPerson,
+    evidence_of,
+    listed_together,
+    offsets_in,
+)
 from shardflow.packing.deid.pseudonyms import DateOffsets, SecretKey
 from shardflow.packing.inventory import FileTable, ScannedFile
 from shardflow.packing.people import Identities, identify, join, load_evidence, write_evidence
@@ -80,6 +87,53 @@ def test_a_further_identifier_of_many_makes_no_link_certain() -> None:
     ]
     assert _identify(_files(stated)).counts == {"uncertain": 1}
     assert _identify(_files(stated[:2])).counts == {"joined": 2}
+
+
+def _listed(files: FileTable, *lists: Sequence[tuple[str, str]]) -> FileTable:
+    files.studies.evidence.add_lists(listed_together(KEY, tuple(one)) for one in lists)
+    return files
+
+
+def test_records_that_list_one_patients_numbers_join_them() -> None:
+    stated = [StatedPerson(patient_id=one) for one in ("A1", "27", "C3")]
+    own = [("A1", "X"), ("0027", "Y")]
+    identities = _identify(_listed(_files(stated), own))
+    assert identities.counts == {"joined": 2}
+    assert identities.links[0].evidence == ("record",)
+    # By a third number that no image has; not by one of another issuer.
+    chain = [[("A1", ""), ("D4", "X")], [("D4", "X"), ("27", "")]]
+    assert _identify(_listed(_files(stated), *chain)).counts == {"joined": 2}
+    apart = [[("A1", ""), ("D4", "X")], [("D4", "Y"), ("27", "")]]
+    assert _identify(_listed(_files(stated), *apart)).counts == {}
+
+
+def test_a_listed_number_that_may_be_another_patients_is_uncertain() -> None:
+    other = [StatedPerson(patient_id="A1"), StatedPerson(patient_id="B2", issuer="Z")]
+    assert _identify(_listed(_files(other), [("A1", "X"), ("B2", "Y")])).counts == {"uncertain": 1}
+    assert _identify(_listed(_files(other), [("A1", "X"), ("B2", "z")])).counts == {"joined": 2}
+    # Two patients write the number.
+    twice = [StatedPerson(patient_id=one) for one in ("A1", "27", "0027")]
+    counts = _identify(_listed(_files(twice), [("A1", ""), ("27", "")])).counts
+    assert counts == {"uncertain": 3}
+
+
+def test_a_number_in_lists_of_many_links_nobody() -> None:
+    stated = [StatedPerson(patient_id=f"P{number}1") for number in range(MAX_SHARED + 1)]
+    lists = [[(one.patient_id, ""), ("4711", "")] for one in stated]
+    assert _identify(_listed(_files(stated), *lists)).counts == {}
+    assert _identify(_listed(_files(stated), *lists[:2])).counts == {"joined": 2}
+
+
+def test_a_list_of_numbers_is_known_to_later_versions(tmp_path: Path) -> None:
+    path = tmp_path / "people.jsonl"
+    lists = [("A1", "X"), ("B2", "Y")], [("S5", ""), ("T6", "")]
+    files = _listed(_files([StatedPerson(patient_id="A1")]), *lists)
+    write_evidence(_identify(files), path)
+    assert path.read_text(encoding="utf-8").count("listed") == 1
+    later = _files([StatedPerson(patient_id="B2")])
+    load_evidence(path, later.studies.evidence)
+    assert len(later.studies.evidence.listed) == 1
+    assert _identify(later).counts == {"joined": 2}
 
 
 def test_a_packed_split_and_an_official_one_win() -> None:

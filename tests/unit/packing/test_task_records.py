@@ -26,7 +26,15 @@ pytestmark = pytest.mark.fast
 
 PLACE = RowPlace("batch-0000000.jsonl", 65, 100)
 LINKS = ItemLinks(
-    item=0, studies=("s",), series=(1 << 63,), instances=(), accession=7, beside="", patient="p", time_s=None
+    item=0,
+    studies=("s",),
+    series=(1 << 63,),
+    instances=(),
+    accession=7,
+    beside="",
+    patient="p",
+    others=("q",),
+    time_s=None,
 )
 SCANNED = ScannedFile(
     surrogate="i",
@@ -44,6 +52,7 @@ SCANNED = ScannedFile(
     row_num_bytes=8,
     facts=StudyFacts(1, None, 2),
     attachment=Attachment(kind="toy", version=1, links=(LINKS,)),
+    listed=(((1, 0), (2, 3)),),
 )
 FILE = tasks.InputFile(
     root_index=0,

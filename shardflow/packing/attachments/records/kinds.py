@@ -275,6 +275,7 @@ def _as_attachment() -> Iterator[None]:
 
 
 def _item(number: int, facts: DocumentFacts, content: str) -> AttachmentItem:
+    has_several = len({one.number for one in facts.patient_numbers}) > 1
     return AttachmentItem(
         item=number,
         study_uids=tuple(facts.study_uids),
@@ -282,6 +283,7 @@ def _item(number: int, facts: DocumentFacts, content: str) -> AttachmentItem:
         sop_uids=tuple(facts.sop_uids[:_SHOWN_SOPS]),
         accession=next(iter(facts.accessions), ""),
         patient_id=next(iter(facts.patient_ids), ""),
+        patient_numbers=tuple(facts.patient_numbers) if has_several else (),
         time=None if facts.time is None else facts.time.replace(tzinfo=None),
         content=content,
     )

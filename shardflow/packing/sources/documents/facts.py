@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Final, TypeAlias
 
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.attachments import PatientNumber
 from shardflow.packing.sources.report_files import ReportDocument
 
 _UID: Final = re.compile(r"(?:0|[1-9]\d*)(?:\.(?:0|[1-9]\d*))+")
@@ -94,6 +95,8 @@ class DocumentFacts:
     accessions: list[str] = field(default_factory=list, repr=False)
     patient_ids: list[str] = field(default_factory=list, repr=False)
     """Surest first: medical record numbers before others."""
+    patient_numbers: list[PatientNumber] = field(default_factory=list, repr=False)
+    """Those of them that are the patient's own, and not of a visit, an account or another role."""
     time: datetime | None = field(default=None, repr=False)
     """Time of the event, for time windows; in UTC, or as written if it has no zone."""
     people: People = field(default_factory=People, repr=False)
@@ -130,6 +133,26 @@ def first_moment(texts: Iterable[str]) -> datetime | None:
 def unique(texts: Iterable[str]) -> list[str]:
     """Return the texts that are not empty, each once, in their order."""
     return list(dict.fromkeys(text for text in texts if text))
+
+
+def is_patient_number(kind: str) -> bool:
+    """Return whether an identifier is a number of the patient, by its type; one without a type is.
+
+    Numbers of accounts (``AN``) and visits (``VN``) are of other things; those of other roles
+    (``SS``, ``DL``) are often a relative's.
+
+    Source: HL7 table 0203.
+
+    Example:
+        >>> [is_patient_number(kind) for kind in ("MR", "", "NNDNK", "SS", "VN")]
+        [True, True, True, False, False]
+    """
+    return kind in _PATIENT_NUMBERS or _NATIONAL.fullmatch(kind) is not None
+
+
+_PATIENT_NUMBERS: Final = frozenset({"", "MR", "NI", "PI", "PN", "PT"})
+"""Medical record number; national, internal, person and external number of a patient."""
+_NATIONAL: Final = re.compile(r"NN[A-Z]{3}")
 
 
 def uid_of(text: str) -> str:

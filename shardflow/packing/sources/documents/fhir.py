@@ -8,11 +8,13 @@ repeats header data, is not what the doctor wrote, and is not read.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from typing import Any, Final, TypeAlias
 
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.attachments import PatientNumber
 from shardflow.packing.sources.documents.facts import (
     NOT_REPORT,
     DocumentFacts,
@@ -20,6 +22,7 @@ from shardflow.packing.sources.documents.facts import (
     NoReport,
     People,
     first_moment,
+    is_patient_number,
     uid_of,
     unique,
 )
@@ -131,9 +134,11 @@ class FhirIndex:
         for name in _SUBJECTS:
             for reference in objects(resource.get(name)):
                 facts.patient_ids += _identifiers(reference.get("identifier"))
+                facts.patient_numbers += _patient_numbers(reference.get("identifier"))
                 facts.people.patient_name(as_text(reference.get("display")))
         if patient is not None:
             facts.patient_ids += patient_ids(patient)
+            facts.patient_numbers += _patient_numbers(patient.get("identifier"))
             known = self._patients.setdefault(id(patient), resource_people(patient))
             facts.people.merge(known.values())
         facts.patient_ids = unique(facts.patient_ids)
@@ -266,6 +271,21 @@ def _identifiers(value: Any) -> list[str]:
         for one in objects(value)
     ]
     return [text for _, text in sorted(ranked, key=lambda one: one[0])]
+
+
+def _patient_numbers(value: Any) -> Iterator[PatientNumber]:
+    """Yield the identifiers of a list that are numbers of the patient, by their types or systems."""
+    for one in objects(value):
+        text, system, kind = as_text(one.get("value")), as_text(one.get("system")), _kind_of(one)
+        is_typed = bool(kind) or not one.get("type")  # a type in words alone may be any
+        if text and is_typed and is_patient_number(kind) and not _OTHER_SYSTEMS.search(system):
+            yield PatientNumber(text, system)
+
+
+_OTHER_SYSTEMS: Final = re.compile(
+    r"/(?:us-ssn|passport|us-medicare|us-npi|us-mbi)\b|(?:^|[:/])2\.16\.840\.1\.113883\.4\.(?:1|3(?:\.\d+)*)$"
+)
+"""Systems of social security, passport, insurance and driver's license numbers, which often have no type."""
 
 
 def _kind_of(identifier: Resource) -> str:

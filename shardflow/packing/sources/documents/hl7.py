@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardflow.format.reasons import Reason
+from shardflow.packing.sources.attachments import PatientNumber
 from shardflow.packing.sources.documents.facts import (
     NOT_REPORT,
     DocumentFacts,
@@ -24,6 +25,7 @@ from shardflow.packing.sources.documents.facts import (
     People,
     first_moment,
     heading_of,
+    is_patient_number,
     join_sections,
     uid_of,
     unique,
@@ -277,6 +279,8 @@ _STUDY_CODES: Final = frozenset({"110180", "113014"})
 _SOCIAL: Final = "SS"
 _RECORD_NUMBER: Final = "MR"
 _MIN_PLACE: Final = 4
+_MERGES: Final = frozenset({"A18", "A30", "A34", "A36", "A40", "A46", "A47"})
+"""Events that merge numbers of one person, the former in MRG; where a visit is moved, it is another's."""
 
 
 def message_people(message: Message) -> People:  # noqa: C901 - one table after the other
@@ -326,6 +330,7 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
             numbers.append((2 if kind == _SOCIAL else int(kind != _RECORD_NUMBER), parts[0].strip()))
         numbers += [(1, segment.get(number)) for number in (2, 4)]
     facts.patient_ids = unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
+    facts.patient_numbers = list(_patient_numbers(message))
     order = list(group)
     obr = next((segment for segment in order if segment.name == "OBR"), None)
     ipc = list(message.of("IPC"))
@@ -341,6 +346,26 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
     facts.study_uids = unique(map(uid_of, uids))
     facts.time = first_moment(moments)
     return facts
+
+
+def _patient_numbers(message: Message) -> Iterator[PatientNumber]:
+    """Yield the numbers that a message lists for its patient; none if it is about several.
+
+    Source: HL7 v2.5.1, 3.4.2.2 to 3.4.2.4 (PID), 3.4.9 (MRG).
+    """
+    patients = list(message.of("PID"))
+    if len(patients) != 1:
+        return
+    fields = [(patients[0], number) for number in (3, 2, 4)]
+    header = next(message.of("MSH"), None)
+    if header is not None and header.get(9, 2).upper() in _MERGES:
+        fields += [(segment, number) for segment in message.of("MRG") for number in (1, 4)]
+    for segment, number in fields:
+        for parts in segment.components(number):
+            value, _, _, authority, kind = (part.strip() for part in (*parts, "", "", "", "", "")[:5])
+            if value and is_patient_number(kind.upper()):
+                issuers = authority.split(segment.separators.subcomponent)
+                yield PatientNumber(value, next(filter(None, issuers), ""))
 
 
 def _parts(segment: Segment, table: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -178,5 +178,6 @@ def _records(
                 document=found.document,
                 accessions=tuple(found.facts.accessions),
                 patient_ids=tuple(found.facts.patient_ids),
+                patient_numbers=tuple(found.facts.patient_numbers),
                 people=found.facts.people.values(),
             )

@@ -12,13 +12,14 @@ from shardflow.packing.deid.heads import Head, HeadFinder
 from tests.phantoms import CONTRASTS, Scan, head, heads, limb, scan, strangers, torso
 
 
-def _find(volume: Scan) -> Head | None:
-    finder = HeadFinder(
+def _finder(volume: Scan) -> HeadFinder:
+    return HeadFinder(
         volume.affine_lps.tolist(), len(volume.pixels), volume.pixels.shape[1:], volume.modality
     )
-    for index in finder.indices:
-        finder.add(index, volume.pixels[index])
-    return finder.find()
+
+
+def _find(volume: Scan) -> Head | None:
+    return _finder(volume).find(volume.pixels.__getitem__)
 
 
 def _cut(volume: Scan, found: Head) -> Any:
@@ -97,11 +98,43 @@ def test_slices_closer_than_the_planes_are_not_all_taken() -> None:
     assert finder.indices == list(range(0, 61, 4))
 
 
+def test_a_third_of_an_axial_stack_tells_that_it_is_no_head() -> None:
+    def num_read(volume: Scan) -> int:
+        asked: list[int] = []
+
+        def read(index: int) -> Any:
+            asked.append(index)
+            return volume.pixels[index]
+
+        finder = _finder(volume)
+        for index in finder.first:
+            finder.add(index, volume.pixels[index])
+        added = finder.find(read)
+        assert (added is None) == (_find(volume) is None)
+        assert len(asked) == len(set(asked))
+        assert not finder.first & set(asked)
+        return len(finder.first) + len(asked)
+
+    belly: dict[str, Any] = {"spacing": (3.5, 3.5, 5.0), "count": (128, 128, 48)}
+    assert num_read(scan(torso(), contrast="CT", **belly)) <= 0.45 * 48
+    # The surface of other modalities is known from the whole volume, and every plane of a head is looked at.
+    assert num_read(scan(torso(), contrast="T2", **belly)) == 48
+    assert num_read(scan(head(), contrast="CT", center=(0, -8, -30), count=(128, 128, 64))) == 64
+
+
+@pytest.mark.parametrize("contrast", ["CT", "T1"])
+def test_slices_that_cannot_be_decoded_hide_no_head(contrast: str) -> None:
+    volume = scan(head(), contrast=contrast, center=(0, -8, -30), count=(128, 128, 64))
+    broken = {0, 31, 40}
+    found = _finder(volume).find(lambda index: None if index in broken else volume.pixels[index])
+    assert found is not None
+    assert found.vertex_mm == pytest.approx(110, abs=8)
+
+
 def test_an_empty_volume_is_no_head() -> None:
     empty = scan([], contrast="T1", count=(32, 32, 20))
     assert _find(empty) is None
-    finder = HeadFinder(empty.affine_lps.tolist(), 20, (32, 32), "MR")
-    assert finder.find() is None
+    assert _finder(empty).find(lambda index: None) is None
 
 
 @pytest.mark.slow

@@ -11,8 +11,11 @@ from shardflow.packing.deid.identity import (
     MAX_SHARED,
     PatientEvidence,
     StatedPerson,
+    Verdict,
     evidence_of,
+    is_number,
     judge,
+    listed_together,
     normalize_name,
     normalize_names,
     pairs_of_equal,
@@ -87,6 +90,46 @@ def test_what_is_certain() -> None:
     third = StatedPerson(patient_id="Y1", other_ids=("N77",), birth_date=BORN)
     assert _judge(StatedPerson(patient_id="Z1", other_ids=("n-77",), birth_date=BORN), third) == "certain"
     assert _judge(StatedPerson(patient_id="a"), StatedPerson(patient_id="b"), same_pixels=True) == "certain"
+
+
+def test_a_list_of_one_patients_numbers_is_certain_unless_headers_contradict() -> None:
+    def judged(one: dict[str, Any], other: dict[str, Any]) -> list[str | None]:
+        a, b = (
+            evidence_of(KEY, StatedPerson(patient_id=number, **stated))
+            for number, stated in (("A1", one), ("B2", other))
+        )
+        verdicts: tuple[Verdict, ...] = ("certain", "uncertain")
+        return [judge(a, b, same_pixels=False, listed=verdict)[0] for verdict in verdicts]
+
+    assert judged({}, {}) == ["certain", "uncertain"]
+    assert judged({"sex": "F"}, {"sex": "F"}) == ["certain", "uncertain"]
+    # Who married has another name; a date or a name that agrees decides whatever the issuers are called.
+    assert judged({"birth_date": BORN, "name": NAME}, {"birth_date": BORN, "name": "Byron^Ada"}) == [
+        "certain",
+        "certain",
+    ]
+    for one, other in (
+        ({"birth_date": BORN}, {"birth_date": "19701230"}),
+        ({"name": NAME}, {"name": "Byron^Ada"}),
+        ({"sex": "F"}, {"sex": "M"}),
+    ):
+        assert judged(one, other) == ["uncertain", "uncertain"]
+
+
+def test_a_list_holds_numbers_and_no_placeholders() -> None:
+    listed = listed_together(KEY, (("0041", "EAST"), ("B-2", "")))
+    assert {number for number, _ in listed} == {
+        token >> 3
+        for one in ("41", "b2")
+        for token in evidence_of(KEY, StatedPerson(patient_id=one))
+        if token & 7 == 0
+    }
+    for placeholder in ("NONE", "0", "UNKNOWN", "UNKNOWN1", "N/A", "99999", "", "0-0"):
+        assert not is_number(placeholder)
+        assert listed_together(KEY, (("41", ""), (placeholder, ""))) == ()
+    # Two spellings of one number are one, and a list of half a hospital is no patient's.
+    assert listed_together(KEY, (("41", "EAST"), ("0041", "WEST"))) == ()
+    assert listed_together(KEY, tuple((f"P{number}7", "") for number in range(MAX_SHARED + 1))) == ()
 
 
 def test_what_is_uncertain() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shardflow.packing.deid.pixel_text import TextFinder, _placed, _straight, models_digest
+from shardflow.packing.deid.pixel_text import TextFinder, _placed, _straight, _windows, models_digest
 from tests.phantoms import scan, torso
 
 pytest.importorskip("onnxruntime", reason="the extra pixels is not installed")
@@ -73,6 +73,25 @@ def test_a_small_faint_name_on_end_is_found_whole(finder: TextFinder, turn: int)
     assert (
         sum((bottom - top) * (right - left) for top, left, bottom, right in found.boxes) < 0.1 * pixels.size
     )
+
+
+@pytest.mark.parametrize(("height", "value", "is_small"), [(7, 160, True), (18, 3000, False)])
+def test_only_small_lines_are_searched_again(
+    finder: TextFinder, monkeypatch: pytest.MonkeyPatch, height: int, value: float, is_small: bool
+) -> None:
+    """A second search of larger ones would double the time, and finds nothing more."""
+    searched: list[Any] = []
+    detect = TextFinder._detect
+
+    def count(self: TextFinder, part: Any, *place: Any) -> Any:
+        searched.append(part)
+        return detect(self, part, *place)
+
+    monkeypatch.setattr(TextFinder, "_detect", count)
+    pixels = body(240, 240).clip(0).astype(np.int16)
+    ink = burn(pixels, "KOWALSKI", (110, 12), value, height=height)
+    assert covered(finder.find(pixels).boxes, ink) > 0.98
+    assert (len(searched) > len(_windows(pixels))) == is_small
 
 
 def test_what_is_marked_beside_the_image_blanks_nothing() -> None:

@@ -13,7 +13,7 @@ from pydicom.data import get_testdata_file
 from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.documents.bounded import DocumentLimits, parse_xml, read_bounded
-from shardflow.packing.sources.documents.cda import narrative_text, read_cda_report
+from shardflow.packing.sources.documents.cda import cda_facts, narrative_text, read_cda_report
 from shardflow.packing.sources.documents.facts import DocumentReport, NoReport
 from shardflow.packing.sources.documents.fhir import FhirIndex, iter_resources, read_fhir_report
 from shardflow.packing.sources.documents.reports import iter_document_reports
@@ -37,7 +37,7 @@ def bundle(*resources: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PATIENT = {
+PATIENT: dict[str, Any] = {
     "resourceType": "Patient",
     "id": "p",
     "identifier": [
@@ -99,6 +99,38 @@ def test_fhir_names_the_study_in_all_versions(link: dict[str, Any]) -> None:
     assert found.facts.study_uids == ["1.2.840.7"]
     assert found.facts.patient_ids == ["4711", "999-12-3456"]
     assert found.facts.people.values()["PatientName"] == ("Ada Okafor",)
+
+
+def test_fhir_lists_the_numbers_of_a_patient() -> None:
+    listed: list[dict[str, Any]] = [
+        *PATIENT["identifier"],
+        {"system": "urn:oid:1.2.3", "value": " B-2 "},
+        {"type": {"text": "Account"}, "value": "A9"},
+        {"type": {"coding": [{"code": "VN"}]}, "value": "V9"},
+        {"system": "http://hl7.org/fhir/sid/us-ssn", "value": "999-12-3457"},
+        {"system": "urn:oid:2.16.840.1.113883.4.3.25", "value": "S99"},
+    ]
+    subject = {"reference": "Patient/p", "identifier": {"value": "C3"}}
+    found = read(report(subject=subject), {**PATIENT, "identifier": listed})
+    assert isinstance(found, DocumentReport)
+    numbers = [(one.number, one.issuer) for one in found.facts.patient_numbers]
+    assert numbers == [("C3", ""), ("4711", ""), ("B-2", "urn:oid:1.2.3")]
+
+
+def test_cda_lists_the_numbers_of_a_patient() -> None:
+    ids = "".join(
+        f'<id extension="{number}" root="{root}"/>'
+        for number, root in (
+            ("999-12-3456", "2.16.840.1.113883.4.1"),
+            ("S99", "2.16.840.1.113883.4.3.25"),
+            ("4711", "1.2"),
+            ("B-2", "1.3"),
+        )
+    )
+    target = f"<recordTarget><patientRole>{ids}</patientRole></recordTarget>"
+    for targets, expected in ((target, ["4711", "B-2"]), (2 * target, [])):
+        facts = cda_facts(parse_xml(f"<ClinicalDocument>{targets}</ClinicalDocument>".encode()))
+        assert [one.number for one in facts.patient_numbers] == expected
 
 
 def test_fhir_names_the_order() -> None:

@@ -15,6 +15,7 @@ from shardflow.packing.sources.documents.facts import DocumentReport, NoReport
 from shardflow.packing.sources.documents.hl7 import (
     Separators,
     decode_message,
+    group_facts,
     read_hl7_reports,
     read_messages,
     unescape,
@@ -113,6 +114,24 @@ def test_report_of_an_order() -> None:
     assert found.facts.accessions == ["ACC9", "F1"]
     assert found.facts.patient_ids == ["4711", "999-12-3456"]
     assert str(found.facts.time) == "2024-02-29 08:15:00"
+
+
+def _numbers(event: str, *segments: str) -> list[tuple[str, str]]:
+    head = f"MSH|^~\\&|ADT|HOSP|||20240301||{event}|1|P|2.5.1"
+    (found,) = read_messages("\r".join([head, *segments]))
+    return [(one.number, one.issuer) for one in group_facts(found, []).patient_numbers]
+
+
+def test_the_numbers_of_a_patient_are_listed_with_their_issuers() -> None:
+    numbers = "4711^^^H&1.2&ISO^MR~B-2^^^&1.3&ISO^PI~999-12-3456^^^^SS~V9^^^H^VN~A9^^^H^AN~D1^^^^DL"
+    pid, merged = f"PID|1|X5|{numbers}||Okafor^Ada", "MRG|0815^^^H^MR~V8^^^H^VN"
+    listed = [("4711", "H"), ("B-2", "1.3"), ("X5", "")]
+    assert _numbers("ADT^A08", pid, merged) == listed
+    assert _numbers("ADT^A40^ADT_A39", pid, merged) == [*listed, ("0815", "H")]
+    # Two patients in one message are two people: they are swapped, or linked as mother and child.
+    assert _numbers("ADT^A24", pid, "PID|2||0815^^^H^MR") == []
+    # A visit that is moved leaves somebody else's number.
+    assert _numbers("ADT^A45", pid, merged) == listed
 
 
 @pytest.mark.parametrize(
