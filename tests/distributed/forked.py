@@ -21,8 +21,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from shardflow.training.__main__ import EXIT_STOPPED
-
 __all__ = ["import_ahead", "rank_variables", "run_ranks", "store_server"]
 
 _LATER = (
@@ -96,6 +94,8 @@ def run_ranks(num_ranks: int, work: Callable[[], int | None]) -> int:
         ]
         for rank in ranks:
             rank.start()
+        # Not before: a rank may run this module by its name, which must then not have been imported.
+        from shardflow.training.__main__ import EXIT_STOPPED
 
         def pass_on(_number: int, _frame: object) -> None:
             for rank in ranks:
