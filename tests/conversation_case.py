@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import random
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -189,16 +193,27 @@ def make_folder(family: str, folder: Path, *, with_model: bool = True) -> Any:
     processor = _processor(family)
     processor.save_pretrained(str(folder))
     if with_model:
-        config = _config(family, getattr(processor, "tokenizer", processor))
-        torch.manual_seed(7)
-        kinds: Any = (
-            transformers.AutoModelForImageTextToText
-            if family in IMAGE_FAMILIES
-            else transformers.AutoModelForCausalLM
-        )
-        transformers.utils.logging.disable_progress_bar()
-        kinds.from_config(config).save_pretrained(str(folder))
+        shutil.copytree(_model_folder(family), folder, dirs_exist_ok=True)
+        torch.manual_seed(7)  # whether it was made now or before
     return processor
+
+
+@functools.cache
+def _model_folder(family: str) -> Path:
+    """A folder with the model alone, made once a process."""
+    processor = _processor(family)
+    config = _config(family, getattr(processor, "tokenizer", processor))
+    torch.manual_seed(7)
+    kinds: Any = (
+        transformers.AutoModelForImageTextToText
+        if family in IMAGE_FAMILIES
+        else transformers.AutoModelForCausalLM
+    )
+    transformers.utils.logging.disable_progress_bar()
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    atexit.register(shutil.rmtree, folder)
+    kinds.from_config(config).save_pretrained(str(folder))
+    return folder
 
 
 def _words(draws: random.Random, most: int) -> str:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NoReturn
@@ -162,11 +162,12 @@ def run(
     input: str = "",  # noqa: A002 - the name that `subprocess.run` has
     timeout: float = PATIENCE_S,
     is_fresh: bool = False,
+    server: Callable[[], str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python command, and return what `subprocess.run` does with ``capture_output`` and ``text``.
 
     Modules of this repository that the server has imported are there without an import of the command's own,
-    unless it ``is_fresh``.
+    unless it ``is_fresh``. ``server`` is `command_server` or, for one that needs torch, `rank_server`.
 
     Raises:
         subprocess.TimeoutExpired: It took longer, and was killed.
@@ -176,7 +177,8 @@ def run(
         source.seek(0)
         words = [str(one) for one in arguments]
         streams = [source.fileno(), out.fileno(), err.fileno()]
-        process = Forked(command_server(), words, streams, cwd=cwd, environment=env, is_fresh=is_fresh)
+        place = (server or command_server)()
+        process = Forked(place, words, streams, cwd=cwd, environment=env, is_fresh=is_fresh)
         try:
             code = process.wait(timeout)
         finally:

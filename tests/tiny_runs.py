@@ -1,4 +1,4 @@
-"""Tiny training runs for tests: 37 generated studies, a tokenizer, two small models of two layers.
+"""Tiny training runs for tests: 37 generated studies, a tokenizer, two small models of one layer.
 
 A classifier of the same studies stands in where any run will do: its ranks start without transformers.
 """
@@ -59,10 +59,10 @@ max_tokens = 24
 [model]
 patch_size = 8
 vision_width = 32
-vision_layers = 2
+vision_layers = 1
 vision_heads = 2
 language_width = 32
-language_layers = 2
+language_layers = 1
 language_heads = 2
 """
 _CLASSIFY = """

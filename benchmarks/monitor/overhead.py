@@ -47,7 +47,12 @@ LIMIT: Final = 0.01
 WAIT: Final = 600.0
 RUN_IN: Final = 2
 MODELS: Final = {
-    "short": ("model.vision_width=32", "model.language_width=32"),
+    "short": (
+        "model.vision_width=32",
+        "model.vision_layers=2",
+        "model.language_width=32",
+        "model.language_layers=2",
+    ),
     "long": (
         "model.vision_width=256",
         "model.vision_layers=4",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Final, Literal
 
@@ -52,6 +53,8 @@ from shardflow.training.tuning import Tuning
 # ruff: noqa: ARG002 - a hook receives more than it uses
 
 _LOGGER = logging.getLogger(__name__)
+
+_version = cache(version)  # which reads a file each time, while the steps wait for a checkpoint
 
 _POLL_EVERY_S: Final = 2.0
 """Interval at which ranks exchange whether to stop; schedulers leave 30 s and more."""
@@ -457,7 +460,7 @@ class _Checkpoints(LoopHook):
             "updates": parts.updates.state_dict(),
             **parts.identity,
             "world_size": parts.ranks.world_size,
-            "versions": {name: version(name) for name in ("shardflow", "torch", "transformers")},
+            "versions": {name: _version(name) for name in ("shardflow", "torch", "transformers")},
         }
 
     def _note(self, metrics: CheckpointMetrics | None) -> None:

@@ -1,9 +1,9 @@
 """The fault matrix: a run is hurt in one way, started again until it ends, and left to be compared.
 
-``python -m tests.distributed.faults INPUT OUTPUT CASE...`` runs cases in turn, and beside them those that
-mostly wait. Ranks are forked, see `tests.distributed.forked`; each is the real job, with processes, gloo,
-health monitor and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of each start wrote, and
-``result.json``.
+``python -m tests.distributed.faults INPUT OUTPUT CASE...`` runs cases in turn, and beside them each of those
+that mostly wait. Ranks are forked, see `tests.distributed.forked`; each is the real job, with processes,
+gloo, health monitor and signals of its own. ``OUTPUT/CASE/`` holds the run, what each rank of each start
+wrote, and ``result.json``.
 """
 
 from __future__ import annotations
@@ -373,7 +373,8 @@ def main() -> None:
     import_ahead()
     if not (tiny.folder / "bad").exists():
         damage_one_sample(tiny)
-    lanes = [[name for name in names if case_of(name).waits is waits] for waits in (False, True)]
+    waiting = [name for name in names if case_of(name).waits]
+    lanes = [[name for name in names if name not in waiting], *([name] for name in waiting)]
     fork = multiprocessing.get_context("fork")
     running = [fork.Process(target=run_lane, args=(tiny, output, lane)) for lane in lanes]
     for lane in running:

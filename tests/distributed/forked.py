@@ -28,7 +28,9 @@ _LATER = (
     "shardflow.training.models.reference",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.vit.modeling_vit",
 )
 """What a run imports when it knows its settings, and builds its model."""
@@ -80,7 +82,10 @@ def store_server() -> Iterator[int]:
 
 
 def run_ranks(num_ranks: int, work: Callable[[], int | None]) -> int:
-    """Run ``work`` on each rank and return 0; once one fails, the others are killed, and it is 1."""
+    """Run ``work`` on each rank and return 0; once one fails, the others are killed, and it is 1.
+
+    SIGTERM is passed on to all ranks; if they stop as they should, it is 1 as well.
+    """
     fork = multiprocessing.get_context("fork")
     with store_server() as port:
         ranks = [
@@ -89,9 +94,17 @@ def run_ranks(num_ranks: int, work: Callable[[], int | None]) -> int:
         ]
         for rank in ranks:
             rank.start()
+        # Not before: a rank may run this module by its name, which must then not have been imported.
+        from shardflow.training.__main__ import EXIT_STOPPED
+
+        def pass_on(_number: int, _frame: object) -> None:
+            for rank in ranks:
+                rank.terminate()
+
+        signal.signal(signal.SIGTERM, pass_on)
         while running := [rank for rank in ranks if rank.exitcode is None]:
             wait([rank.sentinel for rank in running])
-            if any(rank.exitcode for rank in ranks):
+            if any(rank.exitcode not in {None, 0, EXIT_STOPPED} for rank in ranks):
                 for rank in running:
                     rank.kill()
         return int(any(rank.exitcode for rank in ranks))

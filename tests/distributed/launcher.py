@@ -101,7 +101,8 @@ def job(
         arguments: Its arguments.
         num_ranks: Ranks on this machine; several numbers for forked ranks of one world after the other; None
             for one process without torchrun.
-        is_forked: Fork the ranks, where torchrun is not what is tested: they import everything once.
+        is_forked: Fork the ranks, or the one process, where torchrun is not what is tested: they import
+            everything once.
         options: More options of torchrun.
         warnings: What Python does with warnings there.
         standalone: This machine alone; False where the options name the others.

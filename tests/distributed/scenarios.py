@@ -178,20 +178,24 @@ def evaluation(stage: Stage) -> Result:
     return result
 
 
+RARELY = "run.checkpoint_every_steps=12"
+"""What is stopped writes one besides."""
+
+
 def resumed_at_four(stage: Stage) -> Result:
     """A whole run and a stopped and resumed one."""
-    whole = stage.train(stage.ranks, "whole")
-    stopped = stage.train(stage.ranks, "parts", stop_after=5, stop_rank=2)
-    resumed = stage.train(stage.ranks, "parts")
+    whole = stage.train(stage.ranks, "whole", RARELY)
+    stopped = stage.train(stage.ranks, "parts", RARELY, stop_after=5, stop_rank=2)
+    resumed = stage.train(stage.ranks, "parts", RARELY)
     return {"outcomes": [summary and summary.to_json() for summary in (whole, stopped, resumed)]}
 
 
 def resumed_at_four_without_warm_up(stage: Stage) -> Result:
-    """Half as many steps with the guard taken out: the tests want these two to differ."""
-    few = "run.num_epochs=2"
+    """An epoch with the guard taken out: the tests want these two to differ."""
+    few = "run.num_epochs=1"
     with mock.patch.object(prepare, "warm_up"):
         stage.train(stage.ranks, "whole-cold", few)
-        stage.train(stage.ranks, "parts-cold", few, stop_after=5)
+        stage.train(stage.ranks, "parts-cold", few, stop_after=3)
         stage.train(stage.ranks, "parts-cold", few)
     return {}
 
@@ -200,7 +204,7 @@ def elastic(stage: Stage) -> Result:
     """One run on 4, 2, 3 and 1 ranks in turn."""
     resumed = []
     for size, stop_after in ((4, 5), (2, 11), (3, 14), (1, None)):
-        summary = stage.train(stage.first(size), "elastic", stop_after=stop_after)
+        summary = stage.train(stage.first(size), "elastic", RARELY, stop_after=stop_after)
         resumed.append(summary and summary.to_json())
         stage.ranks.barrier("next world size", WAIT)
     return {"starts": resumed}
@@ -266,12 +270,12 @@ def exchange(stage: Stage) -> Result:
 
 def slow_preparation(stage: Stage) -> Result:
     """A rank prepares longer than an exchange may take; nobody waits inside a collective."""
-    wait = 5.0
+    wait = 3.0
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))
     ranks = replace(stage.ranks, group=group, timeouts=replace(stage.ranks.timeouts, steady_s=wait, hang_s=0))
     ranks.enter_steady_state()
     if ranks.rank == 1:
-        time.sleep(8)
+        time.sleep(4.5)
     ranks.barrier("prepared", WAIT)
     numbers = torch.ones(1)
     dist.all_reduce(numbers, group=group)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 
 from shardflow.training.ledger import compare_ledgers, read_records
 from tests.distributed.faults import CASES, LONGER_CASES, NUM_STEPS, PREPARATION_S, case_of
-from tests.distributed.launcher import REPOSITORY, job_environment
+from tests.distributed.launcher import job
 from tests.distributed.runs import differing_weights
 from tests.tiny_runs import make_tiny_input
 
@@ -70,15 +68,11 @@ def run_cases(folder: Path, names: Sequence[str], timeout_s: float) -> Matrix:
             source.mkdir()
             output.mkdir()
             make_tiny_input(source)
-            finished = subprocess.run(
-                [sys.executable, "-m", "tests.distributed.faults", str(source), str(output), *names],
-                cwd=REPOSITORY,
-                env=job_environment(),
-                timeout=timeout_s,
-                capture_output=True,
-                check=False,
-            )
-            assert finished.returncode == 0, finished.stderr.decode(errors="replace")
+            arguments = [str(source), str(output), *names]
+            module = "tests.distributed.faults"
+            with job(folder, module, arguments, num_ranks=None, is_forked=True) as running:
+                finished = running.wait(timeout_s)
+            assert finished.exit_code == 0, finished.text
             done.touch()
     return Matrix(output)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import REPOSITORY
+from tests.distributed.launcher import job
 from tests.factories import make_dataset
 
 pytestmark = pytest.mark.distributed
@@ -20,15 +18,11 @@ def kill_many(folder: Path, wanted: int, timeout_s: float) -> dict[str, int]:
     make_dataset(
         dataset, num_samples=26, samples_per_shard=8, slices=(1, 5), splits={"train": 26}, facts=True
     )
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.loader_kills", str(dataset), str(folder), str(wanted), "1"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    arguments = [str(dataset), str(folder), str(wanted), "1"]
+    module = "tests.distributed.loader_kills"
+    with job(folder, module, arguments, num_ranks=None, is_forked=True) as running:
+        finished = running.wait(timeout_s)
+    assert finished.exit_code == 0, finished.text
     result: dict[str, int] = json.loads(finished.stdout)
     return result
 

@@ -17,6 +17,10 @@ _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL
 )
 _TITLE = re.compile(r'title="([\w.-]+)"')
+_QUIET = """
+import warnings as _warnings
+_warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
+"""
 _RUN = """
 import json as _json, sys as _sys
 def _run(blocks):
@@ -89,9 +93,9 @@ def _is_run(block: Block) -> bool:
 def _python(blocks: Sequence[Block]) -> str:
     # MONAI says on every LoadImage which readers of its own cannot be had.
     is_loud = any("monai" in block.text for block in blocks)
-    quiet = "-W ignore:NvImgCodecPydicomReader:UserWarning" if is_loud else ""
+    quiet = _QUIET if is_loud else ""
     texts = json.dumps([(str(block), block.text) for block in blocks])
-    return f"python -W error {quiet} -c '{_RUN}' <<'END OF BLOCKS'\n{texts}\nEND OF BLOCKS\n"
+    return f"python -W error -c '{quiet}{_RUN}' <<'END OF BLOCKS'\n{texts}\nEND OF BLOCKS\n"
 
 
 def _blocks(page: Path) -> Iterator[Block]:

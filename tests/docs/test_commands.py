@@ -23,7 +23,7 @@ from shardflow.storage import LocalStore, open_store
 from tests.docs.blocks import REPOSITORY, Block, all_blocks, commands, find_blocks, is_script_page
 from tests.factories import make_dataset
 from tests.field_cases import make_case_dataset
-from tests.forks import run
+from tests.forks import command_server, rank_server, run
 from tests.object_stores import s3_bucket
 from tests.run_factory import write_run
 
@@ -190,5 +190,6 @@ def _run_blocks(page: str, blocks: list[Block], world: Path) -> None:
         lines += [""] * (block.line - len(lines))
         lines += block.text.splitlines()
     script.write_text("\n".join(lines), encoding="utf-8")
-    done = run(["-W", "error", script.name], cwd=world, is_fresh=True)
+    server = rank_server if any("torch" in block.text for block in blocks) else command_server
+    done = run(["-W", "error", script.name], cwd=world, is_fresh=True, server=server)
     assert done.returncode == 0, f"{page}:\n{done.stderr[-3000:]}"

@@ -1,8 +1,9 @@
 """The tutorial and the how-to pages run from their first line to their last, as one who follows them would.
 
 Files are written where the pages say so, nothing is left out but what carries ``no-test`` and its reason.
-Commands of the tutorial and of long pages are the installed ones; those of the other how-to pages run the
-installed script in forks of one process.
+Commands of long pages are the installed ones, as are those of the tutorial that start processes of their own
+(packing, and training on several ranks). All others are forks of processes that have imported what they need,
+and pack without processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,9 @@ def _run(page: Path, folder: Path, *programs: Path) -> tuple[int, str, str]:
 @pytest.mark.timeout(1200)
 @pytest.mark.distributed
 def test_the_tutorial_runs_from_an_empty_folder(tmp_path: Path) -> None:
-    code, out, err = _run(TUTORIAL, tmp_path)
+    installed = f'exec {shlex.quote(str(_INSTALLED / "shardflow"))} "$@"'
+    programs = _write_programs(tmp_path / "bin", {"pack*|*--nproc-per-node*": installed})
+    code, out, err = _run(TUTORIAL, tmp_path, programs)
     assert code == 0, f"{out[-1000:]}\n{err[-3000:]}"
     assert "This dataset is already packed." in out
     assert '"outcome": "stopped"' in out
@@ -74,21 +78,41 @@ def test_the_tutorial_runs_from_an_empty_folder(tmp_path: Path) -> None:
     }
 
 
+def _write_programs(folder: Path, other_ways: Mapping[str, str]) -> Path:
+    """Write a ``python`` and a ``shardflow`` that are forks; return the folder.
+
+    Args:
+        folder: Gets them.
+        other_ways: What is run in place of ``shardflow``, by a shell pattern of its arguments.
+    """
+    stand_in = [sys.executable, "-I", "-S", forks.__file__]
+    torch = [*stand_in, forks.rank_server()]
+    command = shlex.join([*torch, "-W", "default", str(_INSTALLED / "shardflow")])
+    cases = [
+        *other_ways.items(),
+        ("pack*", f'set -- "$@" --set execution.num_processes=1; {_inline(stand_in)}'),
+        ("bench*|generate*|tokenize*|train\\ *", f'exec {command} "$@"'),
+        ("*", _inline(stand_in)),
+    ]
+    ways = "".join(f"{pattern}) {way} ;;\n" for pattern, way in cases)
+    folder.mkdir()
+    for name, text in (
+        ("python", f'exec {shlex.join(torch)} "$@"\n'),
+        ("shardflow", f'case "$*" in\n{ways}esac\n'),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{text}", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def _inline(stand_in: Sequence[str]) -> str:
+    return f'exec {shlex.join([*stand_in, forks.command_server(), "-m", "tests.inline_engine"])} "$@"'
+
+
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose ``shardflow`` is the installed one without its start."""
-    program = tmp_path_factory.mktemp("bin") / "shardflow"
-    words = [
-        sys.executable,
-        "-I",
-        "-S",
-        forks.__file__,
-        forks.command_server(),
-        str(_INSTALLED / program.name),
-    ]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
-    return program.parent
+    """A folder whose ``python`` and ``shardflow`` are forks."""
+    return _write_programs(tmp_path_factory.mktemp("programs") / "bin", {})
 
 
 # It trains, kills the children of a command, which a forked one does not have, and resumes: a minute of two

@@ -144,9 +144,9 @@ def test_a_hanging_task_is_killed_at_its_deadline(make_pool: MakePool) -> None:
 def test_each_step_of_a_task_has_a_deadline_and_processor_time_of_its_own(
     make_pool: MakePool, hangs: bool
 ) -> None:
-    limits = WorkerLimits(memory_bytes=600 * MIB, task_s=10.0, file_bytes=MIB)
-    number = 1 if hangs else 14
-    done = _do(make_pool(1, limits), "steps", timeout_s=10.0, number=number, seconds=0.8, hangs=hangs)
+    limits = WorkerLimits(memory_bytes=600 * MIB, task_s=3.0, file_bytes=MIB)
+    number = 1 if hangs else 21  # more than a task has, even where its seconds are rounded up
+    done = _do(make_pool(1, limits), "steps", timeout_s=3.0, number=number, seconds=0.25, hangs=hangs)
     assert (done.failure, done.result) == (("timeout", None) if hangs else (None, {}))
 
 

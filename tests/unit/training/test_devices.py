@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from shardflow.errors import ConfigError
 from shardflow.training.distributed import backend_of, choose_device, code_digest
+from tests.forks import rank_server, run
 
 # What torch_npu does when it is imported, as far as choosing goes: it names the device, registers its module
 # and the backend of its library. Exchanges of the stand-in go through gloo.
@@ -39,6 +38,7 @@ dist.Backend.register_backend(
 
 PROBE = """
 import json, sys
+sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
 from shardflow.errors import ConfigError
@@ -66,16 +66,8 @@ def ascend(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ascend")
     (folder / "torch_npu").mkdir()
     (folder / "torch_npu" / "__init__.py").write_text(STAND_IN, encoding="utf-8")
-    path = os.pathsep.join([str(folder), str(Path(__file__).resolve().parents[3])])
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "LOCAL_RANK"}}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        env=environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = run(["-W", "default", "-c", PROBE, folder], env=environment, server=rank_server)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

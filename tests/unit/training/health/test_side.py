@@ -47,6 +47,7 @@ class Rank:
 @contextmanager
 def start(folder: Path, num_ranks: int = 2) -> Iterator[list[Rank]]:
     """Ranks that know each other, each in the phase "computing"."""
+    folder.mkdir(exist_ok=True)
     found: list[Rank] = []
     try:
         for rank in range(num_ranks):
@@ -113,25 +114,32 @@ def test_rank_that_is_killed_is_named_to_the_others(tmp_path: Path, victim: int)
         assert json.loads(line)["rank"] == victim
 
 
-@pytest.mark.parametrize(
-    ("order", "kind"),
-    [("stop", "has been stopped by a signal"), ("hold", "has shown no sign of its interpreter")],
-)
-def test_rank_that_hangs_is_named_and_all_stacks_are_written(tmp_path: Path, order: str, kind: str) -> None:
-    with start(tmp_path) as found:
-        if order == "stop":
-            found[1].process.send_signal(signal.SIGSTOP)
-        else:
-            found[1].told({"hold": True})
-        code, text = found[0].end()
-        assert code == 1
-        assert f"rank 1 {kind}" in text
-        found[1].end()
+def test_rank_that_hangs_is_named_with_all_stacks_and_ranks_that_end_well_are_no_fault(
+    tmp_path: Path,
+) -> None:
+    """One that a signal has stopped, one that holds the interpreter's lock, and three of which none hangs."""
+    stopped, held, sound = (tmp_path / name for name in ("stopped", "held", "sound"))
+    with start(stopped) as of_stopped, start(held) as of_held, start(sound, 3) as of_sound:
+        of_stopped[1].process.send_signal(signal.SIGSTOP)
+        of_held[1].told({"hold": True})
+        for found, kind in (
+            (of_stopped, "has been stopped by a signal"),
+            (of_held, "has shown no sign of its interpreter"),
+        ):
+            code, text = found[0].end()
+            assert code == 1
+            assert f"rank 1 {kind}" in text
+            found[1].end()
+        # By now longer than any of these may show no pulse.
+        for rank in (1, 0, 2):  # the hub before another one
+            of_sound[rank].told({"bye": "finished"})
+            assert of_sound[rank].end() == (0, "")
         assert no_side_is_left(tmp_path)
-    for rank in (0, 1):
-        assert "most recent call first" in (tmp_path / "health" / f"rank-{rank:05d}.stacks").read_text()
-    if order == "hold":
-        assert "hold_the_interpreter" in (tmp_path / "health" / "rank-00001.stacks").read_text()
+    assert not (sound / "health" / "faults.jsonl").exists()
+    for run in (stopped, held):
+        for rank in (0, 1):
+            assert "most recent call first" in (run / "health" / f"rank-{rank:05d}.stacks").read_text()
+    assert "hold_the_interpreter" in (held / "health" / "rank-00001.stacks").read_text()
 
 
 def test_rank_stuck_in_a_phase_is_named_with_what_it_waits_for(tmp_path: Path) -> None:
@@ -151,16 +159,6 @@ def test_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
         code, text = found[1].end()
         assert code == 1
         assert "rank 0 failed: the reason" in text
-
-
-def test_ranks_that_end_well_are_no_fault(tmp_path: Path) -> None:
-    with start(tmp_path, 3) as found:
-        time.sleep(ranks.HANG_S + 1.0)  # longer than any of them may show no pulse
-        for rank in (1, 0, 2):  # the hub before another one
-            found[rank].told({"bye": "finished"})
-            assert found[rank].end() == (0, "")
-        assert no_side_is_left(tmp_path)
-    assert not (tmp_path / "health" / "faults.jsonl").exists()
 
 
 def test_stranger_at_the_port_hears_nothing(tmp_path: Path) -> None:
