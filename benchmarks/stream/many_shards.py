@@ -198,9 +198,9 @@ def _one(folder: Path, content: str, options: argparse.Namespace, node: Path) ->
 def main() -> int:
     """Run the benchmark."""
     if sys.argv[1:2] == ["--one"]:
-        folder, content, seconds, warm_s, *num_open = sys.argv[2:]
+        given, content, seconds, warm_s, *num_open = sys.argv[2:]
         with few_open(int(num_open[0])) if num_open else nullcontext():
-            print(json.dumps(read(Path(folder), content, float(seconds), float(warm_s))))
+            print(json.dumps(read(Path(given), content, float(seconds), float(warm_s))))
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=40_000)
