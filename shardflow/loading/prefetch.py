@@ -595,7 +595,7 @@ class Prefetcher:
         """Wake the first reader if it may go, which wakes the next one; needs the lock.
 
         Each micro-batch that the loader reaches makes room for one read, so all the others would wake up in
-        vain: with everything cached that took more time than the reads.
+        vain.
         """
         if self._waiting and self._may_go(first := self._first()):
             first.changed.notify()
