@@ -46,6 +46,7 @@ _LOCAL_READ_BYTES = 2 << 20
 # since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
 _MAX_SHARDS = 4096
+_NO_SLICES = np.zeros(1, np.int64)
 Resolution: TypeAlias = Literal["full", "small"]
 """Versions of stored slices."""
 Payload: TypeAlias = tuple[int, NDArray[np.uint8] | BadSample]
@@ -99,7 +100,7 @@ class Shard:
     """Shard, tier and, in a blend, component, for messages."""
     first_slice: NDArray[np.int64]
     """``(volumes + 1,)`` number of the first slice of each volume in bricks. Such slices are numbered behind
-    the fields: they are read as fields are, one payload each, and are none."""
+    the fields: they are read as fields are, one payload each, and are none. A 0 where there are no bricks."""
 
     def num_variants(self, row: int, series: int = 0) -> int:
         """Return the number of augmented variants of a series."""
@@ -320,7 +321,7 @@ class FieldReader:
         """
         component, position = self._samples.shard(number)
         dataset = self._samples.datasets[component]
-        name, path = dataset.manifest.shard_place(position)
+        name, path, *_ = dataset.manifest.shard_place(position)
         place = self._place(component, name)
         thread.enter("index", place)
         start = time.perf_counter()
@@ -330,9 +331,9 @@ class FieldReader:
             raise BadSample(BadSampleReason.INDEX_DAMAGED, name, "", error.message) from None
         shard = self._shards.get(number)
         if shard is None or shard.index is not index:
-            names = _read_names(index.field_names, index.text_field)
-            depths = np.zeros(0, np.int64) if index.bricks is None else index.bricks.shapes[:, 0]
-            first_slice = index.num_fields + np.append(0, np.cumsum(depths))
+            names, first_slice = _read_names(index.field_names, index.text_field), _NO_SLICES
+            if index.bricks is not None:
+                first_slice = index.num_fields + np.append(0, np.cumsum(index.bricks.shapes[:, 0]))
             shard = Shard(number, name, path, index, names, dataset.store, place, first_slice)
             with self._lock:
                 while len(self._shards) >= _MAX_SHARDS:
@@ -345,7 +346,7 @@ class FieldReader:
         """Return store and path of a shard, numbered as in `open_shard`, and its place for messages."""
         component, position = self._samples.shard(number)
         dataset = self._samples.datasets[component]
-        name, path = dataset.manifest.shard_place(position)
+        name, path, *_ = dataset.manifest.shard_place(position)
         return dataset.store, path, self._place(component, name)
 
     def _place(self, component: int, name: str) -> str:
@@ -368,13 +369,17 @@ class FieldReader:
         Raises:
             StorageError: The store cannot read the shard.
         """
-        max_bytes = self.read_bytes
-        if isinstance(shard.store, LocalStore):
-            max_bytes = min(max_bytes, _LOCAL_READ_BYTES)
         is_stored = fields < shard.index.num_fields
         order = np.flatnonzero(is_stored)
-        order = order[np.argsort(shard.index.field_offsets[fields[order]], kind="stable")]
+        offsets = shard.index.field_offsets[fields[order]]
+        sorting = np.argsort(offsets, kind="stable")
+        order, offsets = order[sorting], offsets[sorting]
         sizes = shard.index.field_num_bytes[fields[order]].tolist()
+        max_bytes = self.read_bytes
+        if max_bytes > _LOCAL_READ_BYTES and sum(sizes) > _LOCAL_READ_BYTES:
+            span = ByteRange(int(offsets[0]), int(offsets[-1]) + sizes[-1] - int(offsets[0]))
+            if _is_on_this_node(shard, span):
+                max_bytes = _LOCAL_READ_BYTES
         first = 0
         while first < len(order):
             stop, num_bytes = first + 1, sizes[first]
@@ -511,6 +516,13 @@ class FieldReader:
         except ShortReadError:
             return False
         return bool(google_crc32c.value(payload) == checksum)
+
+
+def _is_on_this_node(shard: Shard, span: ByteRange) -> bool:
+    """Return whether bytes of a shard are read without a network, as far as is known."""
+    if isinstance(shard.store, CachedStore):
+        return shard.store.is_kept(shard.path, span)
+    return isinstance(shard.store, LocalStore)
 
 
 def _joined(offsets: list[int], sizes: list[int], max_gap: int) -> tuple[list[ByteRange], list[int]]:

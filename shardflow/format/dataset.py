@@ -25,7 +25,7 @@ from shardflow.format.file_blocks import open_large
 from shardflow.format.foreign.places import is_foreign, located
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import parse_slice_field, slice_field, volume_field
-from shardflow.format.manifest import Manifest
+from shardflow.format.manifest import CheckedShards, Manifest, ShardEntry
 from shardflow.format.manifest_table import load_shared
 from shardflow.format.samples import SamplesTable
 from shardflow.format.signatures import trust_of, trust_only
@@ -59,31 +59,35 @@ class DatasetBlocks:
         self._dataset, self._manifest, self._digests = dataset, dataset.manifest, digests
         self._block_bytes = block_bytes
         shards = dataset.manifest.shards
-        self._shards = {entry.path: place for place, entry in enumerate(shards)}
-        self._indexes = {entry.index.path: place for place, entry in enumerate(shards)}
+        self._find: Callable[[str], int | None]
+        if isinstance(shards, CheckedShards):
+            self._find = shards.find
+        else:
+            places = enumerate(shards)
+            self._find = {path: place for place, one in places for path in (one.path, one.index.path)}.get
 
     def __call__(self, path: str) -> ObjectBlocks | None:
         """Return the blocks of a file; None for one that is not cached."""
         samples, space = self._manifest.samples, self._manifest.dataset_id
         if path == samples.path:
             return ObjectBlocks.whole(samples.sha256, samples.num_bytes, space=space)
-        place = self._indexes.get(path)
+        place = self._find(path)
         if place is not None:
-            index, rows = self._manifest.shards[place].index, self._rows(place)
+            entry = self._manifest.shards[place]
+            if path == entry.path:
+                return self._of_shard(place, entry)
+            index, rows = entry.index, self._rows(place, entry)
             units = (rows.start, rows.stop)
             return ObjectBlocks.whole(index.sha256, index.num_bytes, space=space, units=units)
         table = None if self._digests is None else self._digests.paths.get(path)
-        if table is not None:
-            return ObjectBlocks.whole(table.sha256, table.num_bytes, space=space)
-        place = self._shards.get(path)
-        return None if place is None else self._of_shard(place)
+        return None if table is None else ObjectBlocks.whole(table.sha256, table.num_bytes, space=space)
 
-    def _of_shard(self, place: int) -> ObjectBlocks | None:
+    def _of_shard(self, place: int, entry: ShardEntry) -> ObjectBlocks | None:
         try:
             index = self._dataset.shard_index(place)
         except FormatError:
             return None  # a damaged index names no blocks; the reader masks its samples
-        rows = self._rows(place)
+        rows = self._rows(place, entry)
         row_of_sample = np.full(index.num_samples, -1, np.int64)
         inside = self._dataset.studies.gather("row_in_shard", np.arange(rows.start, rows.stop)).astype(
             np.int64
@@ -97,7 +101,7 @@ class DatasetBlocks:
             block_bytes = max(block_bytes // _BRICK_BLOCK_PART, 1)
         digests = None if self._digests is None else self._digests.of_shard(place, len(pieces.offsets))
         return ObjectBlocks.of_pieces(
-            self._manifest.shards[place].sha256,
+            entry.sha256,
             pieces.offsets,
             pieces.num_bytes,
             pieces.crc32c,
@@ -107,16 +111,17 @@ class DatasetBlocks:
             units=units[pieces.fields],
         )
 
-    def _rows(self, place: int) -> range:
+    def _rows(self, place: int, entry: ShardEntry) -> range:
         """Return the rows of a shard: they follow each other, in the rows of its split."""
         samples = self._dataset.studies
-        rows = samples.splits.get(self._manifest.shards[place].split, range(0))
+        rows = samples.splits.get(entry.split, range(0))
 
         def shard_of(row: int) -> int:
             return int(samples.gather("shard", row))
 
         start = bisect_left(rows, place, key=shard_of)
-        return rows[start : bisect_left(rows, place + 1, lo=start, key=shard_of)]
+        last = min(start + entry.num_samples, len(rows))
+        return rows[start : bisect_left(rows, place + 1, lo=start, hi=last, key=shard_of)]
 
 
 SampleReader: TypeAlias = Callable[[str | int, Any, int], dict[str, Any]]

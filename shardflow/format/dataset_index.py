@@ -40,6 +40,9 @@ _MAX_REMOTE_NUM_BYTES: Final = 1 << 30
 # Bound on the indexes that stay open, in bytes of their files; one may exceed it, alone. They are read
 # rather than mapped: their digest needs every byte anyway, and a map holds a file descriptor.
 _MAX_OPEN_NUM_BYTES: Final = 256 << 20
+# What a view of the collected indexes counts as: it takes little time to make, and 2 KB of objects in each
+# process, so that no more than 4,096 of 100,000 shards are kept.
+_VIEW_NUM_BYTES: Final = 64 << 10
 _NUM_THREADS: Final = 16
 _SHARDS_AT_ONCE: Final = 8 * _NUM_THREADS
 _CHUNK_ROWS: Final = 1 << 18
@@ -70,7 +73,7 @@ class ShardIndexes:
 
     def __init__(self, store: ByteStore, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
-        self._open: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._open: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
         self.collected: DatasetIndex | None = None
@@ -85,18 +88,20 @@ class ShardIndexes:
             FormatError: It is the index of another shard.
         """
         with self._lock:
-            index = self._open.get(shard)
-            if index is not None:
+            found = self._open.get(shard)
+            if found is not None:
                 self._open.move_to_end(shard)
-                return index
-        index = self._of_collected(shard) or self.open(shard)
+                return found[0]
+        index, num_bytes = self._of_collected(shard), _VIEW_NUM_BYTES
+        if index is None:
+            index, num_bytes = self.open(shard), self._manifest.shards[shard].index.num_bytes
         with self._lock:
-            if shard not in self._open:
-                self._num_bytes += self._manifest.shards[shard].index.num_bytes
-            self._open[shard] = index
+            if shard not in self._open:  # another thread may have opened it meanwhile
+                self._open[shard] = index, num_bytes
+                self._num_bytes += num_bytes
             while self._num_bytes > _MAX_OPEN_NUM_BYTES and len(self._open) > 1:
-                evicted, _ = self._open.popitem(last=False)
-                self._num_bytes -= self._manifest.shards[evicted].index.num_bytes
+                _, (_, num_bytes) = self._open.popitem(last=False)
+                self._num_bytes -= num_bytes
         return index
 
     def open(self, shard: int) -> ShardIndex:
@@ -125,21 +130,20 @@ class ShardIndexes:
             if self._is_tried:
                 return
             self._is_tried = True
-            shards = self._manifest.shards
-            if len(shards) < MIN_COLLECTED_SHARDS or (
-                not isinstance(self._store, LocalStore)
-                and sum(entry.index.num_bytes for entry in shards) > _MAX_REMOTE_NUM_BYTES
+            manifest = self._manifest
+            if len(manifest.shards) < MIN_COLLECTED_SHARDS or (
+                not isinstance(self._store, LocalStore) and manifest.index_num_bytes > _MAX_REMOTE_NUM_BYTES
             ):
                 return
             try:
-                self.collected = DatasetIndex.of(self._manifest, self.open)
+                self.collected = DatasetIndex.of(manifest, self.open)
             except ShardflowError as error:
                 logger.warning("The indexes of shards are read one by one, which is slower: %s", error)
 
     def _of_collected(self, shard: int) -> ShardIndex | None:
         collected = self.collected  # another thread may give it up meanwhile
         # The bricks of volumes are in the index of the shard alone.
-        if collected is None or self._manifest.shards[shard].num_volumes:
+        if collected is None or self._manifest.shard_place(shard).num_volumes:
             return None
         try:
             return collected.shard(shard)
@@ -165,7 +169,7 @@ class DatasetIndex:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         table = Table(LocalStore(path.parent).map(path.name), name=path.name)
         table.expect_kind(KIND, FORMAT_VERSION)
-        self._path, self._table, self._shards = path, table, manifest.shards
+        self._path, self._table, self._manifest = path, table, manifest
         self._first_sample = table.column("shard_first_sample").astype(np.int64)
         self._first_field = table.column("shard_first_field").astype(np.int64)
         self._text_field = table.column("shard_text_field")
@@ -206,7 +210,7 @@ class DatasetIndex:
         Raises:
             ChecksumError: A block of the table is damaged.
         """
-        entry = self._shards[position]
+        place = self._manifest.shard_place(position)
         samples = slice(*self._first_sample[position : position + 2].tolist())
         fields = slice(*self._first_field[position : position + 2].tolist())
         # A shard of n samples has n + 1 bounds.
@@ -216,7 +220,7 @@ class DatasetIndex:
             name: self._view(name, places.get(name, fields)) for name in _COLUMNS if name != "sample_text"
         }
         text_field = self._text_fields[int(self._text_field[position])] if self._is_foreign else None
-        return ShardIndex(entry.name, entry.num_bytes, self._field_names, columns, text_field)
+        return ShardIndex(place.name, place.num_bytes, self._field_names, columns, text_field)
 
     def texts(self, positions: NDArray[np.int64], rows: NDArray[np.int64]) -> TextPlaces:
         """Return the places of the texts of samples of any shards.

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardflow.errors import FormatError, ManifestError, NoListingError, NotFoundError, StorageError
 from shardflow.format.keys import (
@@ -140,20 +140,35 @@ def check_digest(value: object, name: str) -> None:
         raise ManifestError(f"{name} must be 64 hexadecimal digits, got another value.")
 
 
+class ShardPlace(NamedTuple):
+    """Part of a shard's entry that a reader needs wherever it reads a sample of the shard."""
+
+    name: str
+    path: str
+    num_bytes: int
+    num_volumes: int
+
+
 class CheckedShards(Sequence[ShardEntry]):
     """Shards of a manifest that was parsed and checked before, see `shardflow.format.manifest_table`.
 
     Attributes:
         splits: Numbers of samples and shards of each split, as `Manifest.splits`.
         has_volumes: Whether some shard has volumes in bricks.
+        index_num_bytes: Size of all indexes.
     """
 
     splits: dict[str, dict[str, int]]
     has_volumes: bool
+    index_num_bytes: int
 
     @abstractmethod
-    def place(self, place: int) -> tuple[str, str]:
-        """Return name and path of a shard, without its entry."""
+    def place(self, place: int) -> ShardPlace:
+        """Return what is read of a shard's entry for each of its samples, without the entry."""
+
+    @abstractmethod
+    def find(self, path: str) -> int | None:
+        """Return the position of the shard whose tar or index has a path; None if none has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,6 +230,14 @@ class Manifest:
         return BRICKS_FORMAT_VERSION if has_volumes else FORMAT_VERSION
 
     @property
+    def index_num_bytes(self) -> int:
+        """Size of the indexes of all shards."""
+        shards = self.shards
+        if isinstance(shards, CheckedShards):
+            return shards.index_num_bytes
+        return sum(shard.index.num_bytes for shard in shards)
+
+    @property
     def splits(self) -> dict[str, dict[str, int]]:
         """Numbers of samples and shards of each split, sorted by name."""
         if isinstance(self.shards, CheckedShards):
@@ -226,11 +249,12 @@ class Manifest:
             counts["num_shards"] += 1
         return dict(sorted(totals.items()))
 
-    def shard_place(self, number: int) -> tuple[str, str]:
-        """Return name and path of a shard, by its position."""
+    def shard_place(self, number: int) -> ShardPlace:
+        """Return name, path and sizes of a shard, by its position."""
         if isinstance(self.shards, CheckedShards):
             return self.shards.place(number)
-        return self.shards[number].name, self.shards[number].path
+        entry = self.shards[number]
+        return ShardPlace(entry.name, entry.path, entry.num_bytes, entry.num_volumes)
 
     @property
     def page(self) -> FileEntry | None:

@@ -33,6 +33,7 @@ from shardflow.format.manifest import (
     FileEntry,
     Manifest,
     ShardEntry,
+    ShardPlace,
     check_size,
     latest_version,
     load,
@@ -345,8 +346,10 @@ class SharedShards(CheckedShards):
         self._path, self._meta = path, table.meta
         self._names: list[str] = table.meta["splits"]
         self._columns = {name: table.column(name) for name in table.column_names}
+        self._orders: dict[str, NDArray[np.uint32]] = {}
         self.splits = self._meta["body"]["splits"]
         self.has_volumes = bool(self._columns["num_volumes"].any())
+        self.index_num_bytes = int(self._columns["index_num_bytes"].sum())
 
     def manifest(self, file_sha256: str, version: int) -> Manifest:
         """Return the manifest.
@@ -375,10 +378,30 @@ class SharedShards(CheckedShards):
             return tuple(self._entries(place))
         return next(self._entries(slice(place, place + 1 or None)), None) or self._missing(place)
 
-    def place(self, place: int) -> tuple[str, str]:
-        """Return name and path of a shard; an entry takes six times as long."""
-        name, path = self._columns["name"][place], self._columns["path"][place]
-        return name.decode("ascii"), path.decode("ascii")
+    def place(self, place: int) -> ShardPlace:
+        """Return name, path and sizes of a shard; an entry takes several times as long."""
+        columns = self._columns
+        return ShardPlace(
+            columns["name"][place].decode("ascii"),
+            columns["path"][place].decode("ascii"),
+            int(columns["num_bytes"][place]),
+            int(columns["num_volumes"][place]),
+        )
+
+    def find(self, path: str) -> int | None:
+        """Return the position of the shard whose tar or index has a path; None if none has."""
+        wanted = path.encode("utf-8")
+        for name in ("path", "index_path"):
+            column = self._columns[name]
+            if len(wanted) > column.dtype.itemsize:
+                continue
+            if name not in self._orders:
+                self._orders[name] = np.argsort(column, kind="stable").astype(np.uint32)
+            order = self._orders[name]
+            at = int(np.searchsorted(column, np.bytes_(wanted), sorter=order))
+            if at < len(order) and column[order[at]] == wanted:
+                return int(order[at])
+        return None
 
     def __iter__(self) -> Iterator[ShardEntry]:
         for start in range(0, len(self), _BLOCK):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from shardflow.errors import FormatError, ShardflowError
@@ -45,7 +46,7 @@ class SidecarManifest(ABC):
     def tables(self) -> dict[str, tuple[int | None, str]]:
         """Return size (None if not recorded) and SHA-256 of each table by its name in the folder."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Identity of the sidecar, 64 hexadecimal digits."""
         return sha256_hex(canonical_json({**self.head, **self.body()}))

@@ -352,7 +352,7 @@ class OrderedEngine(Generic[_Result]):
             self._num_taken += 1
             self._num_ready -= 1
             self._buffered_bytes -= entry.num_bytes
-            self._work.notify_all()
+            self._work.notify()  # one thread, because one at a time opens a task
         waited_s = time.monotonic() - start
         self._counters.add("wait", waited_s, entry.num_bytes, 1)
         if waited_s > _STARVED_S and not was_ready:
@@ -552,7 +552,8 @@ class OrderedEngine(Generic[_Result]):
             else:
                 entry.num_left = 1  # a task without parts, or one that failed
                 self._parts.append((entry, _FINISH_ONLY))
-            self._work.notify_all()
+            # Those that would find nothing sleep on. This thread opens the next task, or does a part too.
+            self._work.notify(entry.num_left)
 
     def _part_done(self, entry: _Open[_Result]) -> None:
         with self._lock:

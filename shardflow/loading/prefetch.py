@@ -442,6 +442,16 @@ class StreamReads:
                 yield PlannedRead(num_before + number, plan.epoch, number, together)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A reader that waits for room."""
+
+    place: int
+    """Position of its micro-batch."""
+    num_bytes: int
+    changed: threading.Condition
+
+
 class Prefetcher:
     """Thread pool that carries out planned reads in order until it is closed. Safe for many threads.
 
@@ -465,11 +475,12 @@ class Prefetcher:
         counters: StageCounters,
     ) -> None:
         self._reads, self._next, self._max_bytes, self._counters = reads, next_number, max_bytes, counters
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_landed = threading.Condition(self._lock)
         # By the place of the micro-batch: a read that the loader has passed counts until it is published.
         self._under_way: Counter[int] = Counter()
         self._ahead: Counter[int] = Counter()
-        self._waiting: list[int] = []
+        self._waiting: list[_Turn] = []
         self._landed: deque[tuple[int, int, Callable[[], None]]] = deque()
         self._is_closed = False
         self._num_wanted, self._num_started = num_threads, 0
@@ -487,26 +498,28 @@ class Prefetcher:
     def resize(self, *, num_threads: int, max_bytes: int) -> None:
         """Change how many threads read, and the bound; a surplus thread finishes its read first."""
         with self._starting:
-            with self._changed:
+            with self._lock:
                 self._num_wanted, self._max_bytes = num_threads, max_bytes
-                self._changed.notify_all()
+                self._wake_first()
             if not self._is_closed:
                 self._start_readers()
 
     def passed(self, number: int) -> None:
         """Note that the loader has reached a micro-batch."""
-        with self._changed:
+        with self._lock:
             self._next = max(self._next, number + 1)
             for place in [place for place in self._ahead if place < self._next]:
                 del self._ahead[place]
             self._counters.observe("ahead_batches", len(self._ahead))
-            self._changed.notify_all()
+            self._wake_first()
 
     def close(self) -> None:
         """Stop the threads; reads in flight are still published, since other processes may wait for them."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            self._has_landed.notify_all()
+            for turn in self._waiting:
+                turn.changed.notify()
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -520,7 +533,7 @@ class Prefetcher:
         # Counted once: when nothing is left to read, each thread ends as soon as it has started.
         for _ in range(self._num_wanted - len(self._readers)):
             thread = self._new_thread(self._read_all)
-            with self._changed:
+            with self._lock:
                 self._readers.add(thread)
             self._start(thread)
 
@@ -545,13 +558,13 @@ class Prefetcher:
             # The loader's own read will hit the same fault, with its retries, its deadline and its place.
             _LOGGER.debug("prefetching ended: %s", os_reason(error))
         finally:
-            with self._changed:
+            with self._lock:
                 self._readers.discard(threading.current_thread())
 
     def _is_wanted(self) -> bool:
         """Tell a reader whether to continue; one that must not is removed from the readers."""
         if len(self._readers) > self._num_wanted:  # first without the lock, because it is rarely true
-            with self._changed:
+            with self._lock:
                 if len(self._readers) > self._num_wanted:
                     self._readers.discard(threading.current_thread())
                     return False
@@ -559,19 +572,33 @@ class Prefetcher:
 
     def _reserve(self, place: int, num_bytes: int) -> bool:
         """Wait for room; returns False if the loader was faster or the stream is closed."""
-        with self._changed:
-            self._waiting.append(place)
-            # The earliest micro-batch goes first, whichever thread wakes up first.
-            self._changed.wait_for(
-                lambda: self._is_settled(place) or (place == min(self._waiting) and self._has_room(num_bytes))
-            )
-            self._waiting.remove(place)
-            self._changed.notify_all()
-            if self._is_settled(place):
-                return False
-            self._under_way[place] += num_bytes
-            self._counters.observe("fetching_bytes", self._under_way.total())
-            return True
+        turn = _Turn(place, num_bytes, threading.Condition(self._lock))
+        with self._lock:
+            self._waiting.append(turn)
+            turn.changed.wait_for(lambda: self._may_go(turn))
+            self._waiting.remove(turn)
+            is_settled = self._is_settled(place)
+            if not is_settled:
+                self._under_way[place] += num_bytes
+                self._counters.observe("fetching_bytes", self._under_way.total())
+            self._wake_first()
+            return not is_settled
+
+    def _may_go(self, turn: _Turn) -> bool:
+        """Tell whether a reader waits no longer: the earliest micro-batch goes first, whoever wakes up."""
+        return self._is_settled(turn.place) or (turn is self._first() and self._has_room(turn.num_bytes))
+
+    def _first(self) -> _Turn:
+        return min(self._waiting, key=lambda turn: turn.place)
+
+    def _wake_first(self) -> None:
+        """Wake the first reader if it may go, which wakes the next one; needs the lock.
+
+        Each micro-batch that the loader reaches makes room for one read, so all the others would wake up in
+        vain.
+        """
+        if self._waiting and self._may_go(first := self._first()):
+            first.changed.notify()
 
     def _is_settled(self, place: int) -> bool:
         return self._is_closed or place < self._next
@@ -589,18 +616,18 @@ class Prefetcher:
                 self._done(place, num_bytes)
         if publish is None:
             return
-        with self._changed:
+        with self._lock:
             if not self._is_closed:
                 self._landed.append((place, num_bytes, publish))
-                self._changed.notify_all()
+                self._has_landed.notify()
                 return
         # The publishers may have ended already.
         self._publish(place, num_bytes, publish)
 
     def _publish_all(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._landed or self._is_closed)
+            with self._lock:
+                self._has_landed.wait_for(lambda: self._landed or self._is_closed)
                 if not self._landed:
                     return
                 landed = self._landed.popleft()
@@ -617,13 +644,13 @@ class Prefetcher:
             self._done(place, num_bytes)
 
     def _done(self, place: int, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self._under_way[place] -= num_bytes
             if not self._under_way[place]:
                 del self._under_way[place]
             if place >= self._next:
                 self._ahead[place] += num_bytes
-            self._changed.notify_all()
+            self._wake_first()
 
 
 def _join(selection: Selection, world: World, run_id: str) -> tuple[_CachedDataset, ...]:

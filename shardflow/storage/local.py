@@ -218,13 +218,25 @@ class _OpenFiles:
         key = owner, path
         with self.lock:
             self._close_unused()
-            descriptor = self._files.get(key)
-            if descriptor is None:
-                descriptor = self._files[key] = _Descriptor(open_file())
-            self._files.move_to_end(key)
-            descriptor.num_users += 1
+            if key in self._files:
+                return self._used(key)
+        # Without the lock: where each sample is in another file, no thread waits for the opens of others.
+        fileno = open_file()
+        with self.lock:
+            if key in self._files:  # another thread has opened it meanwhile
+                os.close(fileno)
+                return self._used(key)
+            self._files[key] = _Descriptor(fileno)
+            descriptor = self._used(key)
             while len(self._files) > self.max_files:
                 self._evict(self._files.popitem(last=False)[1])
+        return descriptor
+
+    def _used(self, key: tuple[int, str]) -> _Descriptor:
+        """Count a reader more of a file, which becomes the last used one; needs the lock."""
+        self._files.move_to_end(key)
+        descriptor = self._files[key]
+        descriptor.num_users += 1
         return descriptor
 
     def give_back(self, descriptor: _Descriptor) -> None:
@@ -330,25 +342,8 @@ class LocalStore:
     def read_ranges(self, path: str, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
         """Fill each buffer with its range; see `ByteStore.read_ranges`."""
         check_ranges(path, ranges, buffers)
-        scratch = memoryview(bytearray(_MAX_GAP_BYTES))
         with self._opened(path) as fileno:
-            pieces: list[memoryview] = []
-            start = position = 0
-            for span, buffer in zip(ranges, buffers, strict=True):
-                if not span.num_bytes:
-                    continue
-                gap = span.offset - position
-                if pieces and (not 0 <= gap <= _MAX_GAP_BYTES or len(pieces) >= _MAX_BUFFERS):
-                    read_into(fileno, path, start, pieces)
-                    pieces = []
-                if not pieces:
-                    start, gap = span.offset, 0
-                if gap:
-                    pieces.append(scratch[:gap])
-                pieces.append(buffer.cast("B"))
-                position = span.offset + span.num_bytes
-            if pieces:
-                read_into(fileno, path, start, pieces)
+            read_scattered(fileno, path, [span.offset for span in ranges], buffers)
 
     def read_pieces(self, path: str, offsets: Sequence[int], pieces: Sequence[NDArray[np.uint8]]) -> None:
         """Fill each piece from its offset; for many small, scattered pieces.
@@ -434,6 +429,33 @@ class LocalStore:
             os.close(fileno)
             raise StorageError(f"{path} must be a regular file, got a pipe, folder or device; name a file.")
         return fileno
+
+
+def read_scattered(fileno: int, path: str, offsets: Iterable[int], buffers: Iterable[memoryview]) -> None:
+    """Fill each buffer from its offset of an open file; those that follow each other in it in one call.
+
+    Raises:
+        ShortReadError: The file ends before; the message names ``path``.
+        OSError: Reading failed.
+    """
+    scratch = memoryview(bytearray(_MAX_GAP_BYTES))
+    pieces: list[memoryview] = []
+    start = position = 0
+    for offset, buffer in zip(offsets, buffers, strict=True):
+        if not buffer.nbytes:
+            continue
+        gap = offset - position
+        if pieces and (not 0 <= gap <= _MAX_GAP_BYTES or len(pieces) >= _MAX_BUFFERS):
+            read_into(fileno, path, start, pieces)
+            pieces = []
+        if not pieces:
+            start, gap = offset, 0
+        if gap:
+            pieces.append(scratch[:gap])
+        pieces.append(buffer.cast("B"))
+        position = offset + buffer.nbytes
+    if pieces:
+        read_into(fileno, path, start, pieces)
 
 
 def read_into(fileno: int, path: str, offset: int, pieces: list[memoryview]) -> None:

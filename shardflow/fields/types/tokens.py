@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ from shardflow.fields.field import (
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Samples, Shard
 from shardflow.format.keys import DIGEST_PATTERN
-from shardflow.format.tokens import TokenIds, TokenPlaces, open_counts, open_manifest
+from shardflow.format.tokens import TokenIds, TokenPlaces
 
 _Found = TypeVar("_Found")
 _MAX_TOKENS: Final = 1 << 32
@@ -70,6 +70,9 @@ class TokenAssembler:
         tokenizer: SHA-256 of its ``tokenizer.json``.
         max_tokens: Longer texts are truncated.
 
+    Attributes:
+        ids: The tokens of each dataset.
+
     Raises:
         ConfigError: A dataset was not tokenized with this tokenizer.
         FormatError: Its tokens are damaged.
@@ -78,8 +81,9 @@ class TokenAssembler:
     def __init__(self, samples: Samples, tokenizer: str, max_tokens: int | None) -> None:
         self._samples, self._max_tokens = samples, max_tokens
         # Several components of a blend may share a dataset, whose tables are opened once.
-        opened = {id(dataset): TokenIds(dataset, tokenizer) for dataset in samples.datasets}
-        self._ids = [opened[id(dataset)] for dataset in samples.datasets]
+        different = {id(dataset): dataset for dataset in samples.datasets}
+        opened = {name: TokenIds(dataset, tokenizer) for name, dataset in different.items()}
+        self.ids = [opened[id(dataset)] for dataset in samples.datasets]
 
     def measure(self, rows: NDArray[np.int64]) -> MeasuredTokens:
         """Look up how many tokens each text has, and their places.
@@ -137,14 +141,14 @@ class TokenAssembler:
         """Yield the slots of each component's samples, and their rows in its table."""
         slots = np.flatnonzero(rows >= 0)
         if not self._samples.is_blend:
-            yield self._ids[0], slots, self._samples.datasets[0].text_rows(rows[slots])
+            yield self.ids[0], slots, self._samples.datasets[0].text_rows(rows[slots])
             return
         components = self._samples.components_of(rows[slots])
         inside = self._samples.table_rows(rows[slots])
         for component in np.unique(components).tolist():
             here = components == component
             dataset = self._samples.datasets[component]
-            yield self._ids[component], slots[here], dataset.text_rows(inside[here])
+            yield self.ids[component], slots[here], dataset.text_rows(inside[here])
 
 
 def _trusted(
@@ -258,8 +262,7 @@ class BoundTokens(BoundField):
         self.spec = spec
         self._samples = context.samples
         self._assembler = TokenAssembler(context.samples, spec.tokenizer, spec.max_tokens)
-        opened = {id(one): open_counts(one, spec.tokenizer) for one in context.samples.datasets}
-        self._counts = [opened[id(one)] for one in context.samples.datasets]
+        self._counts = [ids.counts for ids in self._assembler.ids]
         self._num_samples = context.num_samples
         self._num_missing = context.count_missing(self.has_content)
         if self._num_missing and spec.missing == "error":
@@ -280,11 +283,7 @@ class BoundTokens(BoundField):
     @property
     def digests(self) -> Sequence[str]:
         """Digests of the stored tokens."""
-        return self._digests
-
-    @cached_property
-    def _digests(self) -> list[str]:
-        return [open_manifest(one, self.spec.tokenizer).digest for one in self._samples.datasets]
+        return [ids.digest for ids in self._assembler.ids]
 
     @property
     def has_content(self) -> Sequence[NDArray[np.bool_]]:

@@ -46,8 +46,8 @@ from shardflow.format.facts.studies import (
 )
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.index import FieldLocation
-from shardflow.format.keys import STUDY_FIELD, parse_slice_field
-from shardflow.format.manifest import load, versions
+from shardflow.format.keys import STUDY_FIELD, parse_slice_field, sha256_hex
+from shardflow.format.manifest import ShardEntry, load, versions
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.storage import LocalStore, write_atomic
@@ -331,16 +331,17 @@ def write_shard_facts(parts: Path, sha256: str, studies: Iterable[bytes]) -> Non
         StorageError: A file cannot be written.
     """
     found = [json.loads(study) for study in studies]
-    _write_parts(parts, sha256, _encoded([(series_of_study(one), facts_of_study(one)) for one in found]))
+    tables = _encoded([(series_of_study(one), facts_of_study(one)) for one in found])
+    _write_parts(part_paths(parts, sha256), tables)
 
 
 def _encoded(facts: Sequence[tuple[list[SeriesFacts], StudyFacts]]) -> tuple[bytes, bytes]:
-    """Encode the series and the studies of the samples of a shard."""
+    """Encode the series and the studies of some samples."""
     return encode_series(series for series, _ in facts), encode_study_facts(study for _, study in facts)
 
 
-def _write_parts(parts: Path, sha256: str, tables: Iterable[bytes]) -> None:
-    for path, table in zip(part_paths(parts, sha256), tables, strict=True):
+def _write_parts(paths: Iterable[Path], tables: Iterable[bytes]) -> None:
+    for path, table in zip(paths, tables, strict=True):
         write_atomic(path, [table], replace=True)
 
 
@@ -357,6 +358,10 @@ class AttachedFacts:
     """Number of series of each role."""
 
 
+_Span: TypeAlias = tuple[int, range]
+"""A shard by its position in the manifest, and the rows of its samples."""
+# Encoding, storing and merging the facts of a shard of one sample takes as long as those of hundreds.
+_GROUP_SAMPLES: Final = 256
 Complete: TypeAlias = Callable[[int, dict[str, Any]], dict[str, Any]]
 """Function that adds to a ``study.json`` what it lacks; it gets the row of the samples table beside it."""
 
@@ -436,29 +441,39 @@ def write_facts(
     dataset_id, shards = dataset.manifest.dataset_id, dataset.manifest.shards
     spans = list(_shard_spans(dataset))
     known = {} if complete is not None else _known_facts(root, dataset)
-    num_kept, found = 0, []
+    num_kept, num_done, found = 0, 0, []
 
-    def facts_of(number: int, rows: range) -> tuple[_Facts, NDArray[np.int64], bool]:
-        row_in_shard = dataset.studies.column("row_in_shard")[rows.start : rows.stop]
-        former = known.get(shards[number].sha256)
-        samples = None if former is None else former.find(row_in_shard)
-        if former is not None and samples is not None:
-            return former.facts, samples, True
+    def has_facts(entry: ShardEntry) -> bool:
+        if complete is not None:
+            return False
+        return entry.sha256 in known or all(path.exists() for path in part_paths(parts, entry.sha256))
+
+    def facts_of(group: Sequence[_Span]) -> tuple[_Facts, NDArray[np.int64], bool]:
+        rows = range(group[0][1].start, group[-1][1].stop)
+        former = known.get(shards[group[0][0]].sha256) if len(group) == 1 else None
+        if former is not None:
+            row_in_shard = dataset.studies.column("row_in_shard")[rows.start : rows.stop]
+            samples = former.find(row_in_shard)
+            if samples is not None:
+                return former.facts, samples, True
         if complete is not None:
             tables = _encoded([_facts_of_row(dataset, row, complete) for row in rows])
             return _Facts.of(tables), np.arange(len(rows)), False
-        facts, is_kept = _part(dataset, number, rows, parts, keeps_parts=keeps_parts)
+        facts, is_kept = _part(dataset, group, rows, parts, keeps_parts=keeps_parts)
         return facts, np.arange(len(rows)), is_kept
 
+    groups = _grouped(dataset, spans, has_facts)
     with ThreadPoolExecutor(num_threads) as pool:
-        jobs = [pool.submit(facts_of, number, rows) for number, rows in spans]
+        jobs = [pool.submit(facts_of, group) for group in groups]
         try:
-            for place, job in enumerate(jobs):
+            for group, job in zip(groups, jobs, strict=True):
                 facts, samples, is_kept = job.result()
                 found.append((facts, samples))
-                num_kept += is_kept
-                if on_shard is not None:
-                    on_shard(place + 1, len(spans))
+                num_kept += is_kept * len(group)
+                for _ in group:
+                    num_done += 1
+                    if on_shard is not None:
+                        on_shard(num_done, len(spans))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -482,7 +497,12 @@ def write_facts(
 
 
 def part_paths(parts: Path, sha256: str) -> tuple[Path, Path]:
-    """Return the paths of the facts of a whole shard, of series and of studies, in a folder of parts."""
+    """Return the paths of the facts of whole shards, of series and of studies, in a folder of parts.
+
+    Args:
+        parts: The folder.
+        sha256: Digest of the shard; of several, that of their digests one after another.
+    """
     return parts / f"{sha256}.tbl", parts / f"{sha256}.studies.tbl"
 
 
@@ -551,7 +571,7 @@ def _known_facts(root: Path, dataset: Dataset) -> dict[str, _FormerShard]:
     return known
 
 
-def _shard_spans(dataset: Dataset) -> Iterator[tuple[int, range]]:
+def _shard_spans(dataset: Dataset) -> Iterator[_Span]:
     """Yield the shards in the order of the samples table, and the rows of each."""
     shard = dataset.studies.column("shard").astype(np.int64)
     firsts = np.flatnonzero(np.diff(shard, prepend=-1)).tolist()
@@ -559,14 +579,32 @@ def _shard_spans(dataset: Dataset) -> Iterator[tuple[int, range]]:
         yield int(shard[first]), range(first, stop)
 
 
+def _grouped(
+    dataset: Dataset, spans: Iterable[_Span], has_facts: Callable[[ShardEntry], bool]
+) -> list[list[_Span]]:
+    """Group neighboring shards whose facts are read at once; those with facts, or of a part, are alone."""
+    groups: list[list[_Span]] = []
+    num_samples = _GROUP_SAMPLES
+    for number, rows in spans:
+        entry = dataset.manifest.shards[number]
+        is_alone = len(rows) != entry.num_samples or has_facts(entry)
+        if is_alone or num_samples + len(rows) > _GROUP_SAMPLES:
+            groups.append([])
+            num_samples = 0
+        groups[-1].append((number, rows))
+        num_samples = _GROUP_SAMPLES if is_alone else num_samples + len(rows)
+    return groups
+
+
 def _part(
-    dataset: Dataset, shard: int, rows: range, parts: Path, *, keeps_parts: bool
+    dataset: Dataset, group: Sequence[_Span], rows: range, parts: Path, *, keeps_parts: bool
 ) -> tuple[_Facts, bool]:
-    """Return the facts of a shard, and whether parts with them were stored."""
-    entry = dataset.manifest.shards[shard]
-    paths = part_paths(parts, entry.sha256)
-    # A part is of a whole shard, so that its name says what is in it, whatever was removed meanwhile.
-    is_whole = len(rows) == entry.num_samples
+    """Return the facts of some shards, and whether parts with them were stored."""
+    entries = [dataset.manifest.shards[number] for number, _ in group]
+    digests = "".join(entry.sha256 for entry in entries)
+    paths = part_paths(parts, digests if len(group) == 1 else sha256_hex(digests.encode()))
+    # A part is of whole shards, so that its name says what is in it, whatever was removed meanwhile.
+    is_whole = len(rows) == sum(entry.num_samples for entry in entries)
     if is_whole and all(path.exists() for path in paths):
         try:
             facts = _Facts.of(path.read_bytes() for path in paths)
@@ -577,7 +615,7 @@ def _part(
             pass  # damaged: it is made again
     tables = _encoded([_facts_of_row(dataset, row) for row in rows])
     if is_whole and keeps_parts:
-        _write_parts(parts, entry.sha256, tables)
+        _write_parts(paths, tables)
     return _Facts.of(tables), False
 
 

@@ -20,16 +20,14 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.storage.local import read_into
 from shardflow.storage.store import ByteRange
 
 Int64Array = NDArray[np.int64]
 
 # A piece of at least this fraction (one quarter) of a block is large.
 _LARGE_SHARE = 4
+_OBJECT_BYTES = 1024  # arrays without their content, and the object around them
 _ALWAYS = (1, 0)  # the first unit after the last one: needed all the time
-# For more pieces of a block than this, one read that covers them all is cheaper.
-_MAX_PIECE_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +157,13 @@ class ObjectBlocks:
         )
 
     @property
+    def held_bytes(self) -> int:
+        """About the memory that the object itself takes."""
+        pieces = (self.piece_offsets, self.piece_num_bytes, self.piece_crc32c, self.piece_sha256)
+        num_bytes = sum(array.nbytes for array in pieces if array is not None)
+        return _OBJECT_BYTES + num_bytes + 5 * self.starts.nbytes
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.starts)
@@ -221,14 +226,16 @@ class ObjectBlocks:
 def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: int) -> Int64Array:
     """Return the first piece of each block."""
     is_large = sizes >= block_bytes // _LARGE_SHARE
-    changes = np.append(np.flatnonzero(np.diff(is_large)) + 1, len(starts)).tolist()
-    first, place, change = [], 0, 0
-    while place < len(starts):
-        while changes[change] <= place:
-            change += 1
+    changes = np.append(np.flatnonzero(np.diff(is_large)) + 1, len(starts))
+    places = np.arange(len(starts))
+    within = np.searchsorted(stops, starts + block_bytes, side="right")
+    change = changes[np.searchsorted(changes, places, side="right")]
+    # Where a block would end that began with each piece: a block takes a step then, not a search.
+    following = np.minimum(np.maximum(within, places + 1), change).tolist()
+    first, place = [], 0
+    while place < len(following):
         first.append(place)
-        within = int(np.searchsorted(stops, starts[place] + block_bytes, side="right"))
-        place = min(max(within, place + 1), changes[change])
+        place = following[place]
     return np.array(first, np.int64)
 
 
@@ -258,8 +265,11 @@ class Piece:
 class Tier(Protocol):
     """Interface of a cache tier. Thread-safe; no method raises because of a fault of the tier."""
 
-    def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
-        """Fill pieces of a block; return False if it is not kept, which leaves the pieces undefined."""
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Return which blocks are kept, ``(n,)``; without waiting, so that a read may find otherwise."""
+
+    def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:
+        """Fill pieces of blocks; return the blocks that are kept, of others the pieces are undefined."""
 
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
         """Claim the right to fetch blocks, and reserve space for them.
@@ -290,20 +300,3 @@ def copy_pieces(payload: memoryview, pieces: Sequence[Piece]) -> None:
     """Copy parts of a block into their buffers."""
     for piece in pieces:
         piece.buffer[:] = payload[piece.start : piece.start + piece.buffer.nbytes]
-
-
-def read_pieces(descriptor: int, pieces: Sequence[Piece]) -> None:
-    """Read parts of a block from its file.
-
-    Raises:
-        ShortReadError: The file ends before.
-    """
-    if len(pieces) <= _MAX_PIECE_READS:
-        for piece in pieces:
-            read_into(descriptor, "a block", piece.start, [piece.buffer] if piece.buffer.nbytes else [])
-        return
-    start = min(piece.start for piece in pieces)
-    stop = max(piece.start + piece.buffer.nbytes for piece in pieces)
-    memory = memoryview(bytearray(stop - start))
-    read_into(descriptor, "a block", start, [memory] if memory.nbytes else [])
-    copy_pieces(memory, [Piece(piece.start - start, piece.buffer) for piece in pieces])

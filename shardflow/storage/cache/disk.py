@@ -14,11 +14,14 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardflow.errors import ShortReadError
-from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, read_pieces
+from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.eviction import Evictor, Shrinker, incoming_name
 from shardflow.storage.cache.folder import (
@@ -34,6 +37,7 @@ from shardflow.storage.cache.folder import (
     pages_of,
 )
 from shardflow.storage.cache.forecast import AccessForecast, decayed
+from shardflow.storage.local import read_scattered
 from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
@@ -100,19 +104,52 @@ class DiskTier:
 
     # ---- Tier ------------------------------------------------------------------------------------
 
-    def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
-        """Fill pieces of a block from its file; see `Tier.read`."""
-        descriptor = self._open(blocks, number)
-        if descriptor is None:
-            return False
-        try:
-            with self._guarded(), suppress(ShortReadError):  # truncated while it is read
-                read_pieces(descriptor, pieces)
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Return which blocks the catalog has, without its lock; see `Tier.has`."""
+        if not self._is_off and len(numbers):
+            with self._guarded():
+                first = min(numbers)
+                row = self._catalog.object_of(blocks).first_row + first
+                states = self._catalog.rows(row, max(numbers) - first + 1)["state"]
+                return np.asarray(states[np.asarray(numbers) - first] == READY, np.bool_)
+        return np.zeros(len(numbers), bool)
+
+    def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:
+        """Fill pieces of blocks from their files; see `Tier.read`."""
+        found: list[int] = []
+        damaged: list[int] = []
+        if self._is_off:
+            return found
+        with self._guarded():
+            try:
+                with self._folder.opened(blocks.name) as folder:
+                    for number, pieces in wanted.items():
+                        try:
+                            self._read_block(folder, blocks, number, pieces)
+                        except BlockDamagedError:
+                            damaged.append(number)
+                        except (FileNotFoundError, ShortReadError):  # ShortReadError: cut while it is read
+                            continue
+                        else:
+                            found.append(number)
+            except FileNotFoundError:
+                pass
+            except BlockDamagedError:
+                damaged = list(wanted)
+            for number in found:
                 self._note_use(blocks, number)
-                return True
+        for number in damaged:
+            self.drop(blocks, number)
+        return found
+
+    def _read_block(self, folder: int, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> None:
+        num_bytes = int(blocks.stops[number]) - int(blocks.starts[number])
+        descriptor = self._folder.open_block_in(folder, number, num_bytes)
+        try:
+            starts, buffers = [piece.start for piece in pieces], [piece.buffer for piece in pieces]
+            read_scattered(descriptor, "a block", starts, buffers)
         finally:
             os.close(descriptor)
-        return False
 
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
         """Ask to fetch blocks; see `Tier.claim`."""
@@ -123,7 +160,7 @@ class DiskTier:
             known = self._catalog.object_of(blocks)
             # In later epochs most blocks are there. Reading ahead needs no lock to see that: of a block whose
             # file was deleted from outside, the read itself takes notice.
-            is_kept = [is_ahead and self._is_ready(known.first_row + number) for number in numbers]
+            is_kept = self.has(blocks, numbers).tolist() if is_ahead else [False] * len(numbers)
             claims = [Claim.KEPT if kept else Claim.REFUSED for kept in is_kept]
             places = [place for place, kept in enumerate(is_kept) if not kept]
             if not places:
@@ -267,10 +304,6 @@ class DiskTier:
         rows["last_use"], rows["frequency"] = header.clock & 0xFFFFFFFF, 1.0
         self._catalog.write_rows(row, rows)
         return Claim.OURS
-
-    def _is_ready(self, row: int) -> bool:
-        """Return whether the catalog has a block, without its lock."""
-        return bool(self._catalog.rows(row, 1)["state"][0] == READY)
 
     def _is_there(self, name: str, number: int) -> bool:
         """Return whether anything exists in a block's place, ours or not."""

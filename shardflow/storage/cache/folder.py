@@ -176,15 +176,26 @@ class CacheFolder:
             FileNotFoundError: There is no such block.
             BlockDamagedError: Its place holds no regular file of ``num_bytes``, or one of another user.
         """
+        with self.opened(name) as folder:
+            return self.open_block_in(folder, number, num_bytes)
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Open the folder of an object's blocks; errors as of `open_block`."""
         folder = self._open_object(name)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def open_block_in(self, folder: int, number: int, num_bytes: int | None) -> int:
+        """Open a block in the open folder of its object; as `open_block`, for many blocks of an object."""
         try:
             descriptor = os.open(_block_name(number), _READ_FLAGS, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise BlockDamagedError from None
             raise
-        finally:
-            os.close(folder)
         found = os.fstat(descriptor)
         is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if not is_own or num_bytes not in (None, found.st_size):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
@@ -68,17 +69,26 @@ class MemoryTier:
             self._victims.clear()
             self._shrink()
 
-    def read(self, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> bool:
-        """Fill pieces of a block; see `Tier.read`."""
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Return which blocks are kept; see `Tier.has`."""
         with self._changed:
-            found = self._kept.get((blocks.name, number))
-            if found is None or found.payload is None:
-                return False
-            found.frequency = decayed(found.frequency, self._clock - found.last_use, self._half_life()) + 1.0
-            found.last_use = self._clock
-            payload = found.payload
-        copy_pieces(payload, pieces)
-        return True
+            found = [self._kept.get((blocks.name, number)) for number in numbers]
+            return np.array([one is not None and one.payload is not None for one in found], bool)
+
+    def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:
+        """Fill pieces of blocks; see `Tier.read`."""
+        payloads: dict[int, memoryview] = {}
+        with self._changed:
+            for number in wanted:
+                found = self._kept.get((blocks.name, number))
+                if found is not None and found.payload is not None:
+                    age = self._clock - found.last_use
+                    found.frequency = decayed(found.frequency, age, self._half_life()) + 1.0
+                    found.last_use = self._clock
+                    payloads[number] = found.payload
+        for number, payload in payloads.items():
+            copy_pieces(payload, wanted[number])
+        return list(payloads)
 
     def claim(self, blocks: ObjectBlocks, numbers: Sequence[int], *, is_ahead: bool) -> list[Claim]:
         """Ask to fetch blocks; see `Tier.claim`."""

@@ -31,7 +31,8 @@ from shardflow.telemetry import StageCounters
 
 _LOGGER = logging.getLogger(__name__)
 BlocksOf = Callable[[str], ObjectBlocks | None]
-_MAX_OBJECTS = 256
+# With a full shuffle each sample is in another shard, and its blocks take longer to find than to read.
+_MAX_KNOWN_BYTES = 64 << 20
 _Wanted = Mapping[int, Sequence[Piece]]
 
 
@@ -272,15 +273,26 @@ class CachedStore:
 
     def know(self, path: str, blocks: ObjectBlocks) -> None:
         """Declare an object that `bind` does not cover, such as a sidecar table."""
-        with self._lock:
-            self._known[path] = blocks
+        self._remember(path, blocks)
+
+    def is_kept(self, path: str, span: ByteRange) -> bool:
+        """Tell whether all blocks that a range touches are cached; a hint, which costs no lock."""
+        blocks = self._blocks(path)
+        if blocks is None:
+            return False
+        first = int(np.searchsorted(blocks.stops, span.offset, side="right"))
+        stop = int(np.searchsorted(blocks.starts, span.offset + span.num_bytes))
+        if first >= stop:
+            return False
+        return any(tier.has(blocks, range(first, stop)).all() for tier in self.cache.tiers)
 
     def num_bytes_ahead(self, path: str, ranges: Sequence[ByteRange]) -> int:
         """Return the bytes of the blocks that ranges need, cached or not."""
         blocks = self._blocks(path)
         if blocks is None:
             return 0
-        return sum(blocks.span(number).num_bytes for number in _numbers(blocks, ranges))
+        numbers = _numbers(blocks, ranges)
+        return int((blocks.stops[numbers] - blocks.starts[numbers]).sum())
 
     def read_ahead(self, path: str, ranges: Sequence[ByteRange]) -> Callable[[], None] | None:
         """Fetch the blocks that ranges need and that nobody has cached or is fetching.
@@ -324,6 +336,7 @@ class CachedStore:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._known: OrderedDict[str, ObjectBlocks | None] = OrderedDict()
+        self._known_bytes = 0
 
     def _blocks(self, path: str) -> ObjectBlocks | None:
         if self._blocks_of is None or not self.cache.is_on:
@@ -337,11 +350,16 @@ class CachedStore:
                 return self._known[path]
         # Outside the lock: it may read an index, through this store.
         blocks = self._blocks_of(path)
-        with self._lock:
-            self._known[path] = blocks
-            if len(self._known) > _MAX_OBJECTS:
-                self._known.popitem(last=False)
+        self._remember(path, blocks)
         return blocks
+
+    def _remember(self, path: str, blocks: ObjectBlocks | None) -> None:
+        """Keep what is known of an object, instead of those that were not asked for lately."""
+        with self._lock:
+            self._known_bytes += _held_bytes(blocks) - _held_bytes(self._known.pop(path, None))
+            self._known[path] = blocks
+            while self._known_bytes > _MAX_KNOWN_BYTES and len(self._known) > 1:
+                self._known_bytes -= _held_bytes(self._known.popitem(last=False)[1])
 
     def _prove(
         self, path: str, blocks: ObjectBlocks, ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
@@ -391,28 +409,21 @@ class CachedStore:
                 tier.drop(blocks, number)
 
     def _read_blocks(self, path: str, blocks: ObjectBlocks, wanted: _Wanted) -> None:
-        tiers = self.cache.named_tiers
-        missing = {
-            number: pieces
-            for number, pieces in wanted.items()
-            if not self._read_kept(tiers, blocks, number, pieces)
-        }
-        self._bring(path, blocks, missing)
+        self._bring(path, blocks, self._read_kept(blocks, wanted))
 
-    def _read_kept(
-        self,
-        tiers: Sequence[tuple[str, Tier]],
-        blocks: ObjectBlocks,
-        number: int,
-        pieces: Sequence[Piece],
-    ) -> bool:
-        num_bytes = sum(piece.buffer.nbytes for piece in pieces)
-        for name, tier in tiers:
+    def _read_kept(self, blocks: ObjectBlocks, wanted: _Wanted) -> _Wanted:
+        """Fill the pieces of cached blocks, and return those of the others."""
+        left = dict(wanted)
+        for name, tier in self.cache.named_tiers:
+            if not left:
+                break
             start = time.perf_counter()
-            if tier.read(blocks, number, pieces):
-                self.cache.counters.add(name, time.perf_counter() - start, num_bytes, 1)
-                return True
-        return False
+            found = tier.read(blocks, left)
+            pieces = [piece for number in found for piece in left.pop(number)]
+            if found:
+                num_bytes = sum(piece.buffer.nbytes for piece in pieces)
+                self.cache.counters.add(name, time.perf_counter() - start, num_bytes, len(found))
+        return left
 
     def _bring(self, path: str, blocks: ObjectBlocks, missing: _Wanted) -> None:
         """Fetch missing blocks, each by one process of the node, and fill the wanted pieces."""
@@ -424,10 +435,10 @@ class CachedStore:
                 numbers[claim].append(number)
             ours = numbers[Claim.OURS]
             busy = [number for number in numbers[Claim.BUSY] if number not in given_up]
-            passing = numbers[Claim.REFUSED] + [
-                number
-                for number in (*numbers[Claim.KEPT], *given_up.intersection(numbers[Claim.BUSY]))
-                if not self._read_kept(self.cache.named_tiers, blocks, number, left[number])
+            kept = (*numbers[Claim.KEPT], *given_up.intersection(numbers[Claim.BUSY]))
+            passing = [
+                *numbers[Claim.REFUSED],
+                *self._read_kept(blocks, {number: left[number] for number in kept}),
             ]
             # Our own blocks first, so that waiting processes do not also wait for what we wait for.
             self._fetch(home, path, blocks, left, ours, passing)
@@ -523,6 +534,10 @@ def _released_on_error(home: Tier, blocks: ObjectBlocks, numbers: Sequence[int])
     except BaseException:
         home.release(blocks, numbers)
         raise
+
+
+def _held_bytes(blocks: ObjectBlocks | None) -> int:
+    return 0 if blocks is None else blocks.held_bytes
 
 
 def _memory(blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> memoryview:

@@ -50,11 +50,16 @@ def _same(shared: Manifest, parsed: Manifest) -> bool:
     return asdict(shared) | {"shards": None, "_digest": None} == asdict(parsed) | {
         "shards": None,
         "_digest": None,
-    } and (list(shared.shards), shared.splits, shared.dataset_id, shared.format_version) == (
-        list(parsed.shards),
-        parsed.splits,
-        parsed.dataset_id,
-        parsed.format_version,
+    } and _told(shared) == _told(parsed)
+
+
+def _told(manifest: Manifest) -> tuple[Any, ...]:
+    return (
+        list(manifest.shards),
+        manifest.splits,
+        manifest.dataset_id,
+        manifest.format_version,
+        manifest.index_num_bytes,
     )
 
 
@@ -69,9 +74,13 @@ def test_it_is_the_manifest_that_each_process_would_parse(folder: Path) -> None:
         assert shared.encode() == parsed.encode()
         assert [shared.shards[place] for place in range(-7, 7)] == [*parsed.shards, *parsed.shards]
         assert shared.shards[2:5] == parsed.shards[2:5]
-        places = [(shard.name, shard.path) for shard in parsed.shards]
+        places = [(shard.name, shard.path, shard.num_bytes, shard.num_volumes) for shard in parsed.shards]
         for manifest in (shared, parsed):
             assert [manifest.shard_place(number) for number in range(7)] == places
+        for number, shard in enumerate(parsed.shards):
+            assert (shared.shards.find(shard.path), shared.shards.find(shard.index.path)) == (number, number)
+        for path in ("shards", "shards/train-000000.tas", "shards/train-000000.tar.gz", parsed.samples.path):
+            assert shared.shards.find(path) is None
         for place in (7, -8):
             with pytest.raises(IndexError):
                 shared.shards[place]

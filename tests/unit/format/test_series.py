@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset, ShardWriter
+from shardflow.format.facts import making
 from shardflow.format.facts.making import attach_facts, role_of, series_of_study
 from shardflow.format.facts.series import (
     OPTIONAL,
@@ -138,6 +140,29 @@ def test_the_series_of_known_shards_are_kept_and_damaged_ones_made_again(tmp_pat
     path.write_bytes(before[:-3])
     assert attach_facts(dataset).num_shards_kept == 0
     assert path.read_bytes() == before
+
+
+def test_facts_of_neighboring_shards_are_made_at_once_and_again_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of one sample takes as long as one of hundreds, so not each of 100,000 shards has its own."""
+    dataset = make_case_dataset(tmp_path / "a", num_samples=10, samples_per_shard=1)
+    folder = tmp_path / "a" / SeriesManifest.folder(dataset.dataset_id)
+    before = (folder / "series.tbl").read_bytes()
+    shutil.rmtree(tmp_path / "a" / "facts")
+    monkeypatch.setattr(making, "_GROUP_SAMPLES", 4)
+
+    def stop(done: int, num_shards: int) -> None:
+        assert num_shards == 10
+        if done == 9:  # the first shard of the third group
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attach_facts(dataset, num_threads=1, on_shard=stop)
+    assert len(list(folder.glob("*.studies.tbl"))) == 3
+    assert attach_facts(dataset).num_shards_kept == 10
+    assert (folder / "series.tbl").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "series.tbl"]
 
 
 def test_a_dataset_without_a_table_names_the_command(tmp_path: Path) -> None:

@@ -83,13 +83,15 @@ def test_a_store_may_be_collected_while_another_one_opens_a_file(
     assert unused[0].read("a") == CONTENT
     store = LocalStore(tmp_path / "used")
     store.put_new("b", CONTENT)
-    real = store._open
+    files = local._OPEN_FILES
+    real = files._used
 
-    def collect_then_open(path: str) -> int:
+    def collect_then_use(key: tuple[int, str]) -> Any:
+        assert files.lock.locked()
         unused.clear()
-        return real(path)
+        return real(key)
 
-    monkeypatch.setattr(store, "_open", collect_then_open)
+    monkeypatch.setattr(files, "_used", collect_then_use)
     assert store.read("b") == CONTENT
     store.put_new("c", CONTENT)
     assert store.read("c") == CONTENT
@@ -233,6 +235,38 @@ def test_a_url_opens_a_folder(tmp_path: Path) -> None:
 def test_an_unknown_url_is_refused(url: str, match: str) -> None:
     with pytest.raises(StorageError, match=match):
         open_store(url)
+
+
+def test_a_slow_open_holds_up_no_other_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 100,000 shards each sample is another file, and on a network an open takes milliseconds."""
+    store = LocalStore(tmp_path)
+    store.put_new("slow", CONTENT)
+    store.put_new("quick", b"b")
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    real = store._open
+
+    def wait_then_open(path: str) -> int:
+        if path == "slow":
+            has_begun.set()
+            assert may_go_on.wait(300)
+        return real(path)
+
+    monkeypatch.setattr(store, "_open", wait_then_open)
+    read: list[bytes] = []
+
+    def read_one(path: str) -> None:
+        read.append(store.read(path))
+
+    threads = [threading.Thread(target=read_one, args=(path,)) for path in ("slow", "quick")]
+    threads[0].start()
+    assert has_begun.wait(300)
+    threads[1].start()
+    threads[1].join(300)
+    assert read == [b"b"]
+    may_go_on.set()
+    threads[0].join()
+    assert read == [b"b", CONTENT]
+    store.close()
 
 
 def test_threads_that_start_together_open_one_descriptor(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -443,6 +444,87 @@ def test_blocks_that_are_deleted_under_us_are_fetched_anew(origin: Origin, confi
     assert_reads_right(store, origin)
     assert len(block_files(config)) == NUM_PIECES // 2
     assert items(store, "cache_fault") == 0
+
+
+def test_of_blocks_that_are_read_at_once_the_lost_ones_alone_are_fetched(
+    origin: Origin, config: CacheConfig, tmp_path: Path
+) -> None:
+    store = origin.cached(config)
+    assert_reads_right(store, origin)
+    gone, cut, linked = (block_files(config)[number] for number in (3, 7, 11))
+    gone.unlink()
+    cut.write_bytes(cut.read_bytes()[:99])
+    linked.unlink()
+    linked.symlink_to(tmp_path)
+    origin.reads.clear()
+    assert_reads_right(store, origin)
+    # Two blocks of two pieces, and the pieces of the one whose place is taken.
+    assert sorted(span.offset for _, span in origin.reads) == [
+        origin.ranges[number].offset for number in (6, 14, 22, 23)
+    ]
+    assert items(store, "cache_poisoned") == 2
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+def test_a_store_tells_what_is_cached(origin: Origin, config: CacheConfig, tier: str) -> None:
+    memory = CacheConfig(ram_bytes=1 << 20, block_bytes=8192)
+    store = origin.cached(config if tier == "disk" else memory)
+    pieces = origin.ranges[4:10]
+    span = ByteRange(pieces[0].offset, pieces[-1].offset + PIECE_BYTES - pieces[0].offset)
+    assert not store.is_kept("a.tar", span)
+    assert_reads_right(store, origin, range(4, 8))
+    assert not store.is_kept("a.tar", span)
+    assert_reads_right(store, origin, [8])  # its block holds the last piece too
+    assert store.is_kept("a.tar", span)
+    assert not store.is_kept("a.tar", ByteRange(span.offset, span.num_bytes + 2 * PIECE_BYTES))
+    assert not store.is_kept("a.tar", ByteRange(0, 100))  # a tar header is in no block
+    assert not store.is_kept("another", span)
+
+
+def test_blocks_hold_as_many_neighbors_as_fit_large_and_small_ones_apart() -> None:
+    rng = np.random.default_rng(3)
+    sizes = np.where(rng.random(400) < 0.3, rng.integers(2048, 9000, 400), rng.integers(1, 2048, 400))
+    offsets = np.cumsum(sizes + GAP_BYTES) - sizes
+    blocks = ObjectBlocks.of_pieces(
+        "0" * 64, offsets, sizes, np.zeros(400, np.uint32), block_bytes=8192, space="", units=None
+    )
+    assert blocks is not None
+    firsts = blocks.first_piece.tolist()
+    stops = offsets + sizes
+    for number, (first, stop) in enumerate(itertools.pairwise(firsts)):
+        is_large = sizes[first:stop] >= 2048
+        assert is_large.all() or not is_large.any()
+        assert (blocks.starts[number], blocks.stops[number]) == (offsets[first], stops[stop - 1])
+        assert stop == first + 1 or stops[stop - 1] - offsets[first] <= 8192
+        if stop < 400:  # the next one does not fit, or is of the other kind
+            assert stops[stop] - offsets[first] > 8192 or (sizes[stop] >= 2048) != is_large[0]
+
+
+def test_the_blocks_of_hundreds_of_objects_are_found_once(
+    origin: Origin, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a full shuffle each sample is in another shard."""
+    store = origin.cached(config)
+    asked: list[str] = []
+    names = [f"a{number:03d}" for number in range(300)]
+
+    def blocks_of(path: str) -> ObjectBlocks | None:
+        asked.append(path)
+        return origin.blocks_of("a.tar")
+
+    store.bind(blocks_of)
+    for name in 2 * names:
+        assert store.num_bytes_ahead(name, [origin.ranges[0]]) == 2 * PIECE_BYTES + GAP_BYTES
+    assert asked == names
+    # Within bounds: those that were not asked for lately are found again.
+    found = origin.blocks_of("a.tar")
+    assert found is not None
+    monkeypatch.setattr("shardflow.storage.cache.store._MAX_KNOWN_BYTES", 10 * found.held_bytes)
+    asked.clear()
+    for name in ("b", names[-1], names[0]):
+        store.num_bytes_ahead(name, [origin.ranges[0]])
+    assert asked == ["b", names[0]]
+    assert len(store._known) == 10
 
 
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
