@@ -30,7 +30,7 @@ class BoundRegion(BoundField):
     Args:
         name: Name of the entry.
         spec: What to deliver.
-        selected: The series to deliver it of.
+        selected: The series to deliver regions of.
         context: The samples and their tables.
 
     Raises:
