@@ -274,9 +274,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--studies", type=int, default=72)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--disk", action="store_true", help="the cache folder and the local one alone, without servers"
-    )
+    parser.add_argument("--disk", action="store_true", help="only `second` and `local`, without servers")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--stored-bytes", type=int, help=argparse.SUPPRESS)
