@@ -14,10 +14,15 @@ import numpy as np
 def read_mds(folder: str) -> Iterator[dict[str, bytes]]:
     """Yield the samples of a folder of MosaicML Streaming; decompress its shards first (``zstd -d``).
 
-    A shard is a table of offsets, and the values of a sample are behind each other; before them are the sizes
-    of those that have no fixed one.
+    A shard is a table of offsets. The values of a sample follow each other, behind the sizes of those that
+    have no fixed one.
+
+    Raises:
+        ValueError: The folder holds shards of another kind, such as JSON or CSV.
     """
     for shard in json.loads(Path(folder, "index.json").read_text())["shards"]:
+        if shard["format"] != "mds":
+            raise ValueError(f"{folder} must hold shards of format mds, got {shard['format']}.")
         data = Path(folder, shard["raw_data"]["basename"]).read_bytes()
         num_open = shard["column_sizes"].count(None)
         for at in np.frombuffer(data, "<u4", shard["samples"], 4).tolist():
@@ -27,9 +32,25 @@ def read_mds(folder: str) -> Iterator[dict[str, bytes]]:
 
 
 def read_litdata(folder: str) -> Iterator[dict[str, bytes]]:
-    """Yield the samples of a folder of ``litdata.optimize``, whose items are dictionaries of plain values."""
+    """Yield the samples of a folder of ``litdata.optimize``, whose items are dictionaries of plain values.
+
+    Raises:
+        ValueError: The chunks are compressed or encrypted, or their items are no such dictionaries.
+    """
     index = json.loads(Path(folder, "index.json").read_text())
-    names = json.loads(json.loads(index["config"]["data_spec"])[1]["context"])
+    config = index["config"]
+    hidden = [name for name in ("compression", "encryption") if config.get(name)]
+    if hidden:
+        raise ValueError(
+            f"{folder} must hold plain chunks, got {' and '.join(hidden)}; read it with "
+            "litdata.StreamingDataset(folder, shuffle=False)."
+        )
+    spec = json.loads(config["data_spec"])[1]
+    names = json.loads(spec["context"] or "null")
+    if spec["type"] != "builtins.dict" or len(names) != len(config["data_format"]):
+        raise ValueError(
+            f"{folder} must hold dictionaries of plain values, got {spec['type']} or nested ones."
+        )
     for chunk in index["chunks"]:
         data = Path(folder, chunk["filename"]).read_bytes()
         for at in np.frombuffer(data, "<u4", chunk["chunk_size"], 4).tolist():

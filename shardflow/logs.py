@@ -1,4 +1,4 @@
-"""Logging of jobs: a rank-aware handler on standard error, JSONL event files, and the words of numbers.
+"""Logging of jobs: a rank-aware handler on standard error, JSONL event files, and numbers in messages.
 
 Library modules only call ``logging.getLogger(__name__)``; a job calls :func:`configure_logging` once. Jobs
 that read patient data withhold text of third parties (log messages, exception texts), because parsers quote

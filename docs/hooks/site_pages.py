@@ -1,8 +1,9 @@
 """What the documentation site holds beside the pages of docs/.
 
 Pages link to files of the repository, which a site does not have: each of them becomes a page that shows it.
-The pages at the root (ARCHITECTURE.md, ...) get a place of their own, the commands are described by their own
-``--help``, reasons and flags by the tables of the code, and the navigation lists the decisions by number.
+Markdown is shown as in docs/. The pages at the root (ARCHITECTURE.md, ...) get a place of their own, the
+commands are described by their own ``--help``, reasons and flags by the tables of the code, and the
+navigation lists the decisions by number.
 mkdocs calls the functions by their names.
 """
 
@@ -63,13 +64,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=(_REPOSITORY / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, _COMMANDS, content=_describe_commands()))
     shown: set[str] = set()
-    for file in list(files.documentation_pages()):
-        for target in _LINK.finditer(file.content_string):
-            path = _repository_path(file.src_uri, target["target"])
-            if path is not None and _is_shown(path):
+    pages = list(files.documentation_pages())
+    while pages:
+        page = pages.pop()
+        for target in _LINK.finditer(page.content_string):
+            path = _repository_path(page.src_uri, target["target"])
+            if path is not None and _is_shown(path) and path not in shown:
                 shown.add(path)
-    for path in sorted(shown):
-        files.append(File.generated(config, f"{_SHOWN}/{path}.md", content=_show(path)))
+                # A page of Markdown may lead to further files.
+                pages.append(File.generated(config, _place(path), content=_show(path)))
+                files.append(pages[-1])
     return files
 
 
@@ -113,9 +117,11 @@ def _decisions() -> list[Path]:
 
 def _repository_path(page: str, target: str) -> str | None:
     """The path in the repository that a link of a page leads to, or None for a page that the site makes."""
-    if page == _COMMANDS or page.startswith(f"{_SHOWN}/"):
-        return None
     origin = {place: name for name, place in _AT_ROOT.items()}.get(page, f"{_DOCS}/{page}")
+    if page.startswith(f"{_SHOWN}/"):
+        origin = page.removeprefix(f"{_SHOWN}/").removesuffix(".md")
+    if page == _COMMANDS or not origin.endswith(".md"):
+        return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
 
 
@@ -139,8 +145,10 @@ def _place(path: str) -> str:
 
 
 def _show(path: str) -> str:
-    """A page with the text of a file, or of each file of a folder; the search leaves it out."""
+    """A page of Markdown as it is; else one with the text of a file, or of a folder's files, not searched."""
     source = _REPOSITORY / path
+    if source.suffix == ".md":
+        return source.read_text(encoding="utf-8")
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
     if not source.is_dir():
         return head + _block(source)

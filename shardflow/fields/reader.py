@@ -100,7 +100,7 @@ class Shard:
     """Shard, tier and, in a blend, component, for messages."""
     first_slice: NDArray[np.int64]
     """``(volumes + 1,)`` number of the first slice of each volume in bricks. Such slices are numbered behind
-    the fields: they are read as fields are, one payload each, and are none. A 0 where there are no bricks."""
+    the fields: they are read as fields are, one payload each, and are none. ``[0]`` without bricks."""
 
     def num_variants(self, row: int, series: int = 0) -> int:
         """Return the number of augmented variants of a series."""

@@ -141,7 +141,7 @@ def check_digest(value: object, name: str) -> None:
 
 
 class ShardPlace(NamedTuple):
-    """Part of a shard's entry that a reader needs wherever it reads a sample of the shard."""
+    """Part of a shard's entry that a reader needs for each sample."""
 
     name: str
     path: str
@@ -164,7 +164,7 @@ class CheckedShards(Sequence[ShardEntry]):
 
     @abstractmethod
     def place(self, place: int) -> ShardPlace:
-        """Return what is read of a shard's entry for each of its samples, without the entry."""
+        """Return name, path and sizes of a shard, without making its entry."""
 
     @abstractmethod
     def find(self, path: str) -> int | None:

@@ -552,7 +552,7 @@ class OrderedEngine(Generic[_Result]):
             else:
                 entry.num_left = 1  # a task without parts, or one that failed
                 self._parts.append((entry, _FINISH_ONLY))
-            # Those that would find nothing sleep on. This thread opens the next task, or does a part too.
+            # No more threads than there are parts. This one opens the next task, or does a part too.
             self._work.notify(entry.num_left)
 
     def _part_done(self, entry: _Open[_Result]) -> None:

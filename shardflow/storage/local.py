@@ -233,7 +233,7 @@ class _OpenFiles:
         return descriptor
 
     def _used(self, key: tuple[int, str]) -> _Descriptor:
-        """Count a reader more of a file, which becomes the last used one; needs the lock."""
+        """Count one more reader of a file and mark it as the most recently used; needs the lock."""
         self._files.move_to_end(key)
         descriptor = self._files[key]
         descriptor.num_users += 1
@@ -432,7 +432,7 @@ class LocalStore:
 
 
 def read_scattered(fileno: int, path: str, offsets: Iterable[int], buffers: Iterable[memoryview]) -> None:
-    """Fill each buffer from its offset of an open file; those that follow each other in it in one call.
+    """Fill each buffer from its offset of an open file; neighbors are read in one call.
 
     Raises:
         ShortReadError: The file ends before; the message names ``path``.

@@ -54,7 +54,7 @@ from shardflow.training.tuning import Tuning
 
 _LOGGER = logging.getLogger(__name__)
 
-_version = cache(version)  # which reads a file each time, while the steps wait for a checkpoint
+_version = cache(version)  # It reads a file each time, while the steps wait for a checkpoint.
 
 _POLL_EVERY_S: Final = 2.0
 """Interval at which ranks exchange whether to stop; schedulers leave 30 s and more."""

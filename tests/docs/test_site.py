@@ -145,6 +145,14 @@ def test_a_linked_source_file_is_a_page_that_shows_it(site: Path) -> None:
     assert "../files/pipelines/recipes" not in (site / "packing.html").read_text(encoding="utf-8")
 
 
+def test_a_linked_page_beside_its_tests_is_a_page_too(site: Path) -> None:
+    """The order, say, which is normative, and leads on to a module."""
+    shown = (site / "files/tests/golden/order.md.html").read_text(encoding="utf-8")
+    assert "<strong>Keys.</strong>" in shown
+    assert 'href="../../../determinism.html#state"' in shown
+    assert 'href="../../shardflow/sampling/budget_batches.py.html"' in shown
+
+
 def test_pages_of_the_root_lead_into_the_site(site: Path, hooks: ModuleType) -> None:
     assert (site / "architecture.html").exists()
     assert hooks._place("README.md") == "readme.md"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,34 @@ def test_every_value_of_every_shard_is_read(layout: str, request: pytest.Fixture
     assert [one["image"] for one in samples] == PICTURES
     assert [read_int(one["class"]) for one in samples] == LABELS
     assert [one["text"].decode() for one in samples] == TEXTS
+
+
+def _changed(folder: str, change: Callable[[Any], None]) -> str:
+    path = Path(folder, "index.json")
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    return folder
+
+
+def test_what_would_be_read_wrong_is_refused(mds: str) -> None:
+    def be_json(index: Any) -> None:
+        index["shards"][1]["format"] = "json"
+
+    with pytest.raises(ValueError, match="format mds, got json"):
+        list(read_mds(_changed(mds, be_json)))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"compression": "zstd"}, "plain chunks, got compression; read it with litdata"),
+        ({"encryption": {"algorithm": "fernet"}}, "got encryption"),
+        ({"data_format": ["bytes", "int", "str", "str"]}, "nested ones"),
+        ({"data_spec": json.dumps([1, {"type": "builtins.list", "context": "null"}])}, "got builtins.list"),
+        ({"data_spec": json.dumps([1, {"type": None, "context": None}])}, "got None"),
+    ],
+)
+def test_chunks_that_would_be_read_wrong_are_refused(litdata: str, config: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        list(read_litdata(_changed(litdata, lambda index: index["config"].update(config))))

@@ -18,7 +18,7 @@ _LIMITS: Final = Limits(max_series=1)
 
 
 def present_region(entry: Mapping[str, Any], arrays: Arrays, beside: Sequence[str]) -> dict[str, Any]:
-    """Return the regions of an entry, and those arrays beside them that there are."""
+    """Return the regions of an entry, and the arrays beside them that the batch has."""
     name = entry["name"]
     names = (f"{name}_{one}" for one in beside)
     return {name: arrays[name], **{one: arrays[one] for one in names if one in arrays}}
@@ -30,7 +30,7 @@ class BoundRegion(BoundField):
     Args:
         name: Name of the entry.
         spec: What to deliver.
-        selected: The series to deliver it of.
+        selected: The series to deliver regions of.
         context: The samples and their tables.
 
     Raises:

@@ -582,7 +582,10 @@ def _shard_spans(dataset: Dataset) -> Iterator[_Span]:
 def _grouped(
     dataset: Dataset, spans: Iterable[_Span], has_facts: Callable[[ShardEntry], bool]
 ) -> list[list[_Span]]:
-    """Group neighboring shards whose facts are read at once; those with facts, or of a part, are alone."""
+    """Group neighboring shards to read together.
+
+    A shard with stored facts, or with removed samples, is a group of its own.
+    """
     groups: list[list[_Span]] = []
     num_samples = _GROUP_SAMPLES
     for number, rows in spans:

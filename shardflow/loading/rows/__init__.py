@@ -1,4 +1,5 @@
-"""Rows of the plan: which samples of which datasets (selection, blend_file), how often (weighting), cut how.
+"""Rows of the plan: samples of one or more datasets, and how often each is drawn.
 
-``windows`` cuts volumes and conversations into rows, and ``lock`` holds the versions that a resume must find.
+``selection`` and ``blend_file`` choose the samples, ``weighting`` their frequency. ``windows`` cuts volumes
+and conversations into rows, and ``lock`` records the versions that a resume must find.
 """

@@ -158,7 +158,7 @@ class ObjectBlocks:
 
     @property
     def held_bytes(self) -> int:
-        """About the memory that the object itself takes."""
+        """Approximate memory of this object, in bytes."""
         pieces = (self.piece_offsets, self.piece_num_bytes, self.piece_crc32c, self.piece_sha256)
         num_bytes = sum(array.nbytes for array in pieces if array is not None)
         return _OBJECT_BYTES + num_bytes + 5 * self.starts.nbytes
@@ -230,7 +230,7 @@ def _cut(starts: Int64Array, stops: Int64Array, sizes: Int64Array, block_bytes: 
     places = np.arange(len(starts))
     within = np.searchsorted(stops, starts + block_bytes, side="right")
     change = changes[np.searchsorted(changes, places, side="right")]
-    # Where a block would end that began with each piece: a block takes a step then, not a search.
+    # Where a block that began with each piece would end, for all at once: walking them needs no search.
     following = np.minimum(np.maximum(within, places + 1), change).tolist()
     first, place = [], 0
     while place < len(following):
@@ -266,7 +266,7 @@ class Tier(Protocol):
     """Interface of a cache tier. Thread-safe; no method raises because of a fault of the tier."""
 
     def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
-        """Return which blocks are kept, ``(n,)``; without waiting, so that a read may find otherwise."""
+        """Return which blocks are kept, ``(n,)`` bool; a hint, since others may evict them."""
 
     def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:
         """Fill pieces of blocks; return the blocks that are kept, of others the pieces are undefined."""

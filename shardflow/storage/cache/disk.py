@@ -105,7 +105,7 @@ class DiskTier:
     # ---- Tier ------------------------------------------------------------------------------------
 
     def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
-        """Return which blocks the catalog has, without its lock; see `Tier.has`."""
+        """Return which blocks are published according to the catalog; see `Tier.has`."""
         if not self._is_off and len(numbers):
             with self._guarded():
                 first = min(numbers)

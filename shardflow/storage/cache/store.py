@@ -33,6 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 BlocksOf = Callable[[str], ObjectBlocks | None]
 # With a full shuffle each sample is in another shard, and its blocks take longer to find than to read.
 _MAX_KNOWN_BYTES = 64 << 20
+_NO_BLOCKS_BYTES = 256  # the path of an object that is not cached, and its entry
 _Wanted = Mapping[int, Sequence[Piece]]
 
 
@@ -276,7 +277,7 @@ class CachedStore:
         self._remember(path, blocks)
 
     def is_kept(self, path: str, span: ByteRange) -> bool:
-        """Tell whether all blocks that a range touches are cached; a hint, which costs no lock."""
+        """Return whether all blocks that a range touches are cached; a hint, since others may evict them."""
         blocks = self._blocks(path)
         if blocks is None:
             return False
@@ -354,10 +355,12 @@ class CachedStore:
         return blocks
 
     def _remember(self, path: str, blocks: ObjectBlocks | None) -> None:
-        """Keep what is known of an object, instead of those that were not asked for lately."""
+        """Remember the blocks of an object; beyond the bound, forget the least recently used objects."""
         with self._lock:
-            self._known_bytes += _held_bytes(blocks) - _held_bytes(self._known.pop(path, None))
+            if path in self._known:
+                self._known_bytes -= _held_bytes(self._known.pop(path))
             self._known[path] = blocks
+            self._known_bytes += _held_bytes(blocks)
             while self._known_bytes > _MAX_KNOWN_BYTES and len(self._known) > 1:
                 self._known_bytes -= _held_bytes(self._known.popitem(last=False)[1])
 
@@ -537,7 +540,7 @@ def _released_on_error(home: Tier, blocks: ObjectBlocks, numbers: Sequence[int])
 
 
 def _held_bytes(blocks: ObjectBlocks | None) -> int:
-    return 0 if blocks is None else blocks.held_bytes
+    return _NO_BLOCKS_BYTES if blocks is None else blocks.held_bytes
 
 
 def _memory(blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> memoryview:

@@ -269,6 +269,29 @@ def test_a_slow_open_holds_up_no_other_reader(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
+def test_of_two_opens_at_once_one_descriptor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put_new("a", CONTENT)
+    both_have_begun = threading.Barrier(2)
+    real = store._open
+
+    def open_together(path: str) -> int:
+        both_have_begun.wait(300)
+        return real(path)
+
+    monkeypatch.setattr(store, "_open", open_together)
+    read: list[bytes] = []
+    threads = [threading.Thread(target=lambda: read.append(store.read("a"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == [CONTENT, CONTENT]
+    assert _open_descriptors(tmp_path) == 1
+    store.close()
+    assert _open_descriptors(tmp_path) == 0
+
+
 def test_threads_that_start_together_open_one_descriptor(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put_new("a", CONTENT)

@@ -527,6 +527,17 @@ def test_the_blocks_of_hundreds_of_objects_are_found_once(
     assert len(store._known) == 10
 
 
+def test_objects_that_are_not_cached_are_forgotten_too(
+    origin: Origin, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = origin.cached(config)
+    store.bind(lambda _: None)
+    monkeypatch.setattr("shardflow.storage.cache.store._MAX_KNOWN_BYTES", 4096)
+    for number in range(1000):
+        assert store.num_bytes_ahead(f"a{number}", [origin.ranges[0]]) == 0
+    assert 1 < len(store._known) < 100
+
+
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
 def test_links_are_neither_followed_nor_deleted(
     origin: Origin, config: CacheConfig, tmp_path: Path, target: str
