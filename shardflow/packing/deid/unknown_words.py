@@ -101,7 +101,8 @@ _PAIR: Final = re.compile(
 _HEAD: Final = re.compile(
     r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule"
     r"|catheter|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
-    r"|grade|angle|aneurysm|duct|hump|lymphoma|pouch|pouche|ring|tube|vein|[AB][ ]line|Fraktur|Katheter"
+    r"|grade|angle|aneurysm|contracture|duct|esophagus|hernia|hump|lymphoma|muscular|oesophagus|palsy|pouch|pouche|ring"
+    r"|tendon|thyroiditis|tube|vein|[AB][ ]line|Fraktur|Katheter"
     r"|Klassifikation|Knoten|Krankheit|Linie|Linien|Raum|Score|Syndrom|Typ|Winkel|Zeichen|Zyste"
     r"|Hospital|Clinic|Street|Road)s?\b",
     re.IGNORECASE,

@@ -94,6 +94,7 @@ def test_clinical_sentences_survive(text: str) -> None:
         "Cobb-Winkel, Morbus Cushing, kein Horner-Syndrom. Nach Cobb 20 Grad.",
         "Angle de Cobb, signe de Murphy négatif, pas de lignes de Kerley.",
         "HICKMAN LINE IN PLACE. MURPHY SIGN.",
+        "Barrett's esophagus and Morgagni hernia.",
     ],
 )
 def test_words_of_no_list_survive_by_their_form_and_place(text: str) -> None:
