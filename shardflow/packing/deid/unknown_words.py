@@ -240,7 +240,7 @@ _GENITIVE: Final = {
     ),
 }
 _TITLE_BEFORE: Final = re.compile(
-    r"(?:\b(?:[Ff]rau|[Hh]errn?|[Dd]r|[Pp]rof|[Ll]t|[Kk]olleg(?:in|en)|[Ll]aut|[Gg]emäß|an|durch|für|von"
+    r"(?:\b(?i:frau|herrn?|dr|prof|lt|kolleg(?:in|en)|laut|gemäß|an|durch|für|von"
     # Somebody, and an object in the dative: *hat X der Operation zugestimmt*.
     r"|als|bevor|da|dass|hat(?:te)?|ist|kann|konnte|möchte|muss|nachdem|ob|soll(?:te)?|war|weil|wenn|wie|will|wird"
     r"|wollte|wurde)\.?|[:,])[ \t]*$"

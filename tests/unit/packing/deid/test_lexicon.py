@@ -119,7 +119,7 @@ def test_names_beside_what_tells_nouns_are_masked() -> None:
         "Pas de lésion, vu avec Quorxel de l'épanchement.",
         "Kein Erguss. Mit Quorxel der Notaufnahme besprochen. Mit Quorxel des Hausarztes.",
         "Kein Erguss. Rücksprache mit Quorxel der Inneren. Quorxel der Kollegen.",
-        "Kein Erguss. Heute hat Quorxel der Operation zugestimmt.",
+        "Kein Erguss. Heute hat Quorxel der Operation zugestimmt. Durch Quorxel der Drainage unterzogen.",
         "Quorxel de la neurochirurgie informé. Quorxel de l'anesthésie. Quorxel d'accord. Pas de lésion.",
         "Quorxel de urgencias avisado. Quorxel de cirugía. Sin lesión del pulmón.",
     ):
