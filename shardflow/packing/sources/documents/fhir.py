@@ -99,6 +99,8 @@ class FhirIndex:
     def __init__(self) -> None:
         self._by_name: dict[str, Resource] = {}
         self._patients: dict[int, People] = {}
+        # Patients whose name is another's too, as numbers of two servers are: by `id`.
+        self._namesakes: set[int] = set()
 
     def add(self, url: str, resource: Resource) -> None:
         """Take a resource in, if others refer to its kind."""
@@ -112,7 +114,9 @@ class FhirIndex:
             f"urn:uuid:{identity}" if identity else "",
         ):
             if name:
-                self._by_name.setdefault(name, resource)
+                known = self._by_name.setdefault(name, resource)
+                if known is not resource and set(patient_ids(known)).isdisjoint(patient_ids(resource)):
+                    self._namesakes.add(id(known))
 
     def resolve(self, reference: Any, holder: Resource) -> Resource | None:
         """Return the resource that a reference names: contained in its holder, or known."""
@@ -157,6 +161,8 @@ class FhirIndex:
 
     def _numbers(self, resource: Resource, patient: Resource | None) -> Iterator[PatientNumber]:
         """Yield the numbers of the patient that a resource is about; none if it is of several, or a thing."""
+        if patient is not None and id(patient) in self._namesakes:
+            return
         about = [one for name in _SUBJECTS for one in objects(resource.get(name))]
         for one in about:
             holder = as_text(one.get("reference")).split("/_history/")[0].rpartition("/")[0]

@@ -124,6 +124,12 @@ def test_fhir_lists_the_numbers_of_a_patient() -> None:
         found = read(report(subject=other), {**PATIENT, "identifier": [*listed, {"value": "ACCOUNT1"}]})
         assert isinstance(found, DocumentReport)
         assert [one.number for one in found.facts.patient_numbers] == expected
+    # Exports of two servers may call two patients by one name; versions of one have numbers in common.
+    for second, expected in (("Z9", []), ("4711", ["C3", "4711"])):
+        other_patient = {**PATIENT, "identifier": [{"value": second}, {"value": "Y8"}]}
+        found = read(report(subject=subject), PATIENT, other_patient)
+        assert isinstance(found, DocumentReport)
+        assert [one.number for one in found.facts.patient_numbers] == expected
 
 
 def test_cda_lists_the_numbers_of_a_patient() -> None:
