@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from shardflow.errors import ShardflowError, StorageError, naming_os_errors
-from shardflow.packing.deid.identity import is_number
+from shardflow.packing.deid.identity import MAX_SHARED, is_number
 from shardflow.packing.deid.pseudonyms import parse_date
 from shardflow.packing.engines.base import decode, encode
 from shardflow.packing.inventory import ATTACHMENT_KIND, NO_FACTS, NO_STUDY, Attachment, ItemLinks, StudyFacts
@@ -315,15 +315,19 @@ def link_facts(row: AttachmentRow, key: SecretKey) -> Attachment:
                 accession=digest64(item.accession.strip()),
                 beside=key.surrogate("study", row.study_beside) if row.study_beside else "",
                 patient=key.surrogate("patient", item.patient_id.strip()) if item.patient_id.strip() else "",
-                others=tuple(
-                    key.surrogate("patient", one.number)
-                    for one in item.patient_numbers
-                    if one.number != item.patient_id.strip() and is_number(one.number)
-                ),
+                others=_others(item, key),
                 time_s=seconds,
             )
         )
     return Attachment(kind=row.kind, version=row.version, links=tuple(items))
+
+
+def _others(item: AttachmentItem, key: SecretKey) -> tuple[str, ...]:
+    """Return the surrogates of the further numbers of a record's patient; none of very many."""
+    numbers = {one.number for one in item.patient_numbers if is_number(one.number)}
+    if len(numbers) > MAX_SHARED:
+        return ()
+    return tuple(key.surrogate("patient", one) for one in sorted(numbers - {item.patient_id.strip()}))
 
 
 def resolve(files: FileTable, links: Iterable[Sequence[ItemLinks]], window_s: int) -> list[dict[int, int]]:
@@ -356,7 +360,7 @@ class _Search:
         self._by_patient: dict[str, list[int]] = {}
         accessions = {item.accession for item in items if item.accession}
         patients = {patient for item in items if item.time_s is not None for patient in item.patients}
-        named = {item.patient for item in items if item.patient}
+        named = {patient for item in items for patient in item.patients}
         self._patients = named.intersection(map(self._studies.patient_of, range(len(self._studies))))
         for study, (patient, facts) in enumerate(
             zip(self._studies.patients, self._studies.facts, strict=True)
@@ -387,7 +391,7 @@ class _Search:
         A patient that no image names proves nothing: systems number patients in their own ways.
         """
         patient = self._studies.patient_of(study)
-        is_other = patient and item.patient in self._patients and patient not in item.patients
+        is_other = patient and patient not in item.patients and not self._patients.isdisjoint(item.patients)
         return CONFLICTING if is_other else study
 
     def _with_accession(self, item: ItemLinks) -> set[int]:

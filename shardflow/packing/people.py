@@ -1,12 +1,11 @@
 """Identity graph: patient identifiers of one person get one split, one key and one shift of dates.
 
 Pairs that share evidence (`shardflow.packing.deid.identity`), an image, or a list of one patient's numbers in
-a record are judged. Certain links join
-patients (union-find over their numbers); uncertain ones are listed in the private folder with what agrees and
-what differs, counted, and decided by the operator's ``deid.identity_map``. All that are joined share the
-split. Patients whose link is certain beyond a shared image appear under one identifier, the first of their
-surrogates: with its ``patient_key`` and its offsets of dates (`Identities.publish`). Datasets without linked
-patients do not change.
+a record are judged. Certain links join patients (union-find over their numbers); uncertain ones are listed in
+the private folder with what agrees and what differs, counted, and decided by the operator's
+``deid.identity_map``. All that are joined share the split. Patients whose link is certain beyond a shared
+image appear under one identifier, the first of their surrogates: with its ``patient_key`` and its offsets of
+dates (`Identities.publish`). Datasets without linked patients do not change.
 
 A packed patient keeps split, key and dates, and brings patients that are linked to it later into them.
 Persons that an earlier version already has in two splits, or under two keys, are counted; only packing anew
@@ -14,7 +13,8 @@ can change that.
 
 Evidence is kept as keyed digests in the private folder beside the ledger of inputs, so that a later version
 finds links with patients whose files are not among its inputs. Memory is 12 bytes for each value of a
-patient and 16 for each pair; no name or identifier reaches the job, except those of the listed pairs.
+patient, 16 for each pair, and some 300 for each list; no name or identifier reaches the job, except those of
+the listed pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,7 +50,7 @@ from shardflow.storage.local import write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardflow.packing.deid.identity import Listed, SortedEvidence, Verdict
+    from shardflow.packing.deid.identity import Listed, Listing, SortedEvidence
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.settings import UncertainIdentity
@@ -339,34 +338,86 @@ def join(num_patients: int, pairs: Iterable[tuple[int, int]]) -> NDArray[np.int6
     return np.array([root_of(number) for number in range(num_patients)], np.int64)
 
 
-def _listed_pairs(evidence: PatientEvidence, ordered: SortedEvidence) -> dict[tuple[int, int], Verdict]:
+def _listed_pairs(evidence: PatientEvidence, ordered: SortedEvidence) -> dict[tuple[int, int], Listing]:
     """Return the pairs of patients whose numbers records list together, also by a third number.
 
-    A number in more than `MAX_SHARED` different lists is a placeholder.
+    A number in more than `MAX_SHARED` different lists is a placeholder. A third one may be a family's, an
+    insurer's or a donor's: if nobody is said to have issued it, or if the issuer of both patients' numbers
+    is one, who gives a patient one number, the pair is no more than possible.
     """
-    counts = Counter(number for one in evidence.listed for number in {number for number, _ in one})
+    lists = _linking_lists(evidence, ordered)
+    owners = ordered.owners_of({number for one in lists for number, _ in one})
     nodes: dict[tuple[int, ...], int] = {}
-    chains: list[tuple[int, int]] = []
-    for one in evidence.listed:
-        kept = [nodes.setdefault(entry, len(nodes)) for entry in one if counts[entry[0]] <= MAX_SHARED]
-        chains += pairwise(kept)
-    groups, owners = join(len(nodes), chains), ordered.owners_of(counts)
+    lists_of: dict[int, set[int]] = {}
+    chains: dict[Listing, list[tuple[int, int]]] = {"possible": [], "certain": []}
+    for place, one in enumerate(lists):
+        sure = [entry for entry in one if entry[1] or entry[0] in owners]
+        for chain, entries in zip(chains.values(), (one, sure), strict=True):
+            chain += pairwise(nodes.setdefault(entry, len(nodes)) for entry in entries)
+        for number, _ in one:
+            if number in owners:
+                lists_of.setdefault(number, set()).add(place)
+    issuers: dict[int, set[int]] = {}
+    for number, issuer in nodes:
+        issuers.setdefault(number, set()).add(issuer)
+
+    def share_issuer(first: int, second: int) -> bool:
+        """Return whether one issuer numbered two patients, in no list together."""
+        numbers = [
+            [one for one in own_numbers(ordered.of(patient)) if one in lists_of]
+            for patient in (first, second)
+        ]
+        return any(
+            (issuers[one] & issuers[other]) - {0} and lists_of[one].isdisjoint(lists_of[other])
+            for one in numbers[0]
+            for other in numbers[1]
+        )
+
     found = [
-        (groups[node], patient, len(owners[number]) == 1 and may_be_issued_by(ordered.of(patient), issuer))
+        (node, patient, len(owners[number]) == 1 and may_be_issued_by(ordered.of(patient), issuer))
         for (number, issuer), node in nodes.items()
         for patient in owners.get(number, ())
     ]
-    group = np.array([one[0] for one in found], np.uint64)
+    at = np.array([one[0] for one in found], np.int64)
     patients = np.array([one[1] for one in found], np.int64)
     is_sure = np.array([one[2] for one in found], np.bool_)
-    pairs: dict[tuple[int, int], Verdict] = {}
-    verdicts: tuple[tuple[Any, Verdict], ...] = ((slice(None), "uncertain"), (is_sure, "certain"))
-    for chosen, verdict in verdicts:
-        for first, second in pairs_of_equal(group[chosen], patients[chosen]).tolist():
+    pairs: dict[tuple[int, int], Listing] = {}
+    steps: tuple[tuple[Any, Listing, Listing], ...] = (
+        (slice(None), "possible", "possible"),
+        (slice(None), "certain", "uncertain"),
+        (is_sure, "certain", "certain"),
+    )
+    groups = {linked: join(len(nodes), chain).astype(np.uint64)[at] for linked, chain in chains.items()}
+    for chosen, linked, verdict in steps:
+        for first, second in pairs_of_equal(groups[linked][chosen], patients[chosen]).tolist():
             numbers = own_numbers(ordered.of(first)), own_numbers(ordered.of(second))
             if numbers[0].isdisjoint(numbers[1]):
-                pairs[first, second] = verdict
+                pairs[first, second] = "possible" if share_issuer(first, second) else verdict
     return pairs
+
+
+def _linking_lists(evidence: PatientEvidence, ordered: SortedEvidence) -> list[Listed]:
+    """Return the lists, of those numbers alone that are a patient's, or in another list, if two remain.
+
+    Most lists of a hospital are of one patient of the images and a number that nothing else names: they cost
+    no memory beyond their own.
+    """
+
+    def distinct() -> Iterator[set[int]]:
+        return ({number for number, _ in one} for one in evidence.listed)
+
+    numbers = np.fromiter((number for one in distinct() for number in one), np.uint64)
+    places = np.repeat(np.arange(len(evidence.listed)), np.fromiter(map(len, distinct()), np.int64))
+    _, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    num_lists = counts[which]
+    matters = (num_lists <= MAX_SHARED) & ((num_lists > 1) | ordered.are_own(numbers))
+    is_kept = np.bincount(places[matters], minlength=len(evidence.listed)) > 1
+    kept = set(numbers[matters & is_kept[places]].tolist())
+    return [
+        tuple(entry for entry in one if entry[0] in kept)
+        for one, is_linking in zip(evidence.listed, is_kept.tolist(), strict=True)
+        if is_linking
+    ]
 
 
 def _copies(
@@ -504,7 +555,7 @@ def write_evidence(identities: Identities, path: Path) -> None:
         for number, patient in enumerate(identities.evidence.patients):
             tokens = ordered.of(number)
             entry: dict[str, Any] = {"patient": patient, "evidence": [f"{token:016x}" for token in tokens]}
-            named = [one for own in own_numbers(tokens) for one in lists.get(own, ())]
+            named = sorted(one for own in own_numbers(tokens) for one in lists.get(own, ()))
             if named:
                 entry["listed"] = named
             if patient in person_of:
@@ -537,7 +588,7 @@ def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
                 kept = {name: str(entry[name]) for name in ("person", "patient_key") if name in entry}
                 dates = {"dates": int(entry["dates"])} if "patient_key" in kept else {}
-                listed = [[[int(one) for one in pair] for pair in each] for each in entry.get("listed", ())]
+                listed = [[[int(one), int(by)] for one, by in each] for each in entry.get("listed", ())]
                 evidence = [*map(str, entry["evidence"])]
                 named = {"listed": listed} if listed else {}
                 yield {"patient": str(entry["patient"]), "evidence": evidence, **named, **kept, **dates}

@@ -218,8 +218,8 @@ class HeadFinder:
 
         Args:
             read: Returns a slice of `indices` that was not added, ``(rows, columns)`` in modality units, or
-                None if it cannot be decoded: it shows nothing then. None is asked for twice; without anything
-                like a head, only those of `first` are.
+                None if it cannot be decoded: the nearest that can stands for it. None is asked for twice;
+                without anything like a head, only those of `first` are, and what stands for them.
         """
         outlines = self._outlines(read)
         return _judge(outlines) if outlines else None
@@ -265,6 +265,8 @@ class HeadFinder:
 class _Volume:
     """Reduced slices, each read when a plane first needs it.
 
+    The nearest that can be decoded stands for one that cannot: a gap would part a head.
+
     Args:
         shape: Slices, rows, columns.
         read: Returns one slice; None if it cannot be decoded.
@@ -272,14 +274,14 @@ class _Volume:
 
     def __init__(self, shape: tuple[int, int, int], read: Callable[[int], Plane | None]) -> None:
         self._pixels = np.full(shape, _NOTHING, np.float32)
-        self._unread = np.ones(shape[0], np.bool_)
-        self._is_decoded = np.zeros(shape[0], np.bool_)
+        self._is_known = np.zeros(shape[0], np.bool_)
+        self._is_decoded: dict[int, bool] = {}
         self._read = read
 
     def whole(self) -> NDArray[np.float32]:
-        """Return the slices that can be decoded, ``(slices, rows, columns)``."""
-        self._require(np.arange(len(self._unread)))
-        return self._pixels if self._is_decoded.all() else self._pixels[self._is_decoded]
+        """Return all slices, ``(slices, rows, columns)``; none if no slice can be decoded."""
+        self._require(np.arange(len(self._pixels)))
+        return self._pixels if any(self._is_decoded.values()) else self._pixels[:0]
 
     def take(
         self, slices: NDArray[np.intp], rows: NDArray[np.intp], columns: NDArray[np.intp]
@@ -290,11 +292,21 @@ class _Volume:
         return self._pixels.take((slices * num_rows + rows) * num_columns + columns)
 
     def _require(self, slices: NDArray[np.intp]) -> None:
-        for place in np.unique(slices[self._unread[slices]]).tolist():
+        for place in np.unique(slices[~self._is_known[slices]]).tolist():
+            near = sorted(range(len(self._pixels)), key=lambda other: abs(other - place))
+            found = next(filter(self._decodes, near), None)
+            if found is not None:
+                self._pixels[place] = self._pixels[found]
+            self._is_known[place] = True
+
+    def _decodes(self, place: int) -> bool:
+        """Read a slice, if that was not tried; return whether it can be decoded."""
+        if place not in self._is_decoded:
             pixels = self._read(place)
+            self._is_decoded[place] = pixels is not None
             if pixels is not None:
-                self._pixels[place], self._is_decoded[place] = pixels, True
-            self._unread[place] = False
+                self._pixels[place] = pixels
+        return self._is_decoded[place]
 
 
 def _halvings(shape: tuple[int, int], spacing_mm: float) -> int:

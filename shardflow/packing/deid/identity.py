@@ -41,6 +41,8 @@ _SITE: Final = re.compile(r"[\^@]")
 _SUFFIX: Final = re.compile(r"(.*\w)[-_./ ]\d{1,2}\s*")
 _MIN_DIGITS: Final = 4
 """Digits of an identifier before a suffix: with fewer it may be the number of a site,"""
+_MIN_COUNTED: Final = 5
+"""Digits from which *12345* is no number that somebody was given."""
 _YEAR_ALONE: Final = re.compile(r"[^\d]*(?:19|20)\d\d")
 """and with those of a year alone the suffix is the number of a patient: ``2019-07``."""
 _YEAR: Final = re.compile(r"(?:1[89]|20)\d\d(?!\d(?!\d))")
@@ -68,6 +70,8 @@ class _Kind(IntEnum):
 
 
 Verdict: TypeAlias = Literal["certain", "uncertain"]
+Listing: TypeAlias = Literal["certain", "uncertain", "possible"]
+"""How sure it is that records list the identifiers of two patients as one person's (`judge`)."""
 Listed: TypeAlias = tuple[tuple[int, ...], ...]
 """Numbers that a record lists for one patient: digests of each and of its issuer (0: none stated), sorted."""
 
@@ -224,12 +228,13 @@ def is_number(patient_id: str) -> bool:
     """Return whether an identifier numbers a patient, and is no placeholder.
 
     Example:
-        >>> [is_number(one) for one in ("A17", "NONE", "UNKNOWN1", "000", "9999")]
-        [True, False, False, False, False]
+        >>> [is_number(one) for one in ("A17", "NONE", "UNKNOWN1", "000", "9999", "123456789")]
+        [True, False, False, False, False, False]
     """
     core, _ = split_id(patient_id)
     has_digits = any(map(str.isdigit, core)) and len(set(core)) > 1
-    return has_digits and _PLACEHOLDERS.isdisjoint(_WORD.findall(core))
+    is_counted = len(core) >= _MIN_COUNTED and "1234567890".startswith(core)
+    return has_digits and not is_counted and _PLACEHOLDERS.isdisjoint(_WORD.findall(core))
 
 
 def own_numbers(tokens: Iterable[int]) -> frozenset[int]:
@@ -304,7 +309,7 @@ class _Record:
 
 
 def judge(
-    one: Sequence[int], other: Sequence[int], *, same_pixels: bool, listed: Verdict | None = None
+    one: Sequence[int], other: Sequence[int], *, same_pixels: bool, listed: Listing | None = None
 ) -> tuple[Verdict | None, list[str]]:
     """Judge whether two patients are one person.
 
@@ -320,11 +325,15 @@ def judge(
         other: Of another.
         same_pixels: Whether they share an image.
         listed: Whether records list the identifiers of both as one patient's: *uncertain* if an issuer
-            differs from that of the headers, or several patients write such a number.
+            differs from that of the headers, or several patients write such a number; *possible* if they
+            are in no list together, and share a further number that may be a family's: never certain.
 
     Returns:
         The verdict, None if nothing links them; and the names of what agrees and (with ``not_``) differs.
     """
+    if listed == "possible":
+        verdict, evidence = judge(one, other, same_pixels=same_pixels)
+        return verdict or "uncertain", ["record", *evidence]
     a, b = _Record.of(one), _Record.of(other)
     birth, name, sex = (a.agrees(b, kind) for kind in (_Kind.BIRTH, _Kind.NAME, _Kind.SEX))
     may_share_issuer = a.agrees(b, _Kind.ISSUER) is not False
@@ -436,6 +445,11 @@ class SortedEvidence:
         shared, counts = np.unique(values[is_other], return_counts=True)
         is_kept = ~(is_other & np.isin(values, shared[counts > MAX_SHARED]))
         return SortedEvidence(self.owners[is_kept], self.tokens[is_kept])
+
+    def are_own(self, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of some numbers (`listed_together`) are a patient's own identifier, ``(n,)``."""
+        kinds = self.tokens & np.uint64((1 << _KIND_BITS) - 1)
+        return np.isin(numbers, self.tokens[kinds == np.uint64(_Kind.OWN)] >> np.uint64(_KIND_BITS))
 
     def owners_of(self, numbers: Collection[int]) -> dict[int, list[int]]:
         """Return the patients whose own identifier each of some numbers is (`listed_together`)."""

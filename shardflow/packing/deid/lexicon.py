@@ -116,6 +116,9 @@ _NAMES_LIKE_TERMS: Final = frozenset(
     plantation poblamiento progresso pronunciamiento prosperitat reagain reinert renacimiento resurgimiento
     reveles schonheit shepheard sonoma southand starke stuhlfelden stuhlsatz theodosis townsand trinitat
     vehemente verderber villafeliche visitation yacimientos arbeiter demaine devante fruchter repass schleimer
+    baudement chassion delestrange dessaules divinite eisendraht fraternite freundschaft genereuse glorieuse
+    gracieuse hautement heureuse joyeuse laclement podskala precieuse radieuse regenbogen schloser schroser
+    seidenfaden serenite verite vertueuse
     """.split()  # noqa: SIM905
 )
 

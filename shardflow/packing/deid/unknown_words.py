@@ -101,19 +101,24 @@ _PAIR: Final = re.compile(
 _HEAD: Final = re.compile(
     r"(?:['\N{RIGHT SINGLE QUOTATION MARK}]s)?[\s-]{1,3}(?:cyst|lesion|sign|fracture|disease|node|nodule"
     r"|catheter|line|syndrome|type|matter|tumor|test|score|classification|criteria|procedure|defect|deformity|scale"
-    r"|grade|angle|aneurysm|duct|hump|lymphoma|pouch|pouche|ring|tube|vein|[AB][ ]line|Fraktur|Katheter"
+    r"|grade|angle|aneurysm|contracture|duct|esophagus|hernia|hump|lymphoma|muscular|oesophagus|palsy|pouch|pouche|ring"
+    r"|tendon|thyroiditis|tube|vein|[AB][ ]line|Fraktur|Katheter"
     r"|Klassifikation|Knoten|Krankheit|Linie|Linien|Raum|Score|Syndrom|Typ|Winkel|Zeichen|Zyste"
-    r"|Hospital|Clinic|Street|Road)s?\b|[ ](?:\d|[IV]+\b)",
+    r"|Hospital|Clinic|Street|Road)s?\b",
     re.IGNORECASE,
 )
+# A number behind any other eponym may be an age, a time or a date: *Jones 54*, *Foley 14:30*.
+_GRADED: Final = frozenset(("cobb", "garden", "gleason", "neer", "risser", "rockwood", "salter", "weber"))
+_GRADE: Final = re.compile(r"[ ](?:\d{1,2}(?!\d|[:/-]\d|\.\d+\.|[ ]?[ap]\.?m\b)|[IV]{1,3}\b)")
 
 
 def _language(text: str, words: list[str], known: Lexicon) -> str:
     """Return the language of a text by its words and letters: ``de``, ``romance`` or ``en``."""
+    # Names have such letters too: they count no more than one function word.
     counts = {
         "en": 0,
-        "de": len(_LETTERS_DE.findall(text)),
-        "romance": len(_LETTERS_ROMANCE.findall(text)),
+        "de": min(2, len(_LETTERS_DE.findall(text))),
+        "romance": min(2, len(_LETTERS_ROMANCE.findall(text))),
     }
     for word in words:
         for name, listed in _FUNCTION_WORDS.items():
@@ -146,7 +151,8 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
         return language == "en" and _is_unknown_word(written, known)
     if word in _GERMAN_ABBREVIATIONS and language != "de":
         return True
-    if word in known.eponyms and word in known.names and not _is_eponym_here(text, start, end, known):
+    eponym = word.removesuffix("'s")
+    if {eponym} <= known.eponyms & known.names and not _is_eponym_here(text, start, end, known):
         return True
     is_title = written[0].isupper() and not written.isupper()
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
@@ -234,14 +240,24 @@ _GENITIVE: Final = {
     ),
 }
 _TITLE_BEFORE: Final = re.compile(
-    r"(?:\b(?:[Ff]rau|[Hh]errn?|[Dd]r|[Pp]rof|[Ll]t|[Kk]olleg(?:in|en)|[Ll]aut|[Gg]emäß|an|durch|für|von)\.?"
-    r"|[:,])[ \t]*$"
+    r"(?:\b(?i:frau|herrn?|dr|prof|lt|kolleg(?:in|en)|laut|gemäß|an|durch|für|von"
+    # Somebody, and an object in the dative: *hat X der Operation zugestimmt*.
+    r"|als|bevor|da|dass|hat(?:te)?|ist|kann|konnte|möchte|muss|nachdem|ob|soll(?:te)?|war|weil|wenn|wie|will|wird"
+    r"|wollte|wurde)\.?|[:,])[ \t]*$"
 )
+# Departments, people and times, which follow whoever is on duty: *X der Notaufnahme*, *X de urgencias*.
 _NOT_OF_BODY: Final = re.compile(
-    r"anruf|auftrag|befund|bericht|eingriff|fall|hinweis|kontakt|morgen|plan|tag|termin|verdacht|wunsch"
-    r"|accueil|astreinte|bloc|bureau|cabinet|centre|clinique|consultation|equipe|garde|hopital|imagerie|jour"
-    r"|laboratoire|matin|nuit|patient|patiente|permanence|reanimation|secretariat|service|soir|soins|urgences?|.*logie"
-    r"|.*iatrie|chirurgie|guardia|planta|servicio|sala|hospital|unidad|dia|noche|manana|tarde"
+    rf"(?:{_OFFICE.pattern}|anmeldung|anruf|ansicht|auffassung|auftrag|.*aufnahme|bericht|eingriff|einrichtung|endoskopie"
+    r"|fall|familie|firma|geburtshilfe|hauses|.*heilkunde|.*haus|hersteller|hinweis|inner|.*institut|.*kolleg|kontakt"
+    r"|.*labor|.*medizin|meinung|morgen|orthopadie|plan|pforte|.*sekretariat|.*sprechstunde|tag|.*team|termin"
+    r"|.*therapie|uberzeugung|.*universitat|verdacht|verwaltung|wache|wunsch|.*zentrale?|.*zentrum)(?:e[mnrs]?|innen|n|s)?"
+    r"|(?:accord|accueil|anesthesie|astreinte|avis|bloc|bureau|cabinet|centre|.*chirurgie|clinique|consultation"
+    r"|direction|domicile|epouse|equipe|etage|famille|fille|fils|garde|hopital|imagerie|infirmerie|jour|laboratoire"
+    r"|maison|maternite|matin|medecine|mere|nuit|.*pedie|part|patiente?|pere|permanence|pharmacie|reanimation|retour"
+    r"|secretariat|service|soins?|soir|.*therapie|unite|urgence|vacance|ville|.*logie|.*iatrie"
+    r"|acuerdo|admision|alta|anestesia|.*cirugia|consulta|centro|dia|direccion|enfermeria|equipo|familia|farmacia"
+    r"|guardia|hija|hijo|hospital|maternidad|madre|manana|medicina|noche|padre|paciente|parte|planta|quirofano|sala"
+    r"|servicio|tarde|.*terapia|turno|unidad|urgencia|.*logia|.*iatria)s?"
 )
 
 
@@ -261,8 +277,7 @@ def _is_noun_here(text: str, start: int, end: int, known: Lexicon, language: str
         return False
     noun = fold(match["noun"])
     is_word = known.is_german(noun) if language == "de" else known.is_romance(noun)
-    is_of_body = is_word and not known.is_name_too(noun) and not _OFFICE.fullmatch(noun)
-    return is_of_body and not _NOT_OF_BODY.fullmatch(noun)
+    return is_word and not known.is_name_too(noun) and not _NOT_OF_BODY.fullmatch(noun)
 
 
 _MIN_NOUN: Final = 5
@@ -275,9 +290,13 @@ _CONTRACTED: Final = re.compile(
 
 def _is_eponym_here(text: str, start: int, end: int, known: Lexicon) -> bool:
     """Return whether a name is part of a term: *Smith fracture*, *circle of Willis*, *Hill-Sachs*."""
-    # In a text of capitals nothing tells a name from a term.
-    is_capital = text[max(0, start - _AROUND) : end + _AROUND].isupper()
-    if is_capital or _HEAD.match(text, end) or _OF.search(text, max(0, start - 24), start):
+    word = fold(text[start:end])
+    # In a text of capitals nothing tells a word from a name.
+    if word in known.common and text[max(0, start - _AROUND) : end + _AROUND].isupper():
+        return True
+    if word in _GRADED and _GRADE.match(text, end):
+        return True
+    if _HEAD.match(text, end) or _OF.search(text, max(0, start - 24), start):
         return True
     beside = _BESIDE.match(text, end), _BESIDE_BEFORE.search(text, max(0, start - 24), start)
     return any(match is not None and fold(match[1]) in known.eponyms for match in beside)
@@ -290,8 +309,8 @@ _OF: Final = re.compile(
     r"|líneas?|maladie|signe|signo|síndrome|syndrome|sonda|sonde|test)[ ](?:del?|du)[ ]$",
     re.IGNORECASE,
 )
-_BESIDE: Final = re.compile(r"(?:-|[ ])(?:and[ ])?([A-Z][a-z]+)")
-_BESIDE_BEFORE: Final = re.compile(r"([A-Z][a-z]+)(?:-|[ ])(?:and[ ])?$")
+_BESIDE: Final = re.compile(r"(?:-|[ ])(?:(?:and|AND)[ ])?([A-Z][A-Za-z]+)")
+_BESIDE_BEFORE: Final = re.compile(r"([A-Z][A-Za-z]+)(?:-|[ ])(?:(?:and|AND)[ ])?$")
 
 
 def _add_neighbors(text: str, words: list[tuple[int, int]], unknown: list[bool], known: Lexicon) -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.packing.header_rows import HeaderRow, RowPlace, load_rows, read_rows, store_rows
+from shardflow.packing.deid.identity import MAX_SHARED
+from shardflow.packing.deid.pseudonyms import SecretKey
+from shardflow.packing.header_rows import (
+    CONFLICTING,
+    AttachmentRow,
+    HeaderRow,
+    RowPlace,
+    link_facts,
+    load_rows,
+    read_rows,
+    resolve,
+    store_rows,
+)
+from shardflow.packing.inventory import NO_STUDY, FileTable, StudyFacts
+from shardflow.packing.sources.attachments import AttachmentItem, PatientNumber
 from shardflow.packing.sources.dicom.headers import InstanceHeader, read_header
 from tests.dicom_factory import make_study
 
@@ -75,3 +91,34 @@ def test_an_image_that_is_known_by_a_path_of_other_bytes_has_a_digest() -> None:
         for name in (b"caf\xe9.png", b"caf\xe8.png", "caf\N{LATIN SMALL LETTER E WITH ACUTE}.png".encode())
     ]
     assert len({row.instance_digest() for row in named}) == 3
+
+
+def test_a_record_is_of_a_patient_under_any_of_the_listed_numbers() -> None:
+    """Of a study of another patient it is not, whichever of its numbers the inputs know."""
+    key = SecretKey(bytes(range(32)))
+    when = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    files = FileTable(0)
+    for study, patient in (("1.1", "A1"), ("1.2", "B2")):
+        second = int(when.timestamp())
+        surrogates = key.surrogate("study", study), key.surrogate("patient", patient)
+        files.studies.add(*surrogates, 0, StudyFacts(0, second, second))
+
+    def study_of(numbers: Sequence[str], study: str = "") -> int:
+        item = AttachmentItem(
+            item=0,
+            study_uids=(study,) if study else (),
+            patient_id=numbers[0],
+            patient_numbers=tuple(map(PatientNumber, numbers)),
+            time=when.replace(tzinfo=None),
+        )
+        links = link_facts(AttachmentRow("toy", 1, "0" * 64, (item,)), key).links
+        (found,) = resolve(files, [links], 60)
+        return found[0]
+
+    assert study_of(["E5", "B2"]) == 1
+    assert study_of(["B2", "E5"], "1.2") == 1
+    assert study_of(["E5"], "1.1") == 0
+    for numbers in (["B2"], ["E5", "B2"]):
+        assert study_of(numbers, "1.1") == CONFLICTING
+    # Half a hospital is nobody's list.
+    assert study_of(["E5", "B2", *(f"X{number}7" for number in range(MAX_SHARED))]) == NO_STUDY

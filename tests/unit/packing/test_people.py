@@ -121,7 +121,24 @@ def test_a_number_in_lists_of_many_links_nobody() -> None:
     stated = [StatedPerson(patient_id=f"P{number}1") for number in range(MAX_SHARED + 1)]
     lists = [[(one.patient_id, ""), ("4711", "")] for one in stated]
     assert _identify(_listed(_files(stated), *lists)).counts == {}
-    assert _identify(_listed(_files(stated), *lists[:2])).counts == {"joined": 2}
+    assert _identify(_listed(_files(stated), *lists[:2])).counts == {"uncertain": 1}
+
+
+def test_a_third_number_that_may_be_a_familys_joins_nobody() -> None:
+    """Two of one family have an insurer's or a household's number in common, as twins have the birth date."""
+    third = [[("A1", "H"), ("F9", "")], [("B2", "K"), ("F9", "")]]
+    one_issuer = [[("A1", "H"), ("F9", "X")], [("B2", "H"), ("F9", "X")]]
+    twins = [StatedPerson(patient_id=one, birth_date=BORN) for one in ("A1", "B2")]
+    for stated in ([StatedPerson(patient_id=one) for one in ("A1", "B2")], twins):
+        for lists in (third, one_issuer):
+            assert _identify(_listed(_files(stated), *lists)).counts == {"uncertain": 1}
+    # What else is certain stays so, and so does what one list holds, whoever else is in it.
+    named = [
+        StatedPerson(patient_id=one, birth_date=BORN, name="Lovelace^Ada", sex="F") for one in ("A1", "B2")
+    ]
+    assert _identify(_listed(_files(named), *third)).counts == {"joined": 2}
+    merged = [("A1", "H"), ("B2", "H"), ("F9", "")]
+    assert _identify(_listed(_files(twins), merged, *one_issuer)).counts == {"joined": 2}
 
 
 def test_a_list_of_numbers_is_known_to_later_versions(tmp_path: Path) -> None:
@@ -134,6 +151,16 @@ def test_a_list_of_numbers_is_known_to_later_versions(tmp_path: Path) -> None:
     load_evidence(path, later.studies.evidence)
     assert len(later.studies.evidence.listed) == 1
     assert _identify(later).counts == {"joined": 2}
+
+
+def test_what_is_written_does_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
+    lists = [[("A1", "X"), (f"B{number}7", "Y")] for number in range(5)]
+    written = []
+    for number, ordered in enumerate((lists, lists[::-1])):
+        path = tmp_path / f"people{number}.jsonl"
+        write_evidence(_identify(_listed(_files([StatedPerson(patient_id="A1")]), *ordered)), path)
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
 
 
 def test_a_packed_split_and_an_official_one_win() -> None:

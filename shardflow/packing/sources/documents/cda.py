@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.attachments import PatientNumber
 from shardflow.packing.sources.documents.bounded import XmlNode
 from shardflow.packing.sources.documents.facts import (
     NOT_REPORT,
@@ -23,6 +22,7 @@ from shardflow.packing.sources.documents.facts import (
     heading_of,
     is_report_section,
     join_sections,
+    patient_numbers,
     uid_of,
     unique,
 )
@@ -32,7 +32,6 @@ _REPORT_CODES: Final = frozenset({"18748-4"})
 _REPORT_TEMPLATES: Final = frozenset({"1.2.840.10008.9.1", "2.16.840.1.113883.10.20.22.1.5"})
 _CATALOG, _STUDY, _SERIES, _IMAGE = "121181", "113014", "113015", "DGIMG"
 _SOCIAL: Final = "2.16.840.1.113883.4.1"
-_LICENSES: Final = "2.16.840.1.113883.4.3."
 _THINGS: Final = frozenset(
     {"labeledDrug", "manufacturedMaterial", "playingDevice", "playingEntity", "qualifier", "scopingEntity"}
 )
@@ -105,16 +104,12 @@ def cda_facts(root: XmlNode) -> DocumentFacts:
     """Return the linking facts of a document."""
     facts = DocumentFacts(people=_people(root))
     numbers = [
-        (node.get("root") == _SOCIAL, node.get("extension"), node.get("root"))
+        (node.get("root") == _SOCIAL, node.get("extension").strip(), node.get("root"))
         for node in root.find_all("recordTarget/patientRole/id")
     ]
     facts.patient_ids = unique(number for _, number, _ in sorted(numbers, key=lambda one: one[0]))
     if len(list(root.elements("recordTarget"))) == 1:
-        facts.patient_numbers = [
-            PatientNumber(number.strip(), issuer)
-            for is_social, number, issuer in numbers
-            if number.strip() and not is_social and not issuer.startswith(_LICENSES)
-        ]
+        facts.patient_numbers = patient_numbers((number, issuer, "") for _, number, issuer in numbers)
     study, series, images = list[str](), list[str](), list[str]()
     for node in root.walk():
         if node.name not in {"act", "observation"}:

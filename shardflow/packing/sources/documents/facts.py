@@ -135,24 +135,47 @@ def unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))
 
 
-def is_patient_number(kind: str) -> bool:
-    """Return whether an identifier is a number of the patient, by its type; one without a type is.
+def patient_numbers(found: Iterable[tuple[str, str, str]]) -> list[PatientNumber]:
+    """Return those of a patient's identifiers that number the patient, and nothing and nobody else.
 
     Numbers of accounts (``AN``) and visits (``VN``) are of other things; those of other roles
-    (``SS``, ``DL``) are often a relative's.
+    (``SS``, ``DL``) are often a relative's. One without a type counts, unless nobody issued it either and
+    others have a type: then it may be anything.
 
     Source: HL7 table 0203.
 
+    Args:
+        found: Value, issuer or system, and type (``""``: not stated) of each.
+
     Example:
-        >>> [is_patient_number(kind) for kind in ("MR", "", "NNDNK", "SS", "VN")]
-        [True, True, True, False, False]
+        >>> kept = patient_numbers([("A1", "", "MR"), ("B2", "X", ""), ("C3", "", ""), ("V4", "X", "VN")])
+        >>> [one.number for one in kept]
+        ['A1', 'B2']
     """
-    return kind in _PATIENT_NUMBERS or _NATIONAL.fullmatch(kind) is not None
+    kept = [
+        one
+        for one in found
+        if one[0]
+        and (one[2] in _PATIENT_NUMBERS or _NATIONAL.fullmatch(one[2]))
+        and not is_other_system(one[1])
+    ]
+    has_types = any(kind for _, _, kind in kept)
+    return [PatientNumber(value, issuer) for value, issuer, kind in kept if kind or issuer or not has_types]
 
 
 _PATIENT_NUMBERS: Final = frozenset({"", "MR", "NI", "PI", "PN", "PT"})
 """Medical record number; national, internal, person and external number of a patient."""
 _NATIONAL: Final = re.compile(r"NN[A-Z]{3}")
+_OTHER: Final = re.compile(
+    r"/(?:us-ssn|passport|us-medicare|us-npi|us-mbi)\b"
+    r"|(?:^|[:/])2\.16\.840\.1\.113883\.4\.(?:1|6|572|927|3(?:\.\d+)*|330(?:\.\d+)*)$"
+)
+"""Systems of social security, driver's license, passport and insurance numbers, which often have no type."""
+
+
+def is_other_system(issuer: str) -> bool:
+    """Return whether a system issues numbers of another role than a patient's: insured, driver, citizen."""
+    return _OTHER.search(issuer) is not None
 
 
 def uid_of(text: str) -> str:

@@ -8,7 +8,6 @@ repeats header data, is not what the doctor wrote, and is not read.
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from typing import Any, Final, TypeAlias
@@ -22,7 +21,7 @@ from shardflow.packing.sources.documents.facts import (
     NoReport,
     People,
     first_moment,
-    is_patient_number,
+    patient_numbers,
     uid_of,
     unique,
 )
@@ -100,6 +99,8 @@ class FhirIndex:
     def __init__(self) -> None:
         self._by_name: dict[str, Resource] = {}
         self._patients: dict[int, People] = {}
+        # Patients whose name is another's too, as numbers of two servers are: by `id`.
+        self._namesakes: set[int] = set()
 
     def add(self, url: str, resource: Resource) -> None:
         """Take a resource in, if others refer to its kind."""
@@ -113,7 +114,9 @@ class FhirIndex:
             f"urn:uuid:{identity}" if identity else "",
         ):
             if name:
-                self._by_name.setdefault(name, resource)
+                known = self._by_name.setdefault(name, resource)
+                if known is not resource and set(patient_ids(known)).isdisjoint(patient_ids(resource)):
+                    self._namesakes.add(id(known))
 
     def resolve(self, reference: Any, holder: Resource) -> Resource | None:
         """Return the resource that a reference names: contained in its holder, or known."""
@@ -134,14 +137,13 @@ class FhirIndex:
         for name in _SUBJECTS:
             for reference in objects(resource.get(name)):
                 facts.patient_ids += _identifiers(reference.get("identifier"))
-                facts.patient_numbers += _patient_numbers(reference.get("identifier"))
                 facts.people.patient_name(as_text(reference.get("display")))
         if patient is not None:
             facts.patient_ids += patient_ids(patient)
-            facts.patient_numbers += _patient_numbers(patient.get("identifier"))
             known = self._patients.setdefault(id(patient), resource_people(patient))
             facts.people.merge(known.values())
         facts.patient_ids = unique(facts.patient_ids)
+        facts.patient_numbers = list(self._numbers(resource, patient))
         facts.study_uids, facts.accessions = unique(facts.study_uids), unique(facts.accessions)
         facts.time = first_moment(_start(value) for name in _TIMES for value in as_list(resource.get(name)))
         return facts
@@ -156,6 +158,20 @@ class FhirIndex:
                 if found is not None and found.get("resourceType") == "Patient":
                     return found
         return None
+
+    def _numbers(self, resource: Resource, patient: Resource | None) -> Iterator[PatientNumber]:
+        """Yield the numbers of the patient that a resource is about; none if it is of several, or a thing."""
+        if patient is not None and id(patient) in self._namesakes:
+            return
+        about = [one for name in _SUBJECTS for one in objects(resource.get(name))]
+        for one in about:
+            holder = as_text(one.get("reference")).split("/_history/")[0].rpartition("/")[0]
+            kind = (as_text(one.get("type")) or holder).rpartition("/")[2]
+            if len(about) > 1 or kind not in {"", "Patient"}:
+                return
+            yield from _patient_numbers(one.get("identifier"))
+        if patient is not None:
+            yield from _patient_numbers(patient.get("identifier"))
 
     def _link(self, resource: Resource, facts: DocumentFacts) -> None:
         if resource.get("resourceType") == "ImagingStudy":
@@ -273,19 +289,13 @@ def _identifiers(value: Any) -> list[str]:
     return [text for _, text in sorted(ranked, key=lambda one: one[0])]
 
 
-def _patient_numbers(value: Any) -> Iterator[PatientNumber]:
-    """Yield the identifiers of a list that are numbers of the patient, by their types or systems."""
-    for one in objects(value):
-        text, system, kind = as_text(one.get("value")), as_text(one.get("system")), _kind_of(one)
-        is_typed = bool(kind) or not one.get("type")  # a type in words alone may be any
-        if text and is_typed and is_patient_number(kind) and not _OTHER_SYSTEMS.search(system):
-            yield PatientNumber(text, system)
-
-
-_OTHER_SYSTEMS: Final = re.compile(
-    r"/(?:us-ssn|passport|us-medicare|us-npi|us-mbi)\b|(?:^|[:/])2\.16\.840\.1\.113883\.4\.(?:1|3(?:\.\d+)*)$"
-)
-"""Systems of social security, passport, insurance and driver's license numbers, which often have no type."""
+def _patient_numbers(value: Any) -> list[PatientNumber]:
+    """Return the identifiers of a list that are numbers of the patient, by their types or systems."""
+    return patient_numbers(
+        (as_text(one.get("value")), as_text(one.get("system")), _kind_of(one))
+        for one in objects(value)
+        if _kind_of(one) or not one.get("type")  # a type in words alone may be any
+    )
 
 
 def _kind_of(identifier: Resource) -> str:

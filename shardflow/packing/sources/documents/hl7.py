@@ -25,8 +25,9 @@ from shardflow.packing.sources.documents.facts import (
     People,
     first_moment,
     heading_of,
-    is_patient_number,
+    is_other_system,
     join_sections,
+    patient_numbers,
     uid_of,
     unique,
 )
@@ -330,7 +331,7 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
             numbers.append((2 if kind == _SOCIAL else int(kind != _RECORD_NUMBER), parts[0].strip()))
         numbers += [(1, segment.get(number)) for number in (2, 4)]
     facts.patient_ids = unique(number for _, number in sorted(numbers, key=lambda one: one[0]))
-    facts.patient_numbers = list(_patient_numbers(message))
+    facts.patient_numbers = _patient_numbers(message)
     order = list(group)
     obr = next((segment for segment in order if segment.name == "OBR"), None)
     ipc = list(message.of("IPC"))
@@ -348,24 +349,28 @@ def group_facts(message: Message, group: Iterable[Segment], people: People | Non
     return facts
 
 
-def _patient_numbers(message: Message) -> Iterator[PatientNumber]:
-    """Yield the numbers that a message lists for its patient; none if it is about several.
+def _patient_numbers(message: Message) -> list[PatientNumber]:
+    """Return the numbers that a message lists for its patient; none if it is about several.
 
     Source: HL7 v2.5.1, 3.4.2.2 to 3.4.2.4 (PID), 3.4.9 (MRG).
     """
     patients = list(message.of("PID"))
     if len(patients) != 1:
-        return
-    fields = [(patients[0], number) for number in (3, 2, 4)]
+        return []
     header = next(message.of("MSH"), None)
-    if header is not None and header.get(9, 2).upper() in _MERGES:
-        fields += [(segment, number) for segment in message.of("MRG") for number in (1, 4)]
-    for segment, number in fields:
+    is_merge = header is not None and header.get(9, 2).upper() in _MERGES
+    former = [one for segment in message.of("MRG") for one in _identifiers(segment, 1, 4)] if is_merge else []
+    return [*patient_numbers(_identifiers(patients[0], 3, 2, 4)), *patient_numbers(former)]
+
+
+def _identifiers(segment: Segment, *numbers: int) -> Iterator[tuple[str, str, str]]:
+    """Yield value, issuer and type of the identifiers (data type CX) of some fields."""
+    for number in numbers:
         for parts in segment.components(number):
             value, _, _, authority, kind = (part.strip() for part in (*parts, "", "", "", "", "")[:5])
-            if value and is_patient_number(kind.upper()):
-                issuers = authority.split(segment.separators.subcomponent)
-                yield PatientNumber(value, next(filter(None, issuers), ""))
+            issuers = authority.split(segment.separators.subcomponent)
+            if not any(map(is_other_system, issuers)):
+                yield value, next(filter(None, issuers), ""), kind.upper()
 
 
 def _parts(segment: Segment, table: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -94,6 +94,7 @@ def test_clinical_sentences_survive(text: str) -> None:
         "Cobb-Winkel, Morbus Cushing, kein Horner-Syndrom. Nach Cobb 20 Grad.",
         "Angle de Cobb, signe de Murphy négatif, pas de lignes de Kerley.",
         "HICKMAN LINE IN PLACE. MURPHY SIGN.",
+        "Barrett's esophagus and Morgagni hernia.",
     ],
 )
 def test_words_of_no_list_survive_by_their_form_and_place(text: str) -> None:
@@ -105,7 +106,8 @@ def test_names_beside_what_tells_nouns_are_masked() -> None:
     names = """
     Zimmermann Schwarzkopf Holzapfel Kirchhof Steinbach Goldstein Winkelmann Hartung Hornung Conforme
     Villareal Lassonde Nikodem Morquecho Rhodarmer Authement Charité Trinité Wolfgang Bertrand
-    Harriss Landschaft Grosse
+    Harriss Landschaft Grosse Schlöser Regenbogen Seidenfaden Freundschaft Dessaules Baudement Joyeuse
+    Généreuse
     """.split()  # noqa: SIM905
     assert not [name for name in names if lexicon().may_pass(name) or lexicon().may_pass(name.upper())]
     for text in (
@@ -115,8 +117,25 @@ def test_names_beside_what_tells_nouns_are_masked() -> None:
         "Kein Erguss. Eine wegen Quorxel erbetene Kontrolle. Keine Quorxel Klinik.",
         "Quorxel de la radiologie confirme, pas de lésion. Quorxel du service.",
         "Pas de lésion, vu avec Quorxel de l'épanchement.",
+        "Kein Erguss. Mit Quorxel der Notaufnahme besprochen. Mit Quorxel des Hausarztes.",
+        "Kein Erguss. Rücksprache mit Quorxel der Inneren. Quorxel der Kollegen.",
+        "Kein Erguss. Heute hat Quorxel der Operation zugestimmt. Durch Quorxel der Drainage unterzogen.",
+        "Quorxel de la neurochirurgie informé. Quorxel de l'anesthésie. Quorxel d'accord. Pas de lésion.",
+        "Quorxel de urgencias avisado. Quorxel de cirugía. Sin lesión del pulmón.",
     ):
         assert "Quorxel" not in scrub(text, KnownValues(()), mode="strict").text, text
+
+
+def test_a_number_behind_two_names_hides_neither() -> None:
+    """An age or a time is no grade: only eponyms of classifications have those."""
+    cleaned = scrub("Seen: Rose White 3 pm. Okafor Rose 54 came in.", KnownValues(()), mode="strict").text
+    assert "Rose" not in cleaned
+    assert "White" not in cleaned
+
+
+def test_accents_of_names_make_no_text_french() -> None:
+    """In French, words in lower case pass."""
+    assert "quorxél" not in scrub("seen by josé quorxél, núñez", KnownValues(()), mode="strict").text
 
 
 @pytest.mark.parametrize("name", ["Jones", "Cobb", "Foley", "Hampton", "Hutchinson", "Rosenthal", "Horner"])
@@ -126,6 +145,8 @@ def test_an_eponym_that_is_a_surname_is_masked_unless_it_is_part_of_a_term(name:
         f"Seen by {name.upper()} today, no effusion.",
         f"Kein Erguss laut {name}, Kontrolle.",
         f"Pas de fracture, vu par {name} ce matin.",
+        f"The case went to {name} 14:30, and {name} 3/4 of it; {name}'s opinion is awaited.",
+        f"THE FILM THAT {name.upper()} SAW IS NORMAL.",
     ):
         cleaned = scrub(text, KnownValues(()), mode="strict").text
         assert name.lower() not in cleaned.lower(), text

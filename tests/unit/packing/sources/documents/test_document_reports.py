@@ -115,6 +115,21 @@ def test_fhir_lists_the_numbers_of_a_patient() -> None:
     assert isinstance(found, DocumentReport)
     numbers = [(one.number, one.issuer) for one in found.facts.patient_numbers]
     assert numbers == [("C3", ""), ("4711", ""), ("B-2", "urn:oid:1.2.3")]
+    # Several people, or a thing, have no list; an older version of a patient is the patient.
+    for other, expected in (
+        ([subject, {"reference": "Patient/q", "identifier": {"value": "D4"}}], []),
+        ({"reference": "Device/d", "identifier": {"value": "D4"}}, []),
+        ({**subject, "reference": "Patient/p/_history/2"}, ["C3", "4711", "B-2"]),
+    ):
+        found = read(report(subject=other), {**PATIENT, "identifier": [*listed, {"value": "ACCOUNT1"}]})
+        assert isinstance(found, DocumentReport)
+        assert [one.number for one in found.facts.patient_numbers] == expected
+    # Exports of two servers may call two patients by one name; versions of one have numbers in common.
+    for second, expected in (("Z9", []), ("4711", ["C3", "4711"])):
+        other_patient = {**PATIENT, "identifier": [{"value": second}, {"value": "Y8"}]}
+        found = read(report(subject=subject), PATIENT, other_patient)
+        assert isinstance(found, DocumentReport)
+        assert [one.number for one in found.facts.patient_numbers] == expected
 
 
 def test_cda_lists_the_numbers_of_a_patient() -> None:
@@ -123,6 +138,7 @@ def test_cda_lists_the_numbers_of_a_patient() -> None:
         for number, root in (
             ("999-12-3456", "2.16.840.1.113883.4.1"),
             ("S99", "2.16.840.1.113883.4.3.25"),
+            ("M99", "2.16.840.1.113883.4.572"),
             ("4711", "1.2"),
             ("B-2", "1.3"),
         )

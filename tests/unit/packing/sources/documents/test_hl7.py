@@ -125,11 +125,15 @@ def _numbers(event: str, *segments: str) -> list[tuple[str, str]]:
 def test_the_numbers_of_a_patient_are_listed_with_their_issuers() -> None:
     numbers = "4711^^^H&1.2&ISO^MR~B-2^^^&1.3&ISO^PI~999-12-3456^^^^SS~V9^^^H^VN~A9^^^H^AN~D1^^^^DL"
     pid, merged = f"PID|1|X5|{numbers}||Okafor^Ada", "MRG|0815^^^H^MR~V8^^^H^VN"
-    listed = [("4711", "H"), ("B-2", "1.3"), ("X5", "")]
+    listed = [("4711", "H"), ("B-2", "1.3")]
     assert _numbers("ADT^A08", pid, merged) == listed
     assert _numbers("ADT^A40^ADT_A39", pid, merged) == [*listed, ("0815", "H")]
     # Two patients in one message are two people: they are swapped, or linked as mother and child.
     assert _numbers("ADT^A24", pid, "PID|2||0815^^^H^MR") == []
+    # A number of no issuer and no type may be an account beside others that have a type.
+    assert _numbers("ADT^A08", "PID|1|X5|4711^^^H~B2||Okafor^Ada") == [("4711", "H"), ("B2", ""), ("X5", "")]
+    social = "PID|1||4711^^^H^MR~9^^^SSA&2.16.840.1.113883.4.1&ISO"
+    assert _numbers("ADT^A08", social) == [("4711", "H")]
     # A visit that is moved leaves somebody else's number.
     assert _numbers("ADT^A45", pid, merged) == listed
 
