@@ -41,10 +41,10 @@ _SITE: Final = re.compile(r"[\^@]")
 _SUFFIX: Final = re.compile(r"(.*\w)[-_./ ]\d{1,2}\s*")
 _MIN_DIGITS: Final = 4
 """Digits of an identifier before a suffix: with fewer it may be the number of a site,"""
-_MIN_COUNTED: Final = 5
-"""Digits from which *12345* is no number that somebody was given."""
 _YEAR_ALONE: Final = re.compile(r"[^\d]*(?:19|20)\d\d")
 """and with those of a year alone the suffix is the number of a patient: ``2019-07``."""
+_MIN_COUNTED: Final = 5
+"""Digits from which a count such as *12345* is a placeholder."""
 _YEAR: Final = re.compile(r"(?:1[89]|20)\d\d(?!\d(?!\d))")
 _AGE: Final = re.compile(r"0*(\d{1,3})([DWMY]?)")
 _AGE_UNITS_A_YEAR: Final = {"D": 366, "W": 53, "M": 12, "Y": 1, "": 1}
