@@ -293,13 +293,11 @@ class _Volume:
 
     def _require(self, slices: NDArray[np.intp]) -> None:
         for place in np.unique(slices[~self._is_known[slices]]).tolist():
-            self._is_known[place] = True
-            if self._decodes(place):
-                continue
             near = sorted(range(len(self._pixels)), key=lambda other: abs(other - place))
             found = next(filter(self._decodes, near), None)
             if found is not None:
                 self._pixels[place] = self._pixels[found]
+            self._is_known[place] = True
 
     def _decodes(self, place: int) -> bool:
         """Read a slice, if that was not tried; return whether it can be decoded."""
