@@ -39,7 +39,6 @@ from shardflow.format.entities import (
     load_entity_manifest,
     view_folder,
 )
-from shardflow.format.facts.columns import ColumnValues
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
     REPORT_FIELD,
@@ -50,6 +49,7 @@ from shardflow.format.keys import (
     sha256_hex,
 )
 from shardflow.format.table import Table, encode_table
+from shardflow.format.tables import ColumnValues
 from shardflow.reports.entity_rows import (
     ALIGNMENT_FIELD,
     CONTENT_FIELD,

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts.series import FactColumn, FactsManifest, encode_names
+from shardflow.format.facts.series import FactsManifest, encode_names
 from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json
 from shardflow.format.table import Table, encode_table
+from shardflow.format.tables import ColumnValues
 
 STUDIES_NAME: Final = "studies.tbl"
 _KIND: Final = "studies"
@@ -224,16 +225,16 @@ class StudyTable:
         """Return the strings that a column of names indexes; the first one is empty, a missing value."""
         return self._vocabularies[name]
 
-    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> ColumnValues:
         """Return some rows of a column of `column_names` for an expression; by default all."""
         values = self.array(name)[rows]
         if name in STUDY_STRINGS:
-            return FactColumn(values, values == 0, self._vocabularies[name])
+            return ColumnValues(values, values == 0, self._vocabularies[name])
         if name == "patient_key":
-            return FactColumn(values, values == b"")
+            return ColumnValues(values, values == b"")
         if name == "previous_row":
-            return FactColumn(values, values == NO_ROW)
-        return FactColumn(values, np.isnan(values) if values.dtype.kind == "f" else values == NO_NUMBER)
+            return ColumnValues(values, values == NO_ROW)
+        return ColumnValues(values, np.isnan(values) if values.dtype.kind == "f" else values == NO_NUMBER)
 
     def verify(self) -> None:
         """Check every column, whether or not it is used.
