@@ -218,6 +218,20 @@ def encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16]
     return np.array([code[value] for value in values], "<u2"), names
 
 
+def merge_names(parts: Iterable[tuple[Sequence[str], NDArray[Any]]]) -> tuple[NDArray[np.uint16], list[str]]:
+    """Return the codes of columns of strings, one after another, and one vocabulary.
+
+    Args:
+        parts: The vocabulary of each column, and the codes of its chosen rows.
+    """
+    columns = list(parts)
+    # Names that no chosen row has are left out, so that a removal leaves no trace.
+    names = sorted({"", *(known[code] for known, codes in columns for code in np.unique(codes).tolist())})
+    code = {name: place for place, name in enumerate(names)}
+    merged = [np.array([code.get(name, 0) for name in known], "<u2")[codes] for known, codes in columns]
+    return np.concatenate([np.zeros(0, "<u2"), *merged]), names
+
+
 def merge_series(
     parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]], *, codecs: Sequence[str] | None = None
 ) -> bytes:
@@ -241,17 +255,9 @@ def merge_series(
     columns["first_series"] = starts_of(np.concatenate([nothing, *(part.num_series for part in chosen)]))
     columns["first_image"] = starts_of(np.concatenate([nothing, *(part.num_images for part in chosen)]))
     for name in (*STRINGS, "image_role", *OPTIONAL_STRINGS):
-        # Names that no chosen series has are left out, so that a removal leaves no trace.
-        used = {known for part in chosen for known in part.names(name)}
-        if name in OPTIONAL and not used - {""}:
-            continue
-        names = sorted({"", *used})
-        code = {known: place for place, known in enumerate(names)}
-        codes = [
-            np.array([code.get(known, 0) for known in part.table.vocabulary(name)], "<u2")[part.array(name)]
-            for part in chosen
-        ]
-        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *codes]), list(names)
+        codes, names = merge_names([(part.table.vocabulary(name), part.array(name)) for part in chosen])
+        if name not in OPTIONAL or len(names) > 1:
+            columns[name], vocabularies[name] = codes, list(names)
     if codecs is not None:
         columns["codec"], names = encode_names("codec", codecs)
         vocabularies["codec"] = list(names)
@@ -294,11 +300,6 @@ class _Chosen:
     def array(self, name: str) -> NDArray[Any]:
         chosen: NDArray[Any] = self.table.array(name)[self.images if name == "image_role" else self.series]
         return chosen
-
-    def names(self, name: str) -> list[str]:
-        """Return the strings that occur in a column."""
-        known = self.table.vocabulary(name)
-        return [known[code] for code in np.unique(self.array(name)).tolist()]
 
     def flags(self) -> list[str]:
         """Return the flags that a series has."""

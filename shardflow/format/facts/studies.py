@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts.series import FactsManifest, encode_names
+from shardflow.format.facts.series import FactsManifest, encode_names, merge_names
 from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import ColumnValues
@@ -118,14 +118,8 @@ def merge_study_facts(parts: Sequence[tuple[StudyTable, NDArray[np.int64]]], dat
     columns: dict[str, NDArray[Any]] = {}
     vocabularies: dict[str, Json] = {}
     for name in STUDY_STRINGS:
-        # Names that no chosen study has are left out, so that a removal leaves no trace.
-        codes = [table.array(name)[rows] for table, rows in parts]
-        known = [table.vocabulary(name) for table, _ in parts]
-        pairs = list(zip(known, codes, strict=True))
-        names = sorted({"", *(words[code] for words, part in pairs for code in np.unique(part).tolist())})
-        code = {word: place for place, word in enumerate(names)}
-        merged = [np.array([code.get(word, 0) for word in words], "<u2")[part] for words, part in pairs]
-        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *merged]), list(names)
+        codes, names = merge_names((table.vocabulary(name), table.array(name)[rows]) for table, rows in parts)
+        columns[name], vocabularies[name] = codes, list(names)
     for name, dtype in STUDY_NUMBERS.items():
         columns[name] = np.concatenate(
             [np.zeros(0, dtype), *(table.array(name)[rows] for table, rows in parts)]
