@@ -1,4 +1,4 @@
-"""Settings of volumes: each is checked when a field is written, and a wrong one is one sentence."""
+"""Settings of fields, most of volumes: checked when a field is written, and a wrong one is one sentence."""
 
 from __future__ import annotations
 
@@ -129,6 +129,23 @@ def window_ends(window: tuple[float, float] | str) -> tuple[float, float]:
         return WINDOWS[window]
     center, width = window
     return center - width / 2, center + width / 2
+
+
+def check_series(series: object, example: str, default: str) -> None:
+    """Refuse what is no expression that selects series.
+
+    Args:
+        series: The setting; None selects ``default``.
+        example: An expression, for the message.
+        default: What it selects otherwise, in words.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if series is not None and not (isinstance(series, str) and series.strip()):
+        raise ConfigError(
+            f'series is an expression such as "{example}", got {series!r}; leave it out for {default}.'
+        )
 
 
 def checked_labels(value: Any) -> tuple[str, ...] | None:
