@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from shardflow.fields.types.tokens import Tokens
     from shardflow.fields.types.waveform import Waveform
     from shardflow.fields.volumes.field import Volume
-    from shardflow.fields.volumes.stitching import Stitcher
     from shardflow.fields.volumes.tiles import Tiles
+    from shardflow.fields.volumes.windows import Stitcher
     from shardflow.format.checks.verification import VerifyReport, verify
     from shardflow.format.copies.copying import copy_dataset as copy
     from shardflow.format.dataset import Dataset
@@ -157,7 +157,7 @@ _SOURCES: Final = {
     "ShardflowError": "shardflow.errors:ShardflowError",
     "Slices": "shardflow.fields.types.pictures:Slices",
     "StateError": "shardflow.errors:StateError",
-    "Stitcher": "shardflow.fields.volumes.stitching:Stitcher",
+    "Stitcher": "shardflow.fields.volumes.windows:Stitcher",
     "StorageError": "shardflow.errors:StorageError",
     "Template": "shardflow.fields.conversations.templates:Template",
     "Text": "shardflow.fields.types.text:Text",

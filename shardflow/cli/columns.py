@@ -13,7 +13,8 @@ from shardflow.logs import counted
 
 if TYPE_CHECKING:
     from shardflow.format import Dataset
-    from shardflow.format.facts.columns import ColumnInfo, Columns, ColumnValues
+    from shardflow.format.facts.columns import ColumnInfo, Columns
+    from shardflow.format.tables import ColumnValues
 
 DESCRIPTION = """\
 Lists the columns of DATASET: facts of studies (facts.*) and of series (series.*), and those of attached

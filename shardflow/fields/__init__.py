@@ -15,70 +15,27 @@ from typing import TYPE_CHECKING, Final
 from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardflow.fields.augmentation import (
-        ALLOWED,
-        Allowance,
-        Draw,
-        Wanted,
-        Warp,
-        change_intensity,
-        draw_sample,
-        names_a_side,
-        source_affine,
-    )
     from shardflow.fields.field import (
         ArraySpec,
         BoundField,
-        Coverage,
         Field,
-        FieldContext,
-        SlotRequest,
-        Slots,
     )
-    from shardflow.fields.quarantine import BadSampleReason, QuarantineRow
+    from shardflow.fields.quarantine import BadSampleReason
     from shardflow.fields.types.findings import EntityNames
 
 __all__ = [
-    "ALLOWED",
-    "Allowance",
     "ArraySpec",
     "BadSampleReason",
     "BoundField",
-    "Coverage",
-    "Draw",
     "EntityNames",
     "Field",
-    "FieldContext",
-    "QuarantineRow",
-    "SlotRequest",
-    "Slots",
-    "Wanted",
-    "Warp",
-    "change_intensity",
-    "draw_sample",
-    "names_a_side",
-    "source_affine",
 ]
 _SOURCES: Final = {
-    "ALLOWED": ".augmentation:ALLOWED",
-    "Allowance": ".augmentation:Allowance",
     "ArraySpec": ".field:ArraySpec",
     "BadSampleReason": ".quarantine:BadSampleReason",
     "BoundField": ".field:BoundField",
-    "Coverage": ".field:Coverage",
-    "Draw": ".augmentation:Draw",
     "EntityNames": ".types.findings:EntityNames",
     "Field": ".field:Field",
-    "FieldContext": ".field:FieldContext",
-    "QuarantineRow": ".quarantine:QuarantineRow",
-    "SlotRequest": ".field:SlotRequest",
-    "Slots": ".field:Slots",
-    "Wanted": ".augmentation:Wanted",
-    "Warp": ".augmentation:Warp",
-    "change_intensity": ".augmentation:change_intensity",
-    "draw_sample": ".augmentation:draw_sample",
-    "names_a_side": ".augmentation:names_a_side",
-    "source_affine": ".augmentation:source_affine",
 }
 
 if not TYPE_CHECKING:

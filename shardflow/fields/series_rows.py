@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from shardflow.format import Dataset
 from shardflow.format.entities import EntityTable
-from shardflow.format.facts.series import FactColumn, SeriesTable
+from shardflow.format.facts.series import SeriesTable
 from shardflow.format.facts.units import NumberedTable, UnitTable
+from shardflow.format.tables import ColumnValues
 from shardflow.sampling.expressions import Expression, ExpressionColumn
 
 Int64Array = NDArray[np.int64]
@@ -159,7 +160,7 @@ class TableSelection:
         starts = self._first_image.astype(np.int64)
         owners = np.repeat(np.arange(self.table.num_series), starts[1:] - starts[:-1])
         of_images: dict[str, ExpressionColumn] = {
-            name: FactColumn(
+            name: ColumnValues(
                 column.values[owners],
                 None if column.is_missing is None else column.is_missing[owners],
                 column.names,
@@ -168,7 +169,7 @@ class TableSelection:
         }
         if _ROLE in of_images:
             role = self.table.array("image_role")
-            of_images[_ROLE] = FactColumn(role, role == 0, self.table.vocabulary("image_role"))
+            of_images[_ROLE] = ColumnValues(role, role == 0, self.table.vocabulary("image_role"))
         return expression.select(of_images, len(owners)).rows
 
     @property
@@ -460,8 +461,8 @@ def rows_of(dataset: Dataset, part: TableSelection) -> StudyRows:
     return StudyRows(part)
 
 
-def _column(table: SeriesTable, name: str) -> FactColumn:
+def _column(table: SeriesTable, name: str) -> ColumnValues:
     """Return a column, all missing where this table lacks it (a flag that none of its series has)."""
     if name in table.column_names:
         return table.column(name)
-    return FactColumn(np.zeros(table.num_series, bool))
+    return ColumnValues(np.zeros(table.num_series, bool))

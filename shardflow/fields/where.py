@@ -19,9 +19,10 @@ from shardflow.errors import ConfigError
 from shardflow.fields.series_rows import TableSelection
 from shardflow.format import Dataset
 from shardflow.format.entities import ASSERTIONS, RADGRAPH, EntityTable
-from shardflow.format.facts.columns import SERIES_PREFIX, Columns, ColumnValues, image_starts, open_columns
-from shardflow.format.facts.series import SeriesTable, open_series
+from shardflow.format.facts.columns import SERIES_PREFIX, Columns, image_starts, open_columns
+from shardflow.format.facts.series import SeriesTable, open_series, spans_of
 from shardflow.format.facts.units import ChosenSeries, DerivedUnit
+from shardflow.format.tables import ColumnValues
 from shardflow.sampling.expressions import (
     Expression,
     ExpressionColumn,
@@ -188,11 +189,8 @@ def _image_roles(
 
 def _spans(starts: NDArray[np.integer[Any]], chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return the positions that chosen spans cover, and the place of each one's span among the chosen."""
-    first = starts[chosen].astype(np.int64)
-    lengths = starts[chosen + 1].astype(np.int64) - first
-    owners = np.repeat(np.arange(len(chosen)), lengths)
-    before = np.cumsum(lengths) - lengths
-    return np.arange(len(owners)) + (first - before)[owners], owners
+    lengths, covered = spans_of(starts, chosen)
+    return covered, np.repeat(np.arange(len(chosen)), lengths)
 
 
 def own_columns(dataset: Dataset) -> Mapping[str, Callable[[Int64Array], ExpressionColumn]]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardflow.format.dataset import Dataset
     from shardflow.format.index import FieldLocation, ShardIndex
     from shardflow.format.manifest import Manifest
-    from shardflow.format.samples import SamplesTable
     from shardflow.format.writer import ShardWriter
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "Dataset",
     "FieldLocation",
     "Manifest",
-    "SamplesTable",
     "ShardIndex",
     "ShardWriter",
     "VerifyReport",
@@ -41,7 +39,6 @@ _SOURCES: Final = {
     "Dataset": ".dataset:Dataset",
     "FieldLocation": ".index:FieldLocation",
     "Manifest": ".manifest:Manifest",
-    "SamplesTable": ".samples:SamplesTable",
     "ShardIndex": ".index:ShardIndex",
     "ShardWriter": ".writer:ShardWriter",
     "VerifyReport": ".checks.verification:VerifyReport",

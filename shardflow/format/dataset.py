@@ -515,9 +515,18 @@ class Dataset:
             region: Number of the region that a volume of masks is named after, for that in place of the
                 series.
         """
+        index, fields = self._volume_fields(row, region)
+        return index.volume(fields[series]) if series in fields else None
+
+    def volumes(self, row: int) -> dict[int, BrickVolume]:
+        """Return where the bricks of each series of a sample are that is not stored in slices."""
+        index, fields = self._volume_fields(row)
+        return {series: index.volume(field) for series, field in fields.items()}
+
+    def _volume_fields(self, row: int, region: int | None = None) -> tuple[ShardIndex, dict[int, int]]:
+        """Return the index of a sample's shard, and the fields of its volumes by their series."""
         index = self.shard_index(int(self.studies.gather("shard", row)))
-        field = index.volumes_of(int(self.studies.gather("row_in_shard", row)), region).get(series)
-        return None if field is None else index.volume(field)
+        return index, index.volumes_of(int(self.studies.gather("row_in_shard", row)), region)
 
     def read_volume(
         self, row: int, series: int, start: Sequence[int] = (0, 0, 0), stop: Sequence[int] | None = None

@@ -174,16 +174,7 @@ def picture_facts(fields: Fields) -> Iterator[tuple[str, ImageFacts]]:
             continue
         header = image_header(payload[:HEAD_NUM_BYTES])
         if header is not None:
-            rows, columns = header.rows, header.columns
-            yield (
-                name,
-                ImageFacts(
-                    num_bits=header.num_bits,
-                    has_color=header.has_color,
-                    rows=(rows, rows),
-                    columns=(columns, columns),
-                ),
-            )
+            yield name, ImageFacts.of(header)
 
 
 # ---- columns -------------------------------------------------------------------------------------------

@@ -47,6 +47,20 @@ RESERVED_TABLES: Final = frozenset({"facts", "series", "any", "all", "missing"})
 """Names that mean something else in an expression."""
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnValues:
+    """Values of a column, as an expression reads them."""
+
+    values: NDArray[Any]
+    """``(n,)`` numbers or booleans, of ``floats`` ``(n, d)``; with ``names`` integers that index them."""
+    is_missing: NDArray[np.bool_] | None = None
+    """``(n,)``, whose values are arbitrary; None if every row has a value."""
+    names: tuple[str, ...] | None = None
+    """Vocabulary of a category or of strings; None for ``facts.patient_key``, whose values are bytes."""
+    also: tuple[frozenset[str], ...] | None = None
+    """For each name, what else finds it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredColumn:
     """Values of a column, in the order of the rows of a table."""

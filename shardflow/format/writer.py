@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, naming_os_errors
-from shardflow.format.foreign.places import ImageFacts
+from shardflow.format.foreign.places import ImageFacts, join_images, plain_images
 from shardflow.format.keys import SPLIT_PATTERN, Json, canonical_json, check_sample_key, shard_name
 from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, commit, load, versions
 from shardflow.format.reasons import OutcomeCounts
@@ -445,9 +445,7 @@ class _WrittenSplit:
         self._rows.append(shape[0])
         self._num_columns.append(shape[1])
         self._modality.append(self._codes.setdefault(modality, len(self._codes)))
-        for name, facts in picture_facts(fields):
-            known = self._images.get(name)
-            self._images[name] = facts if known is None else known.joined(facts)
+        join_images(picture_facts(fields), self._images)
 
     def close(self) -> None:
         """End the last shard.
@@ -585,8 +583,8 @@ def _picture_facts(shards: Sequence[_FinishedShard]) -> dict[str, Json]:
     for shard in shards:
         for name, plain in shard.images.items():
             facts = ImageFacts(**{**plain, "rows": tuple(plain["rows"]), "columns": tuple(plain["columns"])})
-            images[name] = images[name].joined(facts) if name in images else facts
-    return {name: facts.plain() for name, facts in sorted(images.items())}
+            join_images([(name, facts)], images)
+    return plain_images(images)
 
 
 @contextmanager

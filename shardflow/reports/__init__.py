@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Final
 from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardflow.reports.assertion import Assertion
-    from shardflow.reports.findings import Entity, EntityFinder, Place
-    from shardflow.reports.lexicon import Concept, Lexicon, load_lexicon
-    from shardflow.reports.mentions import Mention, find_mentions
+    from shardflow.reports.findings import Entity, EntityFinder
+    from shardflow.reports.lexicon import Lexicon, load_lexicon
+    from shardflow.reports.mentions import find_mentions
     from shardflow.reports.reader import (
         ENTRY_POINTS,
-        RULES_VERSION,
         Extractor,
-        ReportContent,
         ReportReader,
         load_extractors,
         rules_digest,
@@ -28,16 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENTRY_POINTS",
-    "RULES_VERSION",
-    "Assertion",
-    "Concept",
     "Entity",
     "EntityFinder",
     "Extractor",
     "Lexicon",
-    "Mention",
-    "Place",
-    "ReportContent",
     "ReportReader",
     "Section",
     "SectionKind",
@@ -49,16 +40,10 @@ __all__ = [
 ]
 _SOURCES: Final = {
     "ENTRY_POINTS": ".reader:ENTRY_POINTS",
-    "RULES_VERSION": ".reader:RULES_VERSION",
-    "Assertion": ".assertion:Assertion",
-    "Concept": ".lexicon:Concept",
     "Entity": ".findings:Entity",
     "EntityFinder": ".findings:EntityFinder",
     "Extractor": ".reader:Extractor",
     "Lexicon": ".lexicon:Lexicon",
-    "Mention": ".mentions:Mention",
-    "Place": ".findings:Place",
-    "ReportContent": ".reader:ReportContent",
     "ReportReader": ".reader:ReportReader",
     "Section": ".sections:Section",
     "SectionKind": ".sections:SectionKind",

@@ -39,7 +39,6 @@ from shardflow.format.entities import (
     load_entity_manifest,
     view_folder,
 )
-from shardflow.format.facts.columns import ColumnValues
 from shardflow.format.index import FieldLocation
 from shardflow.format.keys import (
     REPORT_FIELD,
@@ -50,6 +49,7 @@ from shardflow.format.keys import (
     sha256_hex,
 )
 from shardflow.format.table import Table, encode_table
+from shardflow.format.tables import ColumnValues
 from shardflow.reports.entity_rows import (
     ALIGNMENT_FIELD,
     CONTENT_FIELD,
@@ -463,10 +463,8 @@ def _encode(dataset: Dataset, job: _Job, rows: range) -> bytes:
         num_aligned += 1
         key = dataset.studies.sample_key(study)
         sizes = _sizes(locations)
-        index = dataset.shard_index(int(dataset.studies.gather("shard", study)))
-        volumes = index.volumes_of(int(dataset.studies.gather("row_in_shard", study)))
-        for series, field in volumes.items():
-            each = index.volume(field).slice_num_bytes.tolist()
+        for series, volume in dataset.volumes(study).items():
+            each = volume.slice_num_bytes.tolist()
             sizes |= {(series, place): num_bytes for place, num_bytes in enumerate(each)}
         try:
             here = list(study_rows(dataset.read_fields(study, names), job.rules))

@@ -14,11 +14,9 @@ from shardflow._lazy import lazy_names
 if TYPE_CHECKING:
     from shardflow.sampling.budget import CostRule, TokenBudget
     from shardflow.sampling.image_sizes import ImageBucket, TileRule
-    from shardflow.sampling.lane_plan import LaneSummary
     from shardflow.sampling.lanes import choose_lanes, with_lanes
     from shardflow.sampling.layout import SampleLayout
     from shardflow.sampling.measures import PlanMeasures, measure_plan
-    from shardflow.sampling.micro_batches import MicroBatch
     from shardflow.sampling.permutation import Permutation
     from shardflow.sampling.plan import EpochPlan, PlanSummary, RankSchedule, plan_id
     from shardflow.sampling.spec import BatchSpec, Sampling
@@ -29,9 +27,7 @@ __all__ = [
     "CostRule",
     "EpochPlan",
     "ImageBucket",
-    "LaneSummary",
     "LoaderState",
-    "MicroBatch",
     "Permutation",
     "PlanMeasures",
     "PlanSummary",
@@ -51,9 +47,7 @@ _SOURCES: Final = {
     "CostRule": ".budget:CostRule",
     "EpochPlan": ".plan:EpochPlan",
     "ImageBucket": ".image_sizes:ImageBucket",
-    "LaneSummary": ".lane_plan:LaneSummary",
     "LoaderState": ".state:LoaderState",
-    "MicroBatch": ".micro_batches:MicroBatch",
     "Permutation": ".permutation:Permutation",
     "PlanMeasures": ".measures:PlanMeasures",
     "PlanSummary": ".plan:PlanSummary",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardflow.storage.local import LocalStore, fsync_directory, is_temporary_name, write_atomic
     from shardflow.storage.opening import open_store
     from shardflow.storage.remote import RemoteStore
-    from shardflow.storage.requests import RemoteCounts, RemoteOptions, RequestCost, RetryPolicy
+    from shardflow.storage.requests import RemoteOptions, RequestCost, RetryPolicy
     from shardflow.storage.store import ByteRange, ByteStore, check_object_path, origin_of
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "CacheConfig",
     "CachedStore",
     "LocalStore",
-    "RemoteCounts",
     "RemoteOptions",
     "RemoteStore",
     "RequestCost",
@@ -45,7 +44,6 @@ _SOURCES: Final = {
     "CacheConfig": ".cache.config:CacheConfig",
     "CachedStore": ".cache.store:CachedStore",
     "LocalStore": ".local:LocalStore",
-    "RemoteCounts": ".requests:RemoteCounts",
     "RemoteOptions": ".requests:RemoteOptions",
     "RemoteStore": ".remote:RemoteStore",
     "RequestCost": ".requests:RequestCost",

@@ -603,9 +603,9 @@ def test_a_slip_in_like_is_one_sentence_before_step_0(dataset: Dataset, fields: 
     ("kind", "settings", "sentence"),
     [
         (sf.Mask, {"labels": "nodule"}, r"write labels=\['nodule'\]"),
-        (sf.Mask, {"labels": []}, "at least one name"),
-        (sf.Mask, {"labels": [3]}, "at least one name"),
-        (sf.Mask, {"labels": ["a", "a"]}, "twice"),
+        (sf.Mask, {"labels": []}, "different names"),
+        (sf.Mask, {"labels": [3]}, "different names"),
+        (sf.Mask, {"labels": ["a", "a"]}, "different names"),
         (sf.Mask, {"merge": "stack"}, "write labels="),
         (sf.Mask, {"merge": "intersection"}, "merge is one of"),
         (sf.Mask, {"threshold": 0}, "threshold is"),

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 import shardflow as sf
 from shardflow.errors import ConfigError, StateError
-from shardflow.fields.volumes.stitching import StitchedVolume, Stitcher
-from shardflow.fields.volumes.windows import importance_map, scan_starts
+from shardflow.fields.volumes.windows import StitchedVolume, Stitcher, importance_map, scan_starts
 from shardflow.format import Dataset
 from shardflow.loading import Loader, World
 from shardflow.sampling import CostRule, TokenBudget

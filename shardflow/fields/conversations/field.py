@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from shardflow.config import PLACE
 from shardflow.errors import ConfigError
 from shardflow.fields.conversations.arrays import ConversationArrays, present_conversations
-from shardflow.fields.conversations.planned import PlannedCounts
 from shardflow.fields.conversations.rendering import Rendered, RenderedForm, Renderer, RenderError, roles_of
-from shardflow.fields.conversations.stored import PICTURE_NAME, Span, StoredConversation
+from shardflow.fields.conversations.stored import PICTURE_NAME, PlannedCounts, Span, StoredConversation
 from shardflow.fields.conversations.templates import IncompleteError, Template, load_template
 from shardflow.fields.conversations.views import TemplateValues
 from shardflow.fields.decode import ThreadState
@@ -234,7 +233,7 @@ class BoundRendered(BoundField):
     spec: Conversation
 
     def _open_renderer(self, spec: Conversation, context: FieldContext) -> None:
-        self._counters = context.counters
+        self._context, self._counters = context, context.counters
         self._original = Renderer.load(spec.processor)
         self._form: RenderedForm = self._original.form(spec.max_tokens, spec.max_images)
         self._arrays = ConversationArrays(
@@ -253,6 +252,19 @@ class BoundRendered(BoundField):
     def digests(self) -> Sequence[str]:
         """Digest of the processor."""
         return [self._original.digest]
+
+    def counted_by(self) -> list[CountedTemplate] | None:
+        """Return the templates that make the conversations of each dataset; None if these are stored."""
+        return None
+
+    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
+        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
+        self._counts = self._counts or self._planned_counts()
+        return self._counts.lengths(self.name, budget)
+
+    def _planned_counts(self) -> PlannedCounts:
+        entries = tuple(self._form.pictures)
+        return PlannedCounts(self.spec, self._context, self._original, entries, self.counted_by())
 
     @property
     def is_packed(self) -> bool:
@@ -381,23 +393,13 @@ class BoundConversation(BoundRendered, BoundMember):
     def __init__(self, name: str, spec: Conversation, context: FieldContext) -> None:
         super().__init__(name, spec, context, spec.member, spec.max_bytes)
         self._open_renderer(spec, context)
-        self._context = context
         if spec.packed:
             self._counts = self._planned_counts()
-
-    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
-        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
-        self._counts = self._counts or self._planned_counts()
-        return self._counts.lengths(self.name, budget)
 
     def check_counts(self) -> None:
         """Compare some of the counts with what the processor renders, see `PlannedCounts.check`."""
         if self._counts is not None:
             self._counts.check()
-
-    def _planned_counts(self) -> PlannedCounts:
-        entries = tuple(self._form.pictures)
-        return PlannedCounts(self.spec, self._context, self._original, entries)
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:
         """Return the conversation, and the pictures stored beside it."""
@@ -446,7 +448,6 @@ class BoundTemplate(BoundRendered):
                 "The template shows images, and the processor or max_images=0 takes text alone."
             )
         self._values = TemplateValues(template, context, self._original)
-        self._context = context
         if spec.packed:
             self._counts = self._planned_counts()
 
@@ -473,15 +474,6 @@ class BoundTemplate(BoundRendered):
     def counted_by(self) -> list[CountedTemplate]:
         """Return what decides the conversations of each dataset, see `TemplateValues.counted_by`."""
         return self._values.counted_by(self.name, self.spec.depends_on, self._context)
-
-    def token_counts(self, budget: TokenBudget) -> list[NDArray[np.int64]]:
-        """Return what a budget charges for each row of each dataset, see `PlannedCounts.lengths`."""
-        self._counts = self._counts or self._planned_counts()
-        return self._counts.lengths(self.name, budget)
-
-    def _planned_counts(self) -> PlannedCounts:
-        entries = tuple(self._form.pictures)
-        return PlannedCounts(self.spec, self._context, self._original, entries, self.counted_by())
 
     def needed(self, shard: Shard, request: SlotRequest) -> Sequence[int]:  # noqa: ARG002
         """Return nothing: other fields read the sample."""

@@ -23,7 +23,8 @@ from shardflow.fields.types.text import Text
 from shardflow.fields.where import own_columns
 from shardflow.format import Dataset
 from shardflow.format.counts import CountedTemplate
-from shardflow.format.facts.columns import Columns, ColumnValues, open_columns
+from shardflow.format.facts.columns import Columns, open_columns
+from shardflow.format.tables import ColumnValues
 from shardflow.sampling.expressions import Expression, ExpressionColumn, parse_expression
 
 _MAX_LEVEL: Final = 255

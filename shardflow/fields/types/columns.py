@@ -31,6 +31,7 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.types.members import present_beside
 from shardflow.format.facts.columns import ColumnInfo, open_columns
 from shardflow.format.facts.columns import Columns as DatasetColumns
 
@@ -88,7 +89,7 @@ class Column(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the values and their mask."""
-        return {key: arrays[key] for key in (entry["name"], f"{entry['name']}_mask")}
+        return present_beside(entry, arrays, ("mask",))
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Columns(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the values and their masks."""
-        return {key: arrays[key] for key in (entry["name"], f"{entry['name']}_mask")}
+        return present_beside(entry, arrays, ("mask",))
 
 
 def _side_by_side(field: str, found: Mapping[str, bool], known: Mapping[str, ColumnInfo]) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,9 +39,9 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.types.members import BoundMember
-from shardflow.fields.types.study_time import check_record_times, window_seconds
-from shardflow.format.contents.records import Code, read_statements
+from shardflow.fields.types.members import BoundMember, present_beside
+from shardflow.format import Dataset
+from shardflow.format.contents.records import RECORD_TIMES, Code, read_statements
 from shardflow.format.contents.ucum import conversion
 from shardflow.format.keys import RECORDS_FIELD
 
@@ -50,6 +52,9 @@ _RECORDS_BEFORE_WARNING: Final = 16
 _MAX_LISTED: Final = 12
 _KEYS: Final = frozenset({"codes", "unit", "factors"})
 _BESIDE: Final = ("time_s", "code", "mask", "has_value", "recorded")
+_SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_557_600}
+_DISTANCE: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(s|min|h|d|w|y)", re.ASCII)
+_EXAMPLE: Final = '("-48h", "0h")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +132,7 @@ class Events(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the values and what is beside them."""
-        name = entry["name"]
-        return {name: arrays[name], **{f"{name}_{one}": arrays[f"{name}_{one}"] for one in _BESIDE}}
+        return present_beside(entry, arrays, _BESIDE)
 
 
 def _vocabulary(codes: Any) -> dict[str, EventKind]:
@@ -400,3 +404,65 @@ class _SlotEvents:
 
     def close(self) -> None:
         """Do nothing: the slot is complete."""
+
+
+def window_seconds(window: Sequence[str | float]) -> tuple[float, float]:
+    """Return begin and end of a window in seconds from the study, both inclusive.
+
+    Args:
+        window: Two of a number of seconds, or a text of a number and ``s``, ``min``, ``h``, ``d``, ``w`` or
+            ``y``; ``"-inf"`` and ``"inf"`` are no bound.
+
+    Raises:
+        ConfigError: It is no such pair, or ends before it begins.
+
+    Example:
+        >>> window_seconds(("-48h", "0h"))
+        (-172800.0, 0.0)
+    """
+    ends = [] if isinstance(window, str) else list(window)
+    if len(ends) != 2:
+        raise ConfigError(f"window is a begin and an end, such as {_EXAMPLE}, got {window!r}.")
+    start, stop = map(_seconds, ends)
+    if start > stop:
+        raise ConfigError(f"window begins before it ends, such as {_EXAMPLE}, got {window!r}.")
+    return start, stop
+
+
+def _seconds(end: Any) -> float:
+    if isinstance(end, str):
+        if end in ("-inf", "inf"):
+            return float(end)
+        match = _DISTANCE.fullmatch(end.strip())
+        if match is not None:
+            return float(match[1]) * _SECONDS[match[2]]
+    elif isinstance(end, int | float) and not isinstance(end, bool) and not math.isnan(end):
+        return float(end)
+    raise ConfigError(
+        f"an end of window is a number with s, min, h, d, w or y, such as '-48h', got {end!r}; correct it."
+    )
+
+
+def check_record_times(datasets: Sequence[Dataset], name: str) -> None:
+    """Refuse packed datasets whose records do not state when things happened.
+
+    Args:
+        datasets: Those of the loader; what other writers made is taken as it is.
+        name: Of the field, for the message.
+
+    Raises:
+        ConfigError: The dataset was packed before records had times of day, or without dates.
+    """
+    for dataset in datasets:
+        extra: Mapping[str, Any] = dataset.manifest.extra
+        resolution = extra.get(RECORD_TIMES)
+        if "plan_digest" in extra and resolution is None:
+            raise ConfigError(
+                f"The field {name!r} needs the times of records, and this dataset was packed without them; "
+                "pack it again into a new output: shardflow pack --config FILE"
+            )
+        if resolution == "none":
+            raise ConfigError(
+                f"The field {name!r} needs the times of records, and this dataset was packed with "
+                "deid.dates = 'remove'; pack it again with 'days': shardflow pack --config FILE"
+            )

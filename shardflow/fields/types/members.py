@@ -234,9 +234,14 @@ class Array(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the arrays, their mask, and their shapes if they differ."""
-        name = entry["name"]
-        beside = (name, f"{name}_mask", f"{name}_shape")
-        return {key: arrays[key] for key in beside if key in arrays}
+        return present_beside(entry, arrays, ("mask", "shape"))
+
+
+def present_beside(entry: Mapping[str, Any], arrays: Arrays, beside: Sequence[str]) -> dict[str, Any]:
+    """Return the array of an entry, and those beside it that the batch has, such as its mask."""
+    name = entry["name"]
+    names = (name, *(f"{name}_{one}" for one in beside))
+    return {one: arrays[one] for one in names if one in arrays}
 
 
 def check_member(spec: Any) -> None:

@@ -10,6 +10,7 @@ from shardflow.errors import ConfigError
 from shardflow.fields.field import Arrays, Field, check_choice, check_count
 from shardflow.fields.layout import WINDOWS, PixelDtype, present_pictures
 from shardflow.fields.reader import Resolution
+from shardflow.fields.settings import check_series
 
 _MAX_TILES: Final = 2**10
 Fit: TypeAlias = Literal["stretch", "letterbox"]
@@ -77,12 +78,7 @@ class PixelField(Field):
         check_choice("resolution", self.resolution, ("full", "small"))
         check_choice("missing", self.missing, ("pad", "drop", "error"))
         object.__setattr__(self, "windows", _checked_windows(self.windows))
-        series: object = self.series
-        if series is not None and not (isinstance(series, str) and series.strip()):
-            raise ConfigError(
-                f"series is an expression such as \"role == 'frontal'\", got {series!r}; leave it out for "
-                "all but localizers and secondary captures."
-            )
+        check_series(self.series, "role == 'frontal'", "all but localizers and secondary captures")
 
     @property
     def resizes(self) -> bool:

@@ -36,6 +36,8 @@ from shardflow.fields.field import (
 from shardflow.fields.layout import Picture, Window
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
+from shardflow.fields.settings import checked_labels
+from shardflow.fields.types.members import present_beside
 from shardflow.fields.types.pixels import BoundPixels
 from shardflow.format.contents.regions import Box, Region, read_regions
 from shardflow.format.keys import ANNOTATIONS_FIELD
@@ -69,17 +71,7 @@ class RegionField(Field):
         like: object = self.like
         if not isinstance(like, str):
             raise ConfigError(f"like is the name of an Image, Slices or Volume field, got {like!r}.")
-        if self.labels is None:
-            return
-        if isinstance(self.labels, str):
-            raise ConfigError(f"labels is a list of names, write labels=[{self.labels!r}].")
-        given: object = self.labels
-        labels = tuple(given) if isinstance(given, tuple | list) else ()
-        if "" in labels or not {str} == {type(one) for one in labels}:
-            raise ConfigError("labels is a list of at least one name, or None for regions of any label.")
-        if len({*labels}) < len(labels):
-            raise ConfigError("labels names one twice; leave out one of the two.")
-        object.__setattr__(self, "labels", labels)
+        object.__setattr__(self, "labels", checked_labels(self.labels))
 
     @property
     def depends_on(self) -> Sequence[str]:
@@ -123,12 +115,7 @@ class Boxes(RegionField):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the boxes and what is beside them."""
-        name = entry["name"]
-        beside = (f"{name}_{one}" for one in _BESIDE_BOXES)
-        return {name: arrays[name], **{one: arrays[one] for one in beside if one in arrays}}
-
-
-_BESIDE_BOXES: Final = ("mask", "label", "index", "annotated")
+        return present_beside(entry, arrays, ("mask", "label", "index", "annotated"))
 
 
 class _SeenLabels:
@@ -189,6 +176,11 @@ class BoundAnnotations(BoundField):
             )
         self.spec, self.counters = spec, context.counters
         self._labels = _SeenLabels()
+
+    def prepare(self, arrays: Arrays, slots: Slots) -> None:
+        """Empty every slot."""
+        for slot in range(len(slots)):
+            self.blank(arrays, slot)
 
     def annotations(self, shard: Shard, request: SlotRequest) -> int | None:
         """Return the number of the annotations of a study; None where it has none.
@@ -356,11 +348,6 @@ class BoundBoxes(BoundRegions):
             ArraySpec.of(f"{name}_index", np.int64, *shape),
             ArraySpec.of(f"{name}_annotated", np.uint8, len(slots)),
         ]
-
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:
-        """Empty every slot."""
-        for slot in range(len(slots)):
-            self.blank(arrays, slot)
 
     def begin(self, arrays: Arrays, slot: int, num_shown: int, *, is_annotated: bool) -> None:  # noqa: ARG002
         """Empty a slot."""

@@ -31,9 +31,9 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.types.members import BoundMember, read_npy
-from shardflow.fields.types.study_time import window_seconds
-from shardflow.format.contents.recordings import StoredArray, StoredChannel, StoredRecording, read_recordings
+from shardflow.fields.types.events import window_seconds
+from shardflow.fields.types.members import BoundMember, present_beside, read_npy
+from shardflow.format.contents.records import StoredArray, StoredChannel, StoredRecording, read_recordings
 from shardflow.format.contents.ucum import conversion
 from shardflow.format.keys import WAVEFORMS_FIELD
 
@@ -137,8 +137,7 @@ class Waveform(Field):
     @classmethod
     def present(cls, entry: Any, arrays: Arrays) -> dict[str, Any]:
         """Return the waveforms and what is beside them."""
-        name = entry["name"]
-        return {key: arrays[key] for key in (name, f"{name}_mask", f"{name}_recorded")}
+        return present_beside(entry, arrays, ("mask", "recorded"))
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.fields.field import check_choice, check_count
+from shardflow.fields.settings import checked_shape, checked_spacing
 from shardflow.fields.volumes.geometry import Shape, Vector, is_perpendicular
-from shardflow.fields.volumes.settings import checked_shape, checked_spacing
 from shardflow.seeds import derive
 
 Range: TypeAlias = tuple[float, float]

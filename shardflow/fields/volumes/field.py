@@ -25,10 +25,24 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.layout import PixelDtype
 from shardflow.fields.reader import Shard
+from shardflow.fields.settings import (
+    check_foreground,
+    check_like,
+    check_series,
+    check_within,
+    checked_center,
+    checked_labels,
+    checked_margin,
+    checked_shape,
+    checked_spacing,
+    checked_windows,
+    margins,
+    window_ends,
+)
 from shardflow.fields.types.masks import Mask
+from shardflow.fields.types.members import present_beside
 from shardflow.fields.types.pixels import fill_value
 from shardflow.fields.types.regions import Boxes
-from shardflow.fields.volumes.base import BoundRegion, present_region
 from shardflow.fields.volumes.crops import (
     Body,
     ColumnPlaces,
@@ -38,7 +52,7 @@ from shardflow.fields.volumes.crops import (
     start_around,
     start_at_box,
 )
-from shardflow.fields.volumes.delivery import Delivery, SlotVolume
+from shardflow.fields.volumes.delivery import BoundRegion, Delivery, SlotVolume
 from shardflow.fields.volumes.geometry import (
     Grid,
     Placement,
@@ -54,19 +68,6 @@ from shardflow.fields.volumes.geometry import (
 )
 from shardflow.fields.volumes.regions import BoundVolumeBoxes, BoundVolumeMask
 from shardflow.fields.volumes.resampling import Interpolation, source_region
-from shardflow.fields.volumes.settings import (
-    check_foreground,
-    check_like,
-    check_within,
-    checked_center,
-    checked_labels,
-    checked_margin,
-    checked_shape,
-    checked_spacing,
-    checked_windows,
-    margins,
-    window_ends,
-)
 from shardflow.fields.volumes.stored import (
     Crop,
     StoredVolume,
@@ -238,12 +239,7 @@ class Volume(Field):
                 "windows are delivered as float32 from 0 to 1, or with dtype='uint8' from 0 to 255, got "
                 f"dtype={self.dtype!r}; leave one of them out."
             )
-        series: object = self.series
-        if series is not None and not (isinstance(series, str) and series.strip()):
-            raise ConfigError(
-                f"series is an expression such as \"modality == 'CT'\", got {series!r}; leave it out for all "
-                "volumes."
-            )
+        check_series(self.series, "modality == 'CT'", "all volumes")
         for name in ("valid_mask", "antialias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False, got {getattr(self, name)!r}.")
@@ -318,7 +314,7 @@ class Volume(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the regions, and what is beside them."""
-        return present_region(entry, arrays, BoundVolume.beside)
+        return present_beside(entry, arrays, BoundVolume.beside)
 
 
 class BoundVolume(BoundRegion):

@@ -312,11 +312,6 @@ class BoundVolumeBoxes(BoundAnnotations):
             ArraySpec.of(f"{name}_annotated", np.uint8, len(slots)),
         ]
 
-    def prepare(self, arrays: Arrays, slots: Slots) -> None:
-        """Empty every slot."""
-        for slot in range(len(slots)):
-            self.blank(arrays, slot)
-
     def blank(self, arrays: Arrays, slot: int) -> None:
         """Make a slot look like one without boxes."""
         name = self.name

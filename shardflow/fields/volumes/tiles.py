@@ -29,9 +29,10 @@ from shardflow.fields.field import (
 )
 from shardflow.fields.quarantine import BadSampleReason
 from shardflow.fields.reader import Shard
-from shardflow.fields.volumes.base import BoundRegion, present_region
+from shardflow.fields.settings import check_series, checked_share
+from shardflow.fields.types.members import present_beside
 from shardflow.fields.volumes.crops import Turns, random_start, start_around
-from shardflow.fields.volumes.settings import checked_share
+from shardflow.fields.volumes.delivery import BoundRegion
 from shardflow.fields.volumes.windows import checked_overlap, step_of
 from shardflow.format.contents.pictures import opencv
 from shardflow.format.keys import level_field
@@ -136,12 +137,7 @@ class Tiles(Field):
             raise ConfigError(
                 f"overlap={self.overlap!r} is of a grid; write center='grid', or leave overlap out."
             )
-        series: object = self.series
-        if series is not None and not (isinstance(series, str) and series.strip()):
-            raise ConfigError(
-                f"series is an expression such as \"kind == 'slide'\", got {series!r}; leave it out for all "
-                "slides."
-            )
+        check_series(self.series, "kind == 'slide'", "all slides")
 
     @property
     def num_crops(self) -> int:
@@ -166,7 +162,7 @@ class Tiles(Field):
     @classmethod
     def present(cls, entry: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """Return the tiles, and what is beside them."""
-        return present_region(entry, arrays, BoundTiles.beside)
+        return present_beside(entry, arrays, BoundTiles.beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ belongs to where that is sound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,9 @@ from shardflow.format.checks.shards import (
 from shardflow.format.copies.copying import Sidecar, find_sidecars
 from shardflow.format.counts import ConversationCounts, CountsManifest
 from shardflow.format.entities import EntityManifest, EntityTable
-from shardflow.format.facts.series import SeriesManifest, SeriesTable
-from shardflow.format.facts.studies import StudiesManifest, StudyTable, previous_rows
-from shardflow.format.facts.voxels import VoxelsManifest, VoxelTable
+from shardflow.format.facts.series import FactsManifest, SeriesManifest, TableT
+from shardflow.format.facts.studies import StudiesManifest, previous_rows
+from shardflow.format.facts.voxels import VoxelsManifest
 from shardflow.format.field_digests import FieldDigestsManifest, digests_of
 from shardflow.format.manifest import Manifest
 from shardflow.format.samples import SamplesTable
@@ -37,6 +38,8 @@ from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table
 from shardflow.format.tokens import TokensManifest, counts_column, ids_table
 from shardflow.storage import ByteStore
+
+T = TypeVar("T")
 
 
 def find_sidecars_to_check(
@@ -93,37 +96,63 @@ def check_sidecars(
     num_rows = {owner: table.num_samples for owner, table in samples.items()}
     for sidecar in sidecars:
         manifest = sidecar.manifest
-        if isinstance(manifest, EntityManifest):
-            with Collecting(damages):
-                _check_view(store, sidecar, manifest, samples.get(manifest.dataset_id))
-            num_rows[manifest.digest] = manifest.num_entities
-        elif isinstance(manifest, TokensManifest):
-            _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
-        elif isinstance(manifest, CountsManifest):
-            with Collecting(damages):
-                _check_counts(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, SeriesManifest):
-            with Collecting(damages):
-                _check_series(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, StudiesManifest):
-            with Collecting(damages):
-                _check_studies(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, VoxelsManifest):
-            with Collecting(damages):
-                _check_voxels(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, TableManifest):
-            with Collecting(damages):
-                _check_table(store, sidecar, manifest, samples.get(manifest.dataset_id))
-        elif isinstance(manifest, FieldDigestsManifest):
-            for number, expected in enumerate(_expected_tables(sidecar, manifest)):
-                with Collecting(damages):
-                    table = open_table(store, expected)
-                    with checking(expected.path):
-                        digests_of(table, manifest.dataset_id, number)
+        if manifest is None:
+            continue
+        studies = samples.get(manifest.dataset_id)
+        with Collecting(damages):
+            if isinstance(manifest, EntityManifest):
+                num_rows[manifest.digest] = manifest.num_entities
+                _check_view(store, sidecar, manifest, studies)
+            elif isinstance(manifest, TokensManifest):
+                _check_tokens(store, sidecar, manifest, num_rows.get(manifest.dataset_id), damages)
+            elif isinstance(manifest, CountsManifest):
+                _check_counts(store, sidecar, manifest, studies)
+            elif isinstance(manifest, SeriesManifest):
+                _check_series(store, sidecar, manifest, studies)
+            elif isinstance(manifest, StudiesManifest):
+                _check_studies(store, sidecar, manifest, studies)
+            elif isinstance(manifest, VoxelsManifest):
+                _check_voxels(store, sidecar, manifest, studies)
+            elif isinstance(manifest, TableManifest):
+                _check_table(store, sidecar, manifest, studies)
+            elif isinstance(manifest, FieldDigestsManifest):
+                for number, expected in enumerate(_expected_tables(sidecar, manifest)):
+                    with Collecting(damages):
+                        _open(
+                            store,
+                            expected,
+                            partial(digests_of, dataset_id=manifest.dataset_id, number=number),
+                        )
 
 
 def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[ExpectedFile]:
     return [ExpectedFile(f"{sidecar.path}/{name}", *facts) for name, facts in manifest.tables().items()]
+
+
+def _open(store: ByteStore, expected: ExpectedFile, wrap: Callable[[Table], T]) -> T:
+    """Return a table, all of it checked, as what it is of."""
+    table = open_table(store, expected)
+    with checking(expected.path):
+        return wrap(table)
+
+
+def _open_facts(
+    store: ByteStore, sidecar: Sidecar, facts: FactsManifest[TableT], studies: SamplesTable | None
+) -> tuple[str, TableT]:
+    """Return path and table of facts, which has a row for each sample of the version."""
+    (expected,) = _expected_tables(sidecar, facts)
+    table = _open(store, expected, facts.opened)
+    _expect(sidecar, "num_samples", facts.num_samples, studies)
+    return expected.path, table
+
+
+def _expect(
+    sidecar: Sidecar, entry: str, found: int, studies: SamplesTable | None, what: str = "samples"
+) -> None:
+    """Check an entry of a manifest that counts the samples of the version, where these are known."""
+    if studies is not None and found != studies.num_samples:
+        counts = f"{found} {what} instead of the version's {studies.num_samples}"
+        raise DamageError(Damage(sidecar.manifest_path, entry, counts))
 
 
 def _check_view(
@@ -137,86 +166,53 @@ def _check_view(
     if (table.meta.get("dataset_id"), entities.num_samples) != (view.dataset_id, view.num_entities):
         problem = "the table of another view or version than its manifest names"
         raise DamageError(Damage(path, WHOLE_FILE, problem))
+    _expect(sidecar, "num_studies", view.num_studies, studies, "studies")
     if studies is None:
         return
-    if view.num_studies != studies.num_samples:
-        counts = f"{view.num_studies} studies instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_studies", counts))
     rows = entities.column("study").astype(np.int64)
     wrong = rows >= studies.num_samples
     for column in ("shard", "row_in_shard"):
         places = studies.column(column)[np.where(wrong, 0, rows)] if studies.num_samples else rows
         wrong |= entities.column(column) != places
-    numbers = np.flatnonzero(wrong)
-    if len(numbers):
-        problem = f"a row that lies elsewhere than its study (row {numbers[0]})"
-        raise DamageError(Damage(path, "column study", problem))
+    _expect_none(wrong, path, "study", "a row that lies elsewhere than its study")
+
+
+def _expect_none(wrong: NDArray[np.bool_], path: str, column: str, problem: str) -> None:
+    """Check that no row of a table is wrong."""
+    if wrong.any():
+        raise DamageError(Damage(path, f"column {column}", f"{problem} (row {wrong.argmax()})"))
 
 
 def _check_series(
     store: ByteStore, sidecar: Sidecar, facts: SeriesManifest, studies: SamplesTable | None
 ) -> None:
     """Check a series table, and its numbers of series against those of the samples table."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        series = SeriesTable(table)
-    if (series.num_samples, series.num_series) != (facts.num_samples, facts.num_series):
-        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
-    if studies is None:
-        return
-    _expect_samples(sidecar, series.num_samples, studies)
-    numbers = np.flatnonzero(np.diff(series.first_series()) != studies.column("num_series"))
-    if len(numbers):
-        problem = f"another number of series than the samples table has (row {numbers[0]})"
-        raise DamageError(Damage(expected.path, "column first_series", problem))
-
-
-def _expect_samples(sidecar: Sidecar, num_samples: int, studies: SamplesTable) -> None:
-    """Check that a table has a row for each sample of the version."""
-    if num_samples != studies.num_samples:
-        counts = f"{num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    path, series = _open_facts(store, sidecar, facts, studies)
+    if studies is not None:
+        wrong = np.diff(series.first_series()) != studies.column("num_series")
+        _expect_none(wrong, path, "first_series", "another number of series than the samples table has")
 
 
 def _check_voxels(
     store: ByteStore, sidecar: Sidecar, facts: VoxelsManifest, studies: SamplesTable | None
 ) -> None:
     """Check a voxel table, and that its entries are of series that there are."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        voxels = VoxelTable(table)
-    if studies is None:
-        return
-    if not voxels.num_samples == facts.num_samples == studies.num_samples:
-        counts = f"{voxels.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
-    owners = np.repeat(np.arange(voxels.num_samples), np.diff(voxels.first_entry))
-    if (voxels.series >= studies.column("num_series")[owners]).any():
-        raise DamageError(
-            Damage(expected.path, "column series", "an entry of a series that its sample lacks")
-        )
+    path, voxels = _open_facts(store, sidecar, facts, studies)
+    if studies is not None:
+        owners = np.repeat(np.arange(voxels.num_samples), np.diff(voxels.first_entry))
+        wrong = voxels.series >= studies.column("num_series")[owners]
+        _expect_none(wrong, path, "series", "an entry of a series that its sample lacks")
 
 
 def _check_studies(
     store: ByteStore, sidecar: Sidecar, facts: StudiesManifest, studies: SamplesTable | None
 ) -> None:
     """Check a study facts table, and that each earlier study is one of the same person and split."""
-    (expected,) = _expected_tables(sidecar, facts)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        found = StudyTable(table)
-    if found.num_samples != facts.num_samples:
-        raise DamageError(Damage(expected.path, WHOLE_FILE, "another table than its manifest names"))
-    if studies is None:
-        return
-    _expect_samples(sidecar, found.num_samples, studies)
-    known = (found.array("patient_key"), found.array("study_day"), studies.column("num_slices"))
-    numbers = np.flatnonzero(previous_rows(*known, studies.splits.values()) != found.array("previous_row"))
-    if len(numbers):
-        problem = f"another earlier study than days and persons give (row {numbers[0]})"
-        raise DamageError(Damage(expected.path, "column previous_row", problem))
+    path, found = _open_facts(store, sidecar, facts, studies)
+    if studies is not None:
+        known = (found.array("patient_key"), found.array("study_day"), studies.column("num_slices"))
+        wrong = previous_rows(*known, studies.splits.values()) != found.array("previous_row")
+        _expect_none(wrong, path, "previous_row", "another earlier study than days and persons give")
 
 
 def _check_table(
@@ -224,12 +220,9 @@ def _check_table(
 ) -> None:
     """Check an attached table, and its number of rows where they are samples."""
     (expected,) = _expected_tables(sidecar, manifest)
-    table = open_table(store, expected)
-    with checking(expected.path):
-        open_columns_table(table, manifest).verify()
-    if studies is not None and manifest.unit == "study" and manifest.num_rows != studies.num_samples:
-        counts = f"{manifest.num_rows} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_rows", counts))
+    _open(store, expected, lambda table: open_columns_table(table, manifest).verify())
+    if manifest.unit == "study":
+        _expect(sidecar, "num_rows", manifest.num_rows, studies)
 
 
 def _check_tokens(
@@ -245,9 +238,11 @@ def _check_tokens(
     expected_counts, *expected_ids = _expected_tables(sidecar, tokens)
     counts = None
     with Collecting(damages):
-        table = open_table(store, expected_counts)
-        with checking(expected_counts.path):
-            counts = counts_column(table, num_samples=tokens.num_samples, **owner)
+        counts = _open(
+            store,
+            expected_counts,
+            lambda table: counts_column(table, num_samples=tokens.num_samples, **owner),
+        )
     first_row = 0
     for expected_table, file in zip(expected_ids, tokens.files, strict=True):
         rows = range(first_row, first_row + file.num_rows)
@@ -263,18 +258,19 @@ def _check_counts(
     store: ByteStore, sidecar: Sidecar, manifest: CountsManifest, studies: SamplesTable | None
 ) -> None:
     (expected,) = _expected_tables(sidecar, manifest)
-    table = open_table(store, expected)
-    num_rows = manifest.num_samples
-    with checking(expected.path):
-        found = ConversationCounts.decode(
-            table, processor=manifest.processor, dataset_id=manifest.dataset_id, num_rows=num_rows
+
+    def decoded(table: Table) -> ConversationCounts:
+        return ConversationCounts.decode(
+            table,
+            processor=manifest.processor,
+            dataset_id=manifest.dataset_id,
+            num_rows=manifest.num_samples,
         )
-        table.verify()
+
+    found = _open(store, expected, decoded)
     # A template makes conversations of series and images too.
-    is_of_studies = studies is not None and manifest.template is None
-    if studies is not None and is_of_studies and found.num_samples != studies.num_samples:
-        counts = f"{found.num_samples} samples instead of the version's {studies.num_samples}"
-        raise DamageError(Damage(sidecar.manifest_path, "num_samples", counts))
+    if manifest.template is None:
+        _expect(sidecar, "num_samples", found.num_samples, studies)
 
 
 def _check_ids(table: Table, counts: NDArray[Any] | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,11 +118,11 @@ class SampleMembers:
             FormatError: A member is damaged, or slices of a volume are missing; the message names both.
             StorageError: Reading failed, or the unnamed file cannot be written.
         """
-        path, fields = self.source.sample_fields(row)
+        _, fields = self.source.sample_fields(row)
         index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
         place = int(self.source.studies.gather("row_in_shard", row))
         stored = {fields[number].name: volume for number, volume in index.volumes_in(place, first_field=0)}
-        change = self._changes(row, path, fields)
+        change = self._changes(row, fields)
         joined, split, made = change.joined, change.split, change.made
         self.changed.update({(sample, number): codec for number, codec in change.codecs.items()})
 
@@ -140,7 +140,7 @@ class SampleMembers:
             elif name in made:
                 yield name, made[name]
             elif name in joined:
-                yield from self._join(row, path, name, joined[name])
+                yield from self._join(row, name, joined[name])
             elif name in split:
                 yield from self._split(row, *split[name])
             elif name in stored:
@@ -149,29 +149,27 @@ class SampleMembers:
         if plain:
             yield from self.source.read_fields(row, plain).items()
 
-    def _changes(self, row: int, path: str, fields: Sequence[FieldLocation]) -> _Changes:
+    def _changes(self, row: int, fields: Sequence[FieldLocation]) -> _Changes:
         """Return what becomes of the members of a sample that change."""
-        index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
-        volumes = index.volumes_of(int(self.source.studies.gather("row_in_shard", row)))
-        change = _Changes()
+        volumes, change = self.source.volumes(row), _Changes()
         if self.volumes is None or (self.volumes == "slices" and not volumes):
             return change
-        study = self._study(row, path, fields, is_sliced=not volumes)
+        study = self._study(row, fields, is_sliced=not volumes)
         masks: ConvertedMasks | None = None
         if self.volumes == "bricks" and study is not None:
-            found = self._slices_to_join(row, path, fields, study["series"])
+            found = self._slices_to_join(row, fields, study["series"])
             change.joined = {volume_field(one.number): one for one in found}
             change.gone = {name for one in change.joined.values() for name in one.names}
             change.codecs = {one.number: BRICKS_CODEC for one in change.joined.values()}
-            masks = self._masks_to_join(row, path, fields, study["series"], change.joined.values())
+            masks = self._masks_to_join(row, fields, study["series"], change.joined.values())
         elif self.volumes == "slices":
-            for number, volume in ((number, index.volume(one)) for number, one in volumes.items()):
+            for number, volume in volumes.items():
                 codec = codec_for(self.slice_codec, volume.shape[1:], volume.dtype)
                 # Sorts where its slices do.
                 change.split[slice_field(number, 0, stored_codec(codec))] = number, volume, codec
                 change.codecs[number] = stored_codec(codec)
             change.gone = {volume_field(number) for number in volumes}
-            masks = self._masks_to_split(row, path, fields, volumes)
+            masks = self._masks_to_split(row, fields, volumes)
         if masks is not None:
             change.gone |= masks.former
             change.made = {**masks.fields, ANNOTATIONS_FIELD: masks.annotations}
@@ -179,9 +177,7 @@ class SampleMembers:
             change.made[STUDY_FIELD] = _with_codecs(study, change.codecs)
         return change
 
-    def _study(
-        self, row: int, path: str, fields: Sequence[FieldLocation], *, is_sliced: bool
-    ) -> dict[str, Any] | None:
+    def _study(self, row: int, fields: Sequence[FieldLocation], *, is_sliced: bool) -> dict[str, Any] | None:
         """Return ``study.json`` if it describes every series, by what slices say where all are such."""
         if not any(one.name == STUDY_FIELD for one in fields):
             return None
@@ -199,12 +195,10 @@ class SampleMembers:
                 whole = completed_study(study, fields, read)
             return whole if whole and len(whole["series"]) == len(study["series"]) else None
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            raise self._error(
-                row, path, STUDY_FIELD, "a study must describe its series, got another"
-            ) from None
+            raise self._error(row, STUDY_FIELD, "a study must describe its series, got another") from None
 
     def _slices_to_join(
-        self, row: int, path: str, fields: Sequence[FieldLocation], series: Sequence[Mapping[str, Any]]
+        self, row: int, fields: Sequence[FieldLocation], series: Sequence[Mapping[str, Any]]
     ) -> Iterator[_Slices]:
         """Yield the series of slices that packing would store in bricks."""
         found: dict[int, list[tuple[int, str]]] = {}
@@ -225,11 +219,9 @@ class SampleMembers:
             )
             if missing != num_slices or len(places) != num_slices:
                 name = slice_field(number, missing, facts["codec"])
-                raise self._error(
-                    row, path, name, f"a volume must have its {num_slices} slices, got {len(places)}"
-                )
+                raise self._error(row, name, f"a volume must have its {num_slices} slices, got {len(places)}")
             names = [name for _, name in places]
-            shape, dtype = self._header(row, path, names[0])
+            shape, dtype = self._header(row, names[0])
             extents = num_slices, *shape[:2]
             if dtype.kind in "iuf" and max(extents) <= MAX_EXTENT and shape[2:] in {(), (1,)}:
                 yield _Slices(number, names, (extents[0], extents[1], extents[2]), dtype)
@@ -237,7 +229,6 @@ class SampleMembers:
     def _masks_to_join(
         self,
         row: int,
-        path: str,
         fields: Sequence[FieldLocation],
         series: Sequence[Mapping[str, Any]],
         joined: Iterable[_Slices],
@@ -254,26 +245,22 @@ class SampleMembers:
         if not wanted or ANNOTATIONS_FIELD not in names:
             return None
         payloads = self.source.read_fields(row, [ANNOTATIONS_FIELD, *wanted])
-        try:
+        with self._naming(row, ANNOTATIONS_FIELD):
             return join_masks(
                 payloads[ANNOTATIONS_FIELD],
                 wanted,
                 lambda names: {name: payloads[name] for name in names},
                 shapes,
             )
-        except FormatError as error:
-            raise self._error(row, path, ANNOTATIONS_FIELD, error.message) from None
 
     def _masks_to_split(
-        self, row: int, path: str, fields: Sequence[FieldLocation], volumes: Mapping[int, int]
+        self, row: int, fields: Sequence[FieldLocation], bricks: Mapping[int, BrickVolume]
     ) -> ConvertedMasks | None:
         """Return the masks of series in bricks in slices."""
-        index = self.source.shard_index(int(self.source.studies.gather("shard", row)))
         if not any(one.name == ANNOTATIONS_FIELD for one in fields):
             return None
         annotations = self.source.read_fields(row, [ANNOTATIONS_FIELD])[ANNOTATIONS_FIELD]
-        bricks = {number: index.volume(one) for number, one in volumes.items()}
-        try:
+        with self._naming(row, ANNOTATIONS_FIELD):
             return split_masks(
                 annotations,
                 partial(self.source.read_masks, row),
@@ -281,17 +268,13 @@ class SampleMembers:
                 depth=max(volume.brick_shape[0] for volume in bricks.values()),
                 codec=stored_codec(self.slice_codec),
             )
-        except FormatError as error:
-            raise self._error(row, path, ANNOTATIONS_FIELD, error.message) from None
 
-    def _header(self, row: int, path: str, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    def _header(self, row: int, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         payload = self.source.read_fields(row, [name])[name]
-        try:
+        with self._naming(row, name):
             return array_header(name.rpartition(".")[2], payload)
-        except FormatError as error:
-            raise self._error(row, path, name, error.message) from None
 
-    def _join(self, row: int, path: str, name: str, slices: _Slices) -> Iterator[Member]:
+    def _join(self, row: int, name: str, slices: _Slices) -> Iterator[Member]:
         """Yield the volume of a series of slices."""
         is_fast = self.slice_codec == FAST
         with VolumeWriter(slices.shape, slices.dtype, folder=self._folder, is_fast=is_fast) as volume:
@@ -299,18 +282,15 @@ class SampleMembers:
                 names = slices.names[first : first + volume.num_slices_at_once]
                 payloads = self.source.read_fields(row, names)
                 for one in names:
-                    volume.add(self._pixels(row, path, one, payloads[one], slices))
+                    volume.add(self._pixels(row, one, payloads[one], slices))
             yield name, volume.finish()
 
-    def _pixels(self, row: int, path: str, name: str, payload: bytes, slices: _Slices) -> NDArray[Any]:
-        try:
+    def _pixels(self, row: int, name: str, payload: bytes, slices: _Slices) -> NDArray[Any]:
+        with self._naming(row, name):
             pixels = decode_array(name.rpartition(".")[2], payload)
-        except FormatError as error:
-            raise self._error(row, path, name, error.message) from None
         if pixels.dtype != slices.dtype or pixels.shape[:2] != slices.shape[1:] or pixels[0, 0].size != 1:
             raise self._error(
                 row,
-                path,
                 name,
                 f"a slice must be {slices.dtype} {slices.shape[1:]} as the first one of its series, got "
                 f"{pixels.dtype} {pixels.shape}",
@@ -330,8 +310,16 @@ class SampleMembers:
                 slab = self.source.read_volume(row, number, (held * depth, 0, 0), stop)
             yield name, encode_array(codec, slab[place - held * depth])
 
-    def _error(self, row: int, path: str, name: str, problem: str) -> FormatError:
-        key = self.source.studies.sample_key(row)
+    @contextmanager
+    def _naming(self, row: int, name: str) -> Iterator[None]:
+        """Name the sample and its member in errors of reading it."""
+        try:
+            yield
+        except FormatError as error:
+            raise self._error(row, name, error.message) from None
+
+    def _error(self, row: int, name: str, problem: str) -> FormatError:
+        path, key = self.source.sample_fields(row)[0], self.source.studies.sample_key(row)
         return FormatError(f"{problem.rstrip('.')} ({path}, {key}.{name}); run `shardflow verify`.")
 
 

@@ -7,7 +7,7 @@ repeats for its series and images. Nothing is read before a column is asked for,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,19 +18,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts.series import (
-    ANSWERS,
-    COUNTS,
-    FLAG_PREFIX,
-    MEASURES,
-    OPTIONAL_ANSWERS,
-    OPTIONAL_COUNTS,
-    OPTIONAL_MEASURES,
-    OPTIONAL_STRINGS,
-    STRINGS,
-    SeriesTable,
-    open_series,
-)
+from shardflow.format.facts.series import FLAG_PREFIX, KINDS, SeriesTable, open_series, starts_of
 from shardflow.format.facts.studies import STUDY_NUMBERS, STUDY_STRINGS, StudyTable, open_studies
 from shardflow.format.facts.units import UnitTable
 from shardflow.format.table import Table
@@ -38,6 +26,7 @@ from shardflow.format.tables import (
     ROWS_NAME,
     ColumnKind,
     ColumnsTable,
+    ColumnValues,
     TablePlace,
     TableUnit,
     open_columns_table,
@@ -62,20 +51,6 @@ class ColumnInfo:
     """``bool``, ``int``, ``float``, ``category``, ``string``, or ``floats`` for lists of floats."""
     names: tuple[str, ...] = ()
     """Values of a category, ascending."""
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnValues:
-    """Values of a column, as an expression reads them."""
-
-    values: NDArray[Any]
-    """``(n,)`` numbers or booleans, of ``floats`` ``(n, d)``; with ``names`` integers that index them."""
-    is_missing: NDArray[np.bool_] | None = None
-    """``(n,)``, whose values are arbitrary; None if every row has a value."""
-    names: tuple[str, ...] | None = None
-    """Vocabulary of a category or of strings; None for ``facts.patient_key``, whose values are bytes."""
-    also: tuple[frozenset[str], ...] | None = None
-    """For each name, what else finds it."""
 
 
 class ColumnSource(ABC):
@@ -180,10 +155,7 @@ def image_starts(dataset: Dataset) -> NDArray[np.int64]:
     Raises:
         ConfigError: The dataset has no series table.
     """
-    num_slices = open_series(dataset)[0].array("num_slices")
-    starts = np.zeros(len(num_slices) + 1, np.int64)
-    np.cumsum(num_slices, out=starts[1:])
-    return starts
+    return starts_of(open_series(dataset)[0].array("num_slices")).astype(np.int64)
 
 
 class _TableSource(ColumnSource):
@@ -270,15 +242,12 @@ class _StudySource(ColumnSource):
     def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
         studies, name, places = self._dataset.studies, name.removeprefix(FACTS_PREFIX), _places(rows)
         if name == "modality":
-            return _named(studies.column(name)[places], studies.modalities)
+            return _named(ColumnValues(studies.column(name)[places], names=tuple(studies.modalities)))
         if name == "has_report":
             return ColumnValues(studies.column("text_bytes")[places] > 0)
         if name in _SAMPLE_COUNTS:
             return ColumnValues(studies.column(name)[places])
-        found = self._table.column(name, places)
-        return (
-            _named(found.values, found.names) if found.names else ColumnValues(found.values, found.is_missing)
-        )
+        return _named(self._table.column(name, places))
 
 
 class _SeriesSource(ColumnSource):
@@ -300,13 +269,10 @@ class _SeriesSource(ColumnSource):
     def infos(self) -> Mapping[str, ColumnInfo]:
         if self._dataset.is_foreign:
             return {}
-        kinds: dict[str, ColumnKind] = dict.fromkeys((*STRINGS, *OPTIONAL_STRINGS), "category")
-        kinds |= dict.fromkeys((*COUNTS, *OPTIONAL_COUNTS), "int")
-        kinds |= dict.fromkeys((*MEASURES, *OPTIONAL_MEASURES), "float")
-        kinds |= dict.fromkeys((*ANSWERS, *OPTIONAL_ANSWERS), "bool")
+        kinds: dict[str, ColumnKind] = {name: kind.read_as for name, kind in KINDS.items()}
         names: dict[str, tuple[str, ...]] = {}
         with suppress(ConfigError):  # without the table, its columns are an error when they are read
-            names = {name: self._table.vocabulary(name)[1:] for name in (*STRINGS, *OPTIONAL_STRINGS)}
+            names = {name: self._table.vocabulary(name)[1:] for name in kinds if kinds[name] == "category"}
             kinds |= {name: "bool" for name in self._table.column_names if name.startswith(FLAG_PREFIX)}
         return {
             SERIES_PREFIX + name: ColumnInfo(SERIES_PREFIX + name, self.unit, kind, names.get(name, ()))
@@ -314,18 +280,16 @@ class _SeriesSource(ColumnSource):
         }
 
     def gather(self, name: str, rows: NDArray[np.int64] | None) -> ColumnValues:
-        found = self._table.column(name.removeprefix(SERIES_PREFIX), _places(rows))
-        return (
-            _named(found.values, found.names) if found.names else ColumnValues(found.values, found.is_missing)
-        )
+        return _named(self._table.column(name.removeprefix(SERIES_PREFIX), _places(rows)))
 
 
-def _named(codes: NDArray[Any], names: Sequence[str]) -> ColumnValues:
-    """Return a column of names; the empty one, always the first, is a missing value and no category."""
-    if names[:1] != ("",):
-        return ColumnValues(codes, None, tuple(names))
+def _named(column: ColumnValues) -> ColumnValues:
+    """Return a column whose empty name, always the first, is a missing value and no category."""
+    codes, names = column.values, column.names
+    if names is None or names[:1] != ("",):
+        return column
     # What is missing becomes the largest number of the type: the others stay positions in the names.
-    return ColumnValues(codes - codes.dtype.type(1), codes == 0, tuple(names[1:]))
+    return ColumnValues(codes - codes.dtype.type(1), codes == 0, names[1:])
 
 
 def _places(rows: NDArray[np.int64] | None) -> Any:

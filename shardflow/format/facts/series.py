@@ -12,7 +12,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from shardflow.format.dataset import Dataset
 from shardflow.format.keys import Json, sha256_hex
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table, encode_table
+from shardflow.format.tables import ColumnKind, ColumnValues
 from shardflow.storage import ByteStore
 from shardflow.storage.node_files import own_bytes
 
@@ -97,20 +98,27 @@ FLAG_PREFIX: Final = "flags."
 ROLE_UNKNOWN: Final = "unknown"
 ROLE_MIXED: Final = "mixed"
 _MAX_FLAGS: Final = 64
-_DTYPES: Final = {
-    **dict.fromkeys(COUNTS, "<u4"),
-    **dict.fromkeys(MEASURES, "<f8"),
-    **dict.fromkeys(ANSWERS, "|i1"),
-    **dict.fromkeys(OPTIONAL_STRINGS, "<u2"),
-    **dict.fromkeys(OPTIONAL_COUNTS, "<i4"),
-    **dict.fromkeys(OPTIONAL_MEASURES, "<f8"),
-    **dict.fromkeys(OPTIONAL_ANSWERS, "|i1"),
-}
-_MISSING: Final = {
-    **dict.fromkeys(OPTIONAL_STRINGS, 0),
-    **dict.fromkeys(OPTIONAL_COUNTS, -1),
-    **dict.fromkeys(OPTIONAL_MEASURES, np.nan),
-    **dict.fromkeys(OPTIONAL_ANSWERS, -1),
+_ALWAYS: Final = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS)
+
+
+class FactKind(NamedTuple):
+    """Kind of a column of facts."""
+
+    facts: str
+    """Field of `SeriesFacts` that has the value."""
+    read_as: ColumnKind
+    """What an expression reads."""
+    dtype: str
+    missing: float
+    """What stands for a missing value."""
+
+
+KINDS: Final = {
+    **dict.fromkeys((*STRINGS, *OPTIONAL_STRINGS), FactKind("strings", "category", "<u2", 0)),
+    **dict.fromkeys(COUNTS, FactKind("counts", "int", "<u4", -1)),
+    **dict.fromkeys(OPTIONAL_COUNTS, FactKind("counts", "int", "<i4", -1)),
+    **dict.fromkeys((*MEASURES, *OPTIONAL_MEASURES), FactKind("measures", "float", "<f8", np.nan)),
+    **dict.fromkeys((*ANSWERS, *OPTIONAL_ANSWERS), FactKind("answers", "bool", "|i1", -1)),
 }
 
 
@@ -131,20 +139,6 @@ class SeriesFacts:
     flags: Sequence[str] = ()
     image_roles: Sequence[str] = ()
     """Role of each image of a series whose role is `ROLE_MIXED`; otherwise empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class FactColumn:
-    """Column of the table, as an expression reads it."""
-
-    values: NDArray[Any]
-    """``(n,)`` numbers or booleans; with ``names`` integers that index them."""
-    is_missing: NDArray[np.bool_] | None = None
-    """``(n,)``; None if every row has a value."""
-    names: tuple[str, ...] | None = None
-    """Vocabulary of a column of strings."""
-    also: tuple[frozenset[str], ...] | None = None
-    """For each name, what else finds it."""
 
 
 def encode_series(samples: Iterable[Sequence[SeriesFacts]]) -> bytes:
@@ -169,14 +163,18 @@ def encode_no_series(num_samples: int) -> bytes:
 def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) -> bytes:
     columns: dict[str, NDArray[Any]] = {"first_series": first_series}
     vocabularies: dict[str, Json] = {}
-    for name in STRINGS:
-        columns[name], vocabularies[name] = encode_names(name, [row.strings.get(name, "") for row in rows])
-    for name in COUNTS:
-        columns[name] = np.array([row.counts[name] for row in rows], _DTYPES[name])
-    for name in MEASURES:
-        columns[name] = np.array([row.measures.get(name, np.nan) for row in rows], _DTYPES[name])
-    for name in ANSWERS:
-        columns[name] = np.array([int(row.answers.get(name, -1)) for row in rows], _DTYPES[name])
+
+    def encode(name: str) -> None:
+        facts, _, dtype, missing = KINDS[name]
+        if facts == "strings":
+            columns[name], vocabularies[name] = encode_names(
+                name, [row.strings.get(name, "") for row in rows]
+            )
+        else:
+            columns[name] = np.array([getattr(row, facts).get(name, missing) for row in rows], dtype)
+
+    for name in _ALWAYS:
+        encode(name)
     missing = np.full((3, 4), np.nan)
     affines = [missing if row.affine_lps is None else np.asarray(row.affine_lps)[:3] for row in rows]
     columns["affine_lps"] = np.array(affines, "<f8").reshape(-1, 3, 4)
@@ -188,16 +186,9 @@ def _encode_rows(first_series: NDArray[np.uint64], rows: Sequence[SeriesFacts]) 
     columns["first_image"] = starts_of([len(row.image_roles) for row in rows])
     roles = [role for row in rows for role in row.image_roles]
     columns["image_role"], vocabularies["image_role"] = encode_names("image_role", roles)
-    for name in OPTIONAL_STRINGS:
-        if any(row.strings.get(name) for row in rows):
-            columns[name], vocabularies[name] = encode_names(
-                name, [row.strings.get(name, "") for row in rows]
-            )
-    for name in (*OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS):
-        kind = "counts" if name in OPTIONAL_COUNTS else "measures" if name in OPTIONAL_MEASURES else "answers"
-        if any(name in getattr(row, kind) for row in rows):
-            values = [getattr(row, kind).get(name, _MISSING[name]) for row in rows]
-            columns[name] = np.array(values, _DTYPES[name])
+    for name in OPTIONAL:
+        if any(getattr(row, KINDS[name].facts).get(name, "") != "" for row in rows):
+            encode(name)
     return encode_table(columns, _meta(vocabularies, flags))
 
 
@@ -227,6 +218,20 @@ def encode_names(column: str, values: Sequence[str]) -> tuple[NDArray[np.uint16]
     return np.array([code[value] for value in values], "<u2"), names
 
 
+def merge_names(parts: Iterable[tuple[Sequence[str], NDArray[Any]]]) -> tuple[NDArray[np.uint16], list[str]]:
+    """Return the codes of columns of strings, one after another, and one vocabulary.
+
+    Args:
+        parts: The vocabulary of each column, and the codes of its chosen rows.
+    """
+    columns = list(parts)
+    # Names that no chosen row has are left out, so that a removal leaves no trace.
+    names = sorted({"", *(known[code] for known, codes in columns for code in np.unique(codes).tolist())})
+    code = {name: place for place, name in enumerate(names)}
+    merged = [np.array([code.get(name, 0) for name in known], "<u2")[codes] for known, codes in columns]
+    return np.concatenate([np.zeros(0, "<u2"), *merged]), names
+
+
 def merge_series(
     parts: Iterable[tuple[SeriesTable, NDArray[np.int64]]], *, codecs: Sequence[str] | None = None
 ) -> bytes:
@@ -250,28 +255,18 @@ def merge_series(
     columns["first_series"] = starts_of(np.concatenate([nothing, *(part.num_series for part in chosen)]))
     columns["first_image"] = starts_of(np.concatenate([nothing, *(part.num_images for part in chosen)]))
     for name in (*STRINGS, "image_role", *OPTIONAL_STRINGS):
-        # Names that no chosen series has are left out, so that a removal leaves no trace.
-        used = {known for part in chosen for known in part.names(name)}
-        if name in OPTIONAL and not used - {""}:
-            continue
-        names = sorted({"", *used})
-        code = {known: place for place, known in enumerate(names)}
-        codes = [
-            np.array([code.get(known, 0) for known in part.table.vocabulary(name)], "<u2")[part.array(name)]
-            for part in chosen
-        ]
-        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *codes]), list(names)
+        codes, names = merge_names([(part.table.vocabulary(name), part.array(name)) for part in chosen])
+        if name not in OPTIONAL or len(names) > 1:
+            columns[name], vocabularies[name] = codes, list(names)
     if codecs is not None:
         columns["codec"], names = encode_names("codec", codecs)
         vocabularies["codec"] = list(names)
     affines = np.zeros((0, 3, 4), "<f8")
-    for name in (*COUNTS, *MEASURES, *ANSWERS):
-        dtype = _DTYPES[name]
-        columns[name] = np.concatenate([np.zeros(0, dtype), *(part.array(name) for part in chosen)])
-    for name in (*OPTIONAL_COUNTS, *OPTIONAL_MEASURES, *OPTIONAL_ANSWERS):
-        values = np.concatenate([np.zeros(0, _DTYPES[name]), *(part.array(name) for part in chosen)])
-        if not _is_missing(name, values).all():
-            columns[name] = values
+    for name, kind in KINDS.items():
+        if kind.facts != "strings":
+            values = np.concatenate([np.zeros(0, kind.dtype), *(part.array(name) for part in chosen)])
+            if name not in OPTIONAL or not _is_missing(name, values).all():
+                columns[name] = values
     columns["affine_lps"] = np.concatenate([affines, *(part.array("affine_lps") for part in chosen)])
     flags = sorted({flag for part in chosen for flag in part.flags()})
     bits = [np.zeros(0, "<u8")]
@@ -283,20 +278,15 @@ def merge_series(
                 merged |= is_set << np.uint64(flags.index(flag))
         bits.append(merged)
     columns["flags"] = np.concatenate(bits)
-    facts = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, "affine_lps", "flags")
-    order = (
-        "first_series",
-        *facts,
-        "first_image",
-        "image_role",
-        *(name for name in OPTIONAL if name in columns),
-    )
-    return encode_table({name: columns[name] for name in order}, _meta(vocabularies, flags))
+    order = ("first_series", *_ALWAYS, "affine_lps", "flags", "first_image", "image_role", *OPTIONAL)
+    stored = {name: columns[name] for name in order if name in columns}
+    return encode_table(stored, _meta(vocabularies, flags))
 
 
 def _is_missing(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which values of an optional column are missing."""
-    return np.asarray(np.isnan(values) if name in OPTIONAL_MEASURES else values == _MISSING[name], np.bool_)
+    """Return which values of a column are missing."""
+    kind = KINDS[name]
+    return np.asarray(np.isnan(values) if kind.facts == "measures" else values == kind.missing, np.bool_)
 
 
 class _Chosen:
@@ -304,17 +294,12 @@ class _Chosen:
 
     def __init__(self, table: SeriesTable, samples: NDArray[np.int64]) -> None:
         self.table = table
-        self.num_series, self.series = _spans(table.first_series(), samples)
-        self.num_images, self.images = _spans(table.first_image(), self.series)
+        self.num_series, self.series = spans_of(table.first_series(), samples)
+        self.num_images, self.images = spans_of(table.first_image(), self.series)
 
     def array(self, name: str) -> NDArray[Any]:
         chosen: NDArray[Any] = self.table.array(name)[self.images if name == "image_role" else self.series]
         return chosen
-
-    def names(self, name: str) -> list[str]:
-        """Return the strings that occur in a column."""
-        known = self.table.vocabulary(name)
-        return [known[code] for code in np.unique(self.array(name)).tolist()]
 
     def flags(self) -> list[str]:
         """Return the flags that a series has."""
@@ -322,13 +307,14 @@ class _Chosen:
         return [flag for place, flag in enumerate(self.table.flags) if found >> place & 1]
 
 
-def _spans(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the lengths of chosen spans, and the positions that they cover."""
-    first = starts[chosen]
-    lengths = starts[chosen + 1] - first
-    stops = np.cumsum(lengths)
-    num_covered = int(lengths.sum())
-    return lengths, np.arange(num_covered) + np.repeat(first - (stops - lengths), lengths)
+def spans_of(
+    starts: NDArray[np.integer[Any]], chosen: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lengths of chosen spans, and the positions that they cover, one span after another."""
+    first = starts[chosen].astype(np.int64)
+    lengths = starts[chosen + 1].astype(np.int64) - first
+    before = np.cumsum(lengths) - lengths
+    return lengths, np.arange(int(lengths.sum())) + np.repeat(first - before, lengths)
 
 
 class SeriesTable:
@@ -356,15 +342,7 @@ class SeriesTable:
             self.num_samples = table.num_rows("first_series") - 1
             self.num_series = table.num_rows("series")
             is_whole = {*STRINGS, "image_role"} <= set(self._vocabularies) and {
-                table.num_rows(name)
-                for name in (
-                    *STRINGS,
-                    *COUNTS,
-                    *MEASURES,
-                    *ANSWERS,
-                    *self._stored.intersection(OPTIONAL),
-                    "flags",
-                )
+                table.num_rows(name) for name in (*_ALWAYS, *self._stored.intersection(OPTIONAL), "flags")
             } == {self.num_series}
         except (KeyError, TypeError, AttributeError):
             is_whole = False
@@ -377,38 +355,31 @@ class SeriesTable:
     @property
     def column_names(self) -> tuple[str, ...]:
         """Names that an expression may use."""
-        names = (*STRINGS, *COUNTS, *MEASURES, *ANSWERS, *OPTIONAL)
-        return (*names, *(FLAG_PREFIX + flag for flag in self.flags))
-
-    def has_values(self, name: str) -> bool:
-        """Return whether a column is stored; an optional one is if a series has a value of it."""
-        return name.startswith(FLAG_PREFIX) or name in self._stored
+        return (*_ALWAYS, *OPTIONAL, *(FLAG_PREFIX + flag for flag in self.flags))
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a column as a read-only view; of missing values if it is optional and not stored."""
         if name in OPTIONAL and name not in self._stored:
-            return np.broadcast_to(np.array(_MISSING[name], _DTYPES[name]), (self.num_series,))
+            kind = KINDS[name]
+            return np.broadcast_to(np.array(kind.missing, kind.dtype), (self.num_series,))
         return self._table.column(name)
 
     def vocabulary(self, name: str) -> tuple[str, ...]:
         """Return the strings that a column of strings indexes; the first one is empty, a missing value."""
         return self._vocabularies[name] if name not in OPTIONAL else self._vocabularies.get(name, ("",))
 
-    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> ColumnValues:
         """Return some rows of a column of `column_names` for an expression; by default all."""
         if name.startswith(FLAG_PREFIX):
             place = np.uint64(self.flags.index(name.removeprefix(FLAG_PREFIX)))
-            return FactColumn((self.array("flags")[rows] >> place & np.uint64(1)).astype(bool))
+            return ColumnValues((self.array("flags")[rows] >> place & np.uint64(1)).astype(bool))
         values = self.array(name)[rows]
-        if name in STRINGS or name in OPTIONAL_STRINGS or name == "image_role":
-            return FactColumn(values, values == 0, self.vocabulary(name))
-        if name in ANSWERS or name in OPTIONAL_ANSWERS:
-            return FactColumn(values == 1, values < 0)
-        if name in MEASURES or name in OPTIONAL_MEASURES:
-            return FactColumn(values, np.isnan(values))
-        if name in OPTIONAL_COUNTS:
-            return FactColumn(values, values < 0)
-        return FactColumn(values)
+        if name in COUNTS:
+            return ColumnValues(values)
+        facts, is_missing = KINDS[name].facts, _is_missing(name, values)
+        if facts == "strings":
+            return ColumnValues(values, is_missing, self.vocabulary(name))
+        return ColumnValues(values == 1 if facts == "answers" else values, is_missing)
 
     def count_roles(self) -> dict[str, int]:
         """Return the number of series of each role."""
@@ -443,22 +414,11 @@ class SeriesTable:
 
     def _facts(self, row: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name in (*STRINGS, *OPTIONAL_STRINGS):
-            code = int(self.array(name)[row])
-            if code:
-                found[name] = self._vocabularies[name][code]
-        for name in (*COUNTS, *OPTIONAL_COUNTS):
-            number = int(self.array(name)[row])
-            if number >= 0:
-                found[name] = number
-        for name in (*MEASURES, *OPTIONAL_MEASURES):
-            value = float(self.array(name)[row])
-            if not np.isnan(value):
-                found[name] = value
-        for name in (*ANSWERS, *OPTIONAL_ANSWERS):
-            answer = int(self.array(name)[row])
-            if answer >= 0:
-                found[name] = bool(answer)
+        for name in KINDS:
+            column = self.column(name, slice(row, row + 1))
+            if column.is_missing is None or not column.is_missing[0]:
+                value = column.values[0].item()
+                found[name] = value if column.names is None else column.names[value]
         affine = self.array("affine_lps")[row]
         if not np.isnan(affine).any():
             found["affine_lps"] = [*affine.tolist(), [0.0, 0.0, 0.0, 1.0]]
@@ -530,7 +490,7 @@ class FactsManifest(SidecarManifest, Generic[TableT]):
         manifest = cls.load(store, cls.name, dataset_id)
         path = f"{cls.folder(dataset_id)}/{cls.table_name}"
         buffer = own_bytes(store, path, sha256=manifest.sha256, num_bytes=manifest.num_bytes)
-        return manifest._open(Table(buffer, name=path))
+        return manifest.opened(Table(buffer, name=path))
 
     @classmethod
     def open(cls, dataset: Dataset) -> tuple[TableT, str]:
@@ -552,7 +512,7 @@ class FactsManifest(SidecarManifest, Generic[TableT]):
                 f"{cls.remedy}"
             ) from None
         path = f"{cls.folder(dataset_id)}/{cls.table_name}"
-        table = manifest._open(
+        table = manifest.opened(
             dataset.table_beside(
                 path, sha256=manifest.sha256, num_bytes=manifest.num_bytes, rows=range(num_samples)
             )
@@ -561,7 +521,7 @@ class FactsManifest(SidecarManifest, Generic[TableT]):
             raise FormatError(f"{path} is of another dataset; delete its folder and {cls.remedy}")
         return table, manifest.sha256
 
-    def _open(self, table: Table) -> TableT:
+    def opened(self, table: Table) -> TableT:
         """Return the table as one of this kind, and compare it with this manifest.
 
         Raises:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts.series import FactColumn, FactsManifest, encode_names
+from shardflow.format.facts.series import FactsManifest, encode_names, merge_names
 from shardflow.format.keys import SAMPLE_KEY_PATTERN, Json
 from shardflow.format.table import Table, encode_table
+from shardflow.format.tables import ColumnValues
 
 STUDIES_NAME: Final = "studies.tbl"
 _KIND: Final = "studies"
@@ -117,14 +118,8 @@ def merge_study_facts(parts: Sequence[tuple[StudyTable, NDArray[np.int64]]], dat
     columns: dict[str, NDArray[Any]] = {}
     vocabularies: dict[str, Json] = {}
     for name in STUDY_STRINGS:
-        # Names that no chosen study has are left out, so that a removal leaves no trace.
-        codes = [table.array(name)[rows] for table, rows in parts]
-        known = [table.vocabulary(name) for table, _ in parts]
-        pairs = list(zip(known, codes, strict=True))
-        names = sorted({"", *(words[code] for words, part in pairs for code in np.unique(part).tolist())})
-        code = {word: place for place, word in enumerate(names)}
-        merged = [np.array([code.get(word, 0) for word in words], "<u2")[part] for words, part in pairs]
-        columns[name], vocabularies[name] = np.concatenate([np.zeros(0, "<u2"), *merged]), list(names)
+        codes, names = merge_names((table.vocabulary(name), table.array(name)[rows]) for table, rows in parts)
+        columns[name], vocabularies[name] = codes, list(names)
     for name, dtype in STUDY_NUMBERS.items():
         columns[name] = np.concatenate(
             [np.zeros(0, dtype), *(table.array(name)[rows] for table, rows in parts)]
@@ -224,16 +219,16 @@ class StudyTable:
         """Return the strings that a column of names indexes; the first one is empty, a missing value."""
         return self._vocabularies[name]
 
-    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> FactColumn:
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> ColumnValues:
         """Return some rows of a column of `column_names` for an expression; by default all."""
         values = self.array(name)[rows]
         if name in STUDY_STRINGS:
-            return FactColumn(values, values == 0, self._vocabularies[name])
+            return ColumnValues(values, values == 0, self._vocabularies[name])
         if name == "patient_key":
-            return FactColumn(values, values == b"")
+            return ColumnValues(values, values == b"")
         if name == "previous_row":
-            return FactColumn(values, values == NO_ROW)
-        return FactColumn(values, np.isnan(values) if values.dtype.kind == "f" else values == NO_NUMBER)
+            return ColumnValues(values, values == NO_ROW)
+        return ColumnValues(values, np.isnan(values) if values.dtype.kind == "f" else values == NO_NUMBER)
 
     def verify(self) -> None:
         """Check every column, whether or not it is used.

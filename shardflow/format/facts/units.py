@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
-from shardflow.format.facts.series import SeriesTable
+from shardflow.format.facts.series import SeriesTable, starts_of
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.samples import COLUMNS, SamplesTable
 
@@ -154,11 +154,11 @@ class UnitTable(DerivedTable):
         self._first_image = series.first_image() if chosen.starts is None else chosen.starts
         # Where the rows of each chosen series begin.
         counts = chosen.num_images if unit == "image" else np.ones(len(chosen.rows), np.int64)
-        self._first_row = _starts(counts)
+        self._first_row = starts_of(counts).astype(np.int64)
         # The study of each chosen series.
         self._study_of = np.searchsorted(self._first_series, chosen.rows, side="right") - 1
         sizes = np.maximum(_pixel_bytes(series), 1)
-        self._pixels_before = _starts(sizes)
+        self._pixels_before = starts_of(sizes).astype(np.int64)
         self.num_samples = int(self._first_row[-1])
         self.modalities = series.vocabulary("modality")
         self.splits = {name: self._rows_of(span) for name, span in studies.splits.items()}
@@ -298,7 +298,7 @@ class NumberedTable(DerivedTable):
     """
 
     def __init__(self, studies: SamplesTable, counts: Int64Array) -> None:
-        self._studies, self._first_row = studies, _starts(counts)
+        self._studies, self._first_row = studies, starts_of(counts).astype(np.int64)
         self.num_samples = int(self._first_row[-1])
         self.modalities = studies.modalities
         self.splits = {
@@ -425,12 +425,6 @@ def _pixel_bytes(series: SeriesTable) -> Int64Array:
     for name in ("num_slices", "rows", "columns", "channels"):
         found = found * series.array(name)
     return np.asarray(found, np.int64)
-
-
-def _starts(counts: Int64Array) -> Int64Array:
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
 
 
 def check_unit(unit: object) -> None:

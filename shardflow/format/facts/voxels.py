@@ -22,7 +22,14 @@ from shardflow.errors import ConfigError, FormatError, NotFoundError
 from shardflow.format.codecs import decode_array
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.sampling import BODY, BodyFinder, ClassVoxels, voxels_of_study
-from shardflow.format.facts.series import FactsManifest, SeriesTable, encode_names, open_series, starts_of
+from shardflow.format.facts.series import (
+    FactsManifest,
+    SeriesTable,
+    encode_names,
+    open_series,
+    spans_of,
+    starts_of,
+)
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import ANNOTATIONS_FIELD, Json, parse_mask_field
 from shardflow.format.manifest import load, versions
@@ -68,15 +75,14 @@ def merge_voxels(parts: Iterable[tuple[VoxelTable, NDArray[np.int64]]]) -> bytes
     lengths: list[NDArray[np.int64]] = []
     found: dict[str, list[NDArray[Any]]] = {name: [] for name in ("series", "num_voxels", "box", "voxel")}
     for table, samples in parts:
-        first, stop = table.first_entry[samples], table.first_entry[samples + 1]
-        entries = _spans(first, stop)
-        counts.append(stop - first)
+        num_entries, entries = spans_of(table.first_entry, samples)
+        counts.append(num_entries)
         names += [table.names[name] for name in table.name[entries].tolist()]
-        first, stop = table.first_voxel[entries], table.first_voxel[entries + 1]
-        lengths.append(stop - first)
+        num_voxels, voxels = spans_of(table.first_voxel, entries)
+        lengths.append(num_voxels)
         for name in ("series", "num_voxels", "box"):
             found[name].append(table.column(name)[entries])
-        found["voxel"].append(table.column("voxel")[_spans(first, stop)])
+        found["voxel"].append(table.column("voxel")[voxels])
     shapes = {"series": ("<u4", ()), "num_voxels": ("<u8", ()), "box": ("<u2", (6,)), "voxel": ("<u2", (3,))}
     columns = {
         name: np.concatenate([np.zeros((0, *shape), dtype), *found[name]])
@@ -94,15 +100,6 @@ def _encode(names: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> bytes:
     order = ("first_entry", "series", "name", "num_voxels", "box", "first_voxel", "voxel")
     meta: dict[str, Json] = {"kind": _KIND, "format_version": _FORMAT_VERSION, "names": vocabulary}
     return encode_table({name: every[name] for name in order}, meta)
-
-
-def _spans(first: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of several ranges, one after another."""
-    lengths = stop - first
-    found: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(
-        first - (np.cumsum(lengths) - lengths), lengths
-    )
-    return found
 
 
 class VoxelTable:

@@ -11,27 +11,18 @@ from typing import TYPE_CHECKING, Final
 from shardflow._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardflow.format.foreign.build import ForeignSource, IndexOptions, IndexReport, index_tars
-    from shardflow.format.foreign.places import is_foreign, located
+    from shardflow.format.foreign.build import ForeignSource, index_tars
     from shardflow.format.foreign.scan import expand_braces
 
 __all__ = [
     "ForeignSource",
-    "IndexOptions",
-    "IndexReport",
     "expand_braces",
     "index_tars",
-    "is_foreign",
-    "located",
 ]
 _SOURCES: Final = {
     "ForeignSource": ".build:ForeignSource",
-    "IndexOptions": ".build:IndexOptions",
-    "IndexReport": ".build:IndexReport",
     "expand_braces": ".scan:expand_braces",
     "index_tars": ".build:index_tars",
-    "is_foreign": ".places:is_foreign",
-    "located": ".places:located",
 }
 
 if not TYPE_CHECKING:

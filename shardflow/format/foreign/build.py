@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 from shardflow._version import __version__
 from shardflow.errors import AlreadyExistsError, ConfigError, FormatError, StorageError, naming_os_errors
 from shardflow.format.contents.pictures import HEAD_NUM_BYTES, image_header
-from shardflow.format.foreign.places import LOCATIONS_VERSION, ImageFacts, split_location
+from shardflow.format.foreign.places import (
+    LOCATIONS_VERSION,
+    ImageFacts,
+    join_images,
+    plain_images,
+    split_location,
+)
 from shardflow.format.foreign.scan import (
     FOREIGN_FIELD_PATTERN,
     FOREIGN_KEY_NUM_BYTES,
@@ -182,13 +188,8 @@ def _add_facts(grouped: GroupedShard, sample: ForeignSample, name: str, head: by
     header = image_header(head) if kind in IMAGE_KINDS else None
     if header is None:
         return
-    rows, columns = header.rows, header.columns
-    sample.rows, sample.columns = max(sample.rows, rows), max(sample.columns, columns)
-    facts = ImageFacts(
-        num_bits=header.num_bits, has_color=header.has_color, rows=(rows, rows), columns=(columns, columns)
-    )
-    known = grouped.images.get(name)
-    grouped.images[name] = facts if known is None else known.joined(facts)
+    sample.rows, sample.columns = max(sample.rows, header.rows), max(sample.columns, header.columns)
+    join_images([(name, ImageFacts.of(header))], grouped.images)
 
 
 def _error(shard: str, member: TarMember, expected: str, found: str, option: str) -> FormatError:
@@ -519,12 +520,8 @@ def _member_facts(shards: Sequence[_Scanned], fields: Counter[str]) -> dict[str,
         return {}
     images: dict[str, ImageFacts] = {}
     for shard in shards:
-        for name, facts in shard.images.items():
-            images[name] = images[name].joined(facts) if name in images else facts
-    return {
-        "fields": dict(sorted(fields.items())),
-        "images": {name: facts.plain() for name, facts in sorted(images.items())},
-    }
+        join_images(shard.images.items(), images)
+    return {"fields": dict(sorted(fields.items())), "images": plain_images(images)}
 
 
 def _put(store: ByteStore, spool: Path, entry: FileEntry) -> FileEntry:

@@ -19,7 +19,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from shardflow.errors import ConfigError, ManifestError, NotFoundError, StorageError
+from shardflow.format.contents.pictures import ImageHeader
 from shardflow.format.foreign.scan import expand_braces
+from shardflow.format.keys import Json
 from shardflow.format.manifest import Manifest
 from shardflow.storage import ByteRange, ByteStore, LocalStore, open_store, origin_of
 
@@ -45,6 +47,12 @@ class ImageFacts:
     columns: tuple[int, int]
     """Least and greatest width, in pixels."""
 
+    @classmethod
+    def of(cls, header: ImageHeader) -> ImageFacts:
+        """Return the facts of one image."""
+        rows, columns = (header.rows, header.rows), (header.columns, header.columns)
+        return cls(num_bits=header.num_bits, has_color=header.has_color, rows=rows, columns=columns)
+
     @property
     def size(self) -> tuple[int, int] | None:
         """Rows and columns of every image; None if they differ."""
@@ -64,6 +72,17 @@ class ImageFacts:
             rows=(min(self.rows[0], other.rows[0]), max(self.rows[1], other.rows[1])),
             columns=(min(self.columns[0], other.columns[0]), max(self.columns[1], other.columns[1])),
         )
+
+
+def join_images(found: Iterable[tuple[str, ImageFacts]], images: dict[str, ImageFacts]) -> None:
+    """Add facts of images to those of the same member names."""
+    for name, facts in found:
+        images[name] = images[name].joined(facts) if name in images else facts
+
+
+def plain_images(images: Mapping[str, ImageFacts]) -> dict[str, Json]:
+    """Return facts of images by their names as a manifest has them."""
+    return {name: facts.plain() for name, facts in sorted(images.items())}
 
 
 def num_samples_with(manifest: Manifest) -> Mapping[str, int] | None:

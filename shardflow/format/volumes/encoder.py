@@ -189,7 +189,25 @@ class VolumeEncoder:
         self._num_bricks += 1
 
 
-class VolumeWriter:
+class _Spooled:
+    """Writer through an unnamed file, in memory up to 64 MiB, which is closed with its block."""
+
+    def __init__(self, folder: Path) -> None:
+        with naming_os_errors(_WHAT):
+            self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
+                max_size=_SPOOL_BYTES, dir=str(folder)
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+
+class VolumeWriter(_Spooled):
     """Encoder of a series that arrives slice by slice; a context manager.
 
     Memory is that of one layer of bricks (16 slices by default) and of a spool of 64 MiB, whatever the size
@@ -220,24 +238,13 @@ class VolumeWriter:
         brick_shape: Sequence[int] = BRICK_SHAPE,
         is_fast: bool = False,
     ) -> None:
-        with naming_os_errors(_WHAT):
-            self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
-                max_size=_SPOOL_BYTES, dir=str(folder)
-            )
+        super().__init__(folder)
         self._encoder = VolumeEncoder(
             shape, dtype, brick_shape=brick_shape, is_fast=is_fast, spool=self._spool
         )
         self.num_slices_at_once = self._encoder.slab_num_slices
         self._slab = np.empty((self.num_slices_at_once, *shape[1:]), dtype)
         self._num_slices, self._num_left = 0, shape[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._spool.close()
 
     def add(self, pixels: NDArray[Any]) -> None:
         """Take the next slice, ``(rows, columns)`` or ``(rows, columns, 1)``.
@@ -262,7 +269,7 @@ class VolumeWriter:
         return self._encoder.finish()
 
 
-class LevelWriter:
+class LevelWriter(_Spooled):
     """Writer of a level of a slide, whose tiles arrive row by row; a context manager.
 
     Args:
@@ -276,24 +283,13 @@ class LevelWriter:
     """
 
     def __init__(self, shape: tuple[int, int], tile_shape: tuple[int, int], *, folder: Path) -> None:
+        super().__init__(folder)
         self._shape, self._tile_shape = (*shape, COLORS), (*tile_shape, COLORS)
         num_tiles = math.prod(grid_of(self._shape, self._tile_shape))
         self._columns = {name: np.zeros(num_tiles, dtype) for name, dtype in BRICK_COLUMNS.items()}
         # Equal bounds mean one value: what is not stored is white, and is never read.
         self._columns["low"][:] = self._columns["high"][:] = WHITE
         self._num_tiles = 0
-        with naming_os_errors(_WHAT):
-            self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by __exit__
-                max_size=_SPOOL_BYTES, dir=str(folder)
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._spool.close()
 
     def add(self, payload: bytes | None, tissue: int) -> None:
         """Take the next tile.

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError
 from shardflow.format import Dataset
-from shardflow.format.facts.columns import ColumnValues, open_columns
+from shardflow.format.facts.columns import open_columns
+from shardflow.format.tables import ColumnValues
 from shardflow.loading.rows.selection import Selection
 from shardflow.sampling.blend import BlendComponent, Mixture
 from shardflow.sampling.layout import Rows, mask_of, rows_digest, select_rows

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, naming_os_errors
 from shardflow.format.dataset import Dataset
-from shardflow.format.facts.columns import Columns, ColumnValues, image_starts, num_unit_rows, open_columns
+from shardflow.format.facts.columns import Columns, image_starts, num_unit_rows, open_columns
 from shardflow.format.facts.series import open_series
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.manifest import load, versions
@@ -32,6 +32,7 @@ from shardflow.format.tables import (
     ROWS_NAME,
     ColumnKind,
     ColumnsTable,
+    ColumnValues,
     StoredColumn,
     TableManifest,
     TablePlace,

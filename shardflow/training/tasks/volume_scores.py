@@ -1,7 +1,7 @@
 """Dice of whole volumes: windows of all ranks are stitched, each volume is measured once and forgotten.
 
 Windows come in the order of volumes, so that a volume is complete on all ranks soon after it begins, and a
-rank holds one or two. Sums are integers (`shardflow.fields.volumes.stitching`): predictions, and so every
+rank holds one or two. Sums are integers (`shardflow.fields.volumes.windows`): predictions, and so every
 Dice, are equal on any number of ranks. A volume is added up in slabs, each on another rank, which counts its
 voxels.
 """
@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardflow.fields.volumes.geometry import Shape
-from shardflow.fields.volumes.stitching import WindowWeights
-from shardflow.fields.volumes.windows import Mode
+from shardflow.fields.volumes.windows import Mode, WindowWeights
 from shardflow.format.facts.units import WindowTable
 from shardflow.loading import Selection
 from shardflow.training.distributed import Ranks

@@ -1,4 +1,4 @@
-"""Settings of volumes: each is checked when a field is written, and a wrong one is one sentence."""
+"""Settings of fields, most of volumes: checked when a field is written, and a wrong one is one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from shardflow.errors import ConfigError
 from shardflow.fields.field import check_choice, check_count
 from shardflow.fields.layout import WINDOWS
-from shardflow.fields.volumes.geometry import Shape, Vector
 
 _OF_LEADER: Final = frozenset(
     {"roi_size", "center", "within", "overlap", "num_samples", "labels", "pos", "neg", "spacing_mm"}
@@ -25,7 +24,7 @@ _SPACINGS_MM: Final = (0.01, 1000)
 """Finer than a micro-CT, and longer than a body: a number beyond is a slip."""
 
 
-def checked_shape(name: str, value: Any) -> Shape:
+def checked_shape(name: str, value: Any) -> tuple[int, int, int]:
     """Return a number of voxels along each axis.
 
     Raises:
@@ -40,7 +39,7 @@ def checked_shape(name: str, value: Any) -> Shape:
     return depth, rows, columns
 
 
-def checked_spacing(value: Any) -> Vector:
+def checked_spacing(value: Any) -> tuple[float, float, float]:
     """Return three distances in millimeters.
 
     Raises:
@@ -77,7 +76,7 @@ def checked_share(name: str, value: Any) -> float:
     return float(value)
 
 
-def checked_margin(value: Any) -> int | Shape:
+def checked_margin(value: Any) -> int | tuple[int, int, int]:
     """Return a number of voxels for all axes, or one for each.
 
     Raises:
@@ -89,7 +88,7 @@ def checked_margin(value: Any) -> int | Shape:
     return value if isinstance(value, int) else (sides[0], sides[1], sides[2])
 
 
-def margins(value: int | Shape) -> Shape:
+def margins(value: int | tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the margin along each axis."""
     return (value, value, value) if isinstance(value, int) else value
 
@@ -129,6 +128,23 @@ def window_ends(window: tuple[float, float] | str) -> tuple[float, float]:
         return WINDOWS[window]
     center, width = window
     return center - width / 2, center + width / 2
+
+
+def check_series(series: object, example: str, default: str) -> None:
+    """Refuse what is no expression that selects series.
+
+    Args:
+        series: The setting; None selects ``default``.
+        example: An expression, for the message.
+        default: What it selects otherwise, in words.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if series is not None and not (isinstance(series, str) and series.strip()):
+        raise ConfigError(
+            f'series is an expression such as "{example}", got {series!r}; leave it out for {default}.'
+        )
 
 
 def checked_labels(value: Any) -> tuple[str, ...] | None:
