@@ -195,7 +195,7 @@ def _numbers(text: str) -> list[int]:
 
 def _propose(config: TrainConfig) -> int:
     """Print the memory curve, a line a size, and last of all JSON."""
-    from shardflow.training.jobs.memory_probe import measure_memory_curve
+    from shardflow.training.jobs.memory import measure_memory_curve
 
     curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     for size, peak_bytes in curve.points:
@@ -207,7 +207,7 @@ def _propose(config: TrainConfig) -> int:
 
 def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
     """Print what each number of GPUs takes, a line each, and last of all JSON."""
-    from shardflow.training.jobs.memory_plan import plan_memory
+    from shardflow.training.jobs.memory import plan_memory
 
     plan = plan_memory(config, world_sizes)
     for each in plan:

@@ -29,7 +29,6 @@ from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
 from shardflow.logs import counted
 from shardflow.telemetry import StageCounters
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,
@@ -41,7 +40,7 @@ from shardflow.training.device.images import (
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.ledger import LedgerMicroBatch
-from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD
+from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD, AugmentConfig
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 

@@ -23,8 +23,7 @@ from shardflow.fields.transforming import load_function
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.models.shapes import computed_from, used_parameters
-from shardflow.training.models.weights import stand_ins
+from shardflow.training.models.weights import computed_from, stand_ins, used_parameters
 from shardflow.training.text import ReportTokenizer
 
 _LOGGER = logging.getLogger(__name__)

@@ -24,11 +24,10 @@ from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format.facts.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.inputs import ImageMaker
-from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, TaskConfig
+from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, AugmentConfig, TaskConfig
 from shardflow.training.models.building import build_target, freeze
 from shardflow.training.tasks.report import image_bindings
 from shardflow.training.tasks.scores import binary_metrics, multi_class_metrics, multi_label_metrics

@@ -42,9 +42,8 @@ from shardflow.training.distributed import settle, unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, REFERENCE_FIELD, TaskConfig
 from shardflow.training.models.building import folder_digest, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
-from shardflow.training.models.shapes import without_values
-from shardflow.training.tasks.first_sample import Pieces
-from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Scores
+from shardflow.training.models.weights import without_values
+from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Pieces, Scores
 
 # ruff: noqa: N806
 # Tensors carry their axes as a suffix: B slots, N sequences, T tokens; a packed row has those of N sequences.

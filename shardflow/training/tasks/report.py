@@ -17,15 +17,14 @@ from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader, Selection
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.config import BatchConfig, ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.data import batch_spec, open_inputs, run_fields, sample_inputs
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs
-from shardflow.training.model_fields import num_places
+from shardflow.training.model_fields import AugmentConfig, num_places
 from shardflow.training.models.building import build_report_model, folder_digest, weights_digest
 from shardflow.training.sequences import IGNORED_LABEL
-from shardflow.training.tasks.first_sample import Pieces
+from shardflow.training.tasks.task import Pieces
 from shardflow.training.text import ReportTokenizer
 
 
