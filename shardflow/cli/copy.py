@@ -11,6 +11,7 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
+    choose_samples,
     existing_dataset,
     open_dataset,
     step_progress,
@@ -118,10 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
-    import numpy as np
-
     from shardflow.format.copies.subset import copy_subset
-    from shardflow.loading.rows.selection import choose_rows
     from shardflow.storage import LocalStore
 
     if not isinstance(target, LocalStore):
@@ -135,23 +133,18 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
             "copy the newest version, with facts and tables."
         )
     dataset = open_dataset(arguments.source)
-    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
-    chosen = choose_rows(dataset, split, arguments.where, arguments.keys)
-    rows = chosen.rows
-    numbers = np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows))
+    rows, num_missing = choose_samples(dataset, arguments.split, arguments.where, arguments.keys)
     with step_progress("copying samples") as advance:
         report = copy_subset(
             dataset,
-            numbers,
+            rows,
             target.root,
             volumes=arguments.volumes,
             codec=arguments.codec,
             progress=advance,
         )
     splits = ", ".join(f"{count:,} {name}" for name, count in report.splits.items())
-    missing = (
-        f"; {chosen.num_missing:,} others lack a value that --where compares" if chosen.num_missing else ""
-    )
+    missing = f"; {num_missing:,} others lack a value that --where compares" if num_missing else ""
     copied = f"{counted(report.num_samples, 'sample')} of {dataset.studies.num_samples:,} ({splits})"
     lines = [
         f"copied {copied}{missing}",
@@ -175,7 +168,7 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
         remedies = {"tokens": "shardflow tokenize", "views": "shardflow entities"}
         commands = " and ".join(remedies[name] for name in report.left_behind)
         lines.append(f"note: {' and '.join(report.left_behind)} are of SRC alone; run {commands} on DST")
-    write_result(arguments, {**asdict(report), "num_missing": chosen.num_missing}, lines)
+    write_result(arguments, {**asdict(report), "num_missing": num_missing}, lines)
 
 
 def _beside(report: CopyReport) -> list[str]:

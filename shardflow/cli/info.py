@@ -15,6 +15,7 @@ from shardflow.cli.common import (
     add_json,
     add_unit,
     add_where,
+    choose_samples,
     open_dataset,
     positive_number,
     show_facts,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardflow.format import Dataset
-    from shardflow.loading.rows.selection import SplitRows
 
 
 DESCRIPTION = """\
@@ -92,8 +92,8 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
     from shardflow.format.manifest import manifest_path
 
     manifest, samples = dataset.manifest, dataset.samples
-    chosen = None if where is None and keys is None else _chosen(dataset, where, keys)
-    rows = slice(None) if chosen is None else np.fromiter(chosen.rows, np.int64)
+    chosen = None if where is None and keys is None else choose_samples(dataset, None, where, keys)
+    rows = slice(None) if chosen is None else chosen[0]
 
     def column(name: str) -> NDArray[Any]:
         return samples.column(name)[rows]
@@ -134,7 +134,7 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
             }
             for split, counts in manifest.splits.items()
         },
-        **({} if chosen is None else {"selected": _selected(dataset, rows, chosen.num_missing)}),
+        **({} if chosen is None else {"selected": _selected(dataset, *chosen)}),
         "fields": {"total": num_fields, **_kinds(dataset)},
         "facts": {
             "modality": dict(zip(samples.modalities, modalities.tolist(), strict=True)),
@@ -151,13 +151,6 @@ def describe(dataset: Dataset, where: str | None = None, keys: str | None = None
             for name, place in dataset.tables.places.items()
         },
     }
-
-
-def _chosen(dataset: Dataset, where: str | None, keys: str | None) -> SplitRows:
-    # The loader takes a moment to import, and only a selection needs it.
-    from shardflow.loading.rows.selection import choose_rows
-
-    return choose_rows(dataset, "+".join(name for name, span in dataset.splits.items() if span), where, keys)
 
 
 def _selected(dataset: Dataset, rows: Any, num_missing: int) -> dict[str, Any]:

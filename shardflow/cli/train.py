@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -324,7 +325,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     counts = Counter(finding.level for finding in findings)
     if arguments.json:
         for finding in findings:
-            write_json(finding.to_json())
+            write_json(asdict(finding))
     else:
         shown = [finding for finding in findings if finding.level != "ok" or not arguments.quiet]
         show_lines(map(_describe, sorted(shown, key=lambda finding: list(_MARKS).index(finding.level))))

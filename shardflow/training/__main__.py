@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -201,7 +202,7 @@ def _propose(config: TrainConfig) -> int:
     for size, peak_bytes in curve.points:
         _LOGGER.info("%d samples take %.3g GB", size, peak_bytes / 1e9)
     _LOGGER.info("%s", curve.text())
-    print(json.dumps(curve.to_json()), flush=True)
+    print(json.dumps(asdict(curve)), flush=True)
     return 0
 
 

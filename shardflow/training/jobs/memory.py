@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -42,6 +42,7 @@ from shardflow.telemetry.process import available_bytes
 from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of, choose_device, compile_blocks
+from shardflow.training.inputs import map_tensors
 from shardflow.training.model_fields import CONVERSATION_FIELD, num_places
 from shardflow.training.models.building import build_report_model
 from shardflow.training.models.weights import Answers, hold_frozen, parameters_on_meta
@@ -151,7 +152,7 @@ def _of_reports(config: TrainConfig, settings: ModelConfig) -> _Case:
         num_tokens=config.text.max_tokens,
         is_full=True,
     )
-    return model, (), _to_meta(inputs)
+    return model, (), map_tensors(inputs, lambda one: one.to("meta"))
 
 
 def _of_conversations(config: TrainConfig, settings: ModelConfig) -> _Case:
@@ -231,14 +232,6 @@ def _activations(config: TrainConfig, model: nn.Module, inputs: Any, compute: to
         # Answers are yes: every slot is full, and every mask true.
         inputs.loss(inputs.forward(model))
     return counter.peak_bytes
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _to_meta(getattr(value, one.name)) for one in fields(value)})
-    return value
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -380,10 +373,6 @@ class MemoryCurve:
             f"samples as now: batch.micro_batch_size = {self.proposed}, batch.micro_batches_per_step = "
             f"{self.proposed_micro_batches}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all numbers."""
-        return asdict(self)
 
 
 def fit_memory(points: Sequence[tuple[int, int]]) -> tuple[int, int]:

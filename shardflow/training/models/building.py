@@ -172,6 +172,23 @@ def build_target(settings: ModelConfig) -> nn.Module:
     return model
 
 
+def model_bindings(model: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
+    """Return the settings of a model that a checkpoint must match, by name."""
+    found: dict[str, Any] = {}
+    if model.path is not None:
+        found["model.path digest"] = folder_digest(model.path)
+        found["model.path weights"] = weights_digest(model.path)
+    if model.frozen_dtype != "fp32":
+        found["model.frozen_dtype"] = model.frozen_dtype
+    if model.quantize != "none":
+        found["model.quantize"] = model.quantize
+    if model.frozen:
+        found["model.frozen"] = list(model.frozen)
+    if lora.rank:
+        found |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": list(lora.targets)}
+    return found
+
+
 def folder_digest(path: Path) -> str:
     """Return the identity of a model's folder: a digest of its configuration and the sizes of its weights."""
     digest = hashlib.sha256()
