@@ -58,7 +58,9 @@ COMMANDS: Final = {
     "pack": Command("shardflow.cli.pack", "pack DICOM studies and reports into a dataset"),
     "pack-text": Command("shardflow.cli.pack", "pack texts and conversations into a dataset", "text"),
     "index": Command(
-        "shardflow.cli.index", "make a dataset of WebDataset tars that others wrote, without copying them"
+        "shardflow.cli.copy",
+        "make a dataset of WebDataset tars that others wrote, without copying them",
+        "index",
     ),
     "info": Command("shardflow.cli.info", "show what a dataset holds"),
     "verify": Command("shardflow.cli.versions", "check every byte against index and manifest"),
@@ -74,7 +76,9 @@ COMMANDS: Final = {
     ),
     "copy": Command("shardflow.cli.copy", "copy a dataset between stores, every byte checked"),
     "columns": Command(
-        "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
+        "shardflow.cli.info",
+        "list what expressions and fields may name: facts and attached tables",
+        "columns",
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
     "reports": Command(

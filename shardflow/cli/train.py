@@ -14,7 +14,6 @@ import fcntl
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -337,7 +336,3 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def _describe(finding: Finding) -> str:
     line = f"{_MARKS[finding.level]} {finding.topic} must {finding.must}, got {finding.found}"
     return f"{line}; {finding.fix}" if finding.fix else line
-
-
-if __name__ == "__main__":
-    sys.exit(job.main())

@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
-from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_gray, to_size
-from shardflow.viewing.study import StudyView, decode_slice, read_study
+from shardflow.viewing.study import (
+    StudyView,
+    Window,
+    decode_slice,
+    edge_letters,
+    pixel_spacing,
+    read_study,
+    to_gray,
+    to_size,
+)
 from shardflow.viewing.typeface import (
     FAINT,
     INK,

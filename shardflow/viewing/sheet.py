@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 
 from shardflow.fields.field import RESERVED_SUFFIXES
 from shardflow.logs import counted
-from shardflow.viewing.planes import (
+from shardflow.viewing.study import (
     EdgeLetters,
+    StudyView,
     Window,
+    choose_slices,
     edge_letters,
     pixel_spacing,
     scale_bar_mm,
     to_gray,
     to_size,
 )
-from shardflow.viewing.study import StudyView, choose_slices
 from shardflow.viewing.typeface import FAINT, INK, LETTER, PAPER, RULE, Typeface, png_of
 
 if TYPE_CHECKING:
