@@ -33,7 +33,7 @@ from shardflow.format.table import BLOCK_NUM_BYTES, PREFIX, TRAILER, Table, alig
 from shardflow.format.tables import ColumnsTable
 from shardflow.format.tar import HashedStream
 from shardflow.loading.rows.selection import select
-from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
+from shardflow.monitoring.history import METRICS_FILE, MetricsTail
 from shardflow.sampling import LoaderState
 from shardflow.storage import ByteRange, LocalStore
 from shardflow.training.checkpoint.files import CheckpointFolder, read_checkpoint

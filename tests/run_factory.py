@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardflow.logs import EventLog
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from shardflow.telemetry import Advice, GaugeNumbers, Interval, Move, RankNumbers, StageNumbers, Verdict
 
 __all__ = ["Bound", "write_run"]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from shardflow import __version__
-from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
+from shardflow.monitoring.history import METRICS_FILE, MetricsTail
 from tests.distributed.launcher import Job, job
 from tests.tiny_runs import make_tiny_input, write_config
 

@@ -1,1 +1,1 @@
-"""Command line: one module for each command; `main` has the table of commands."""
+"""Command line: related commands in a module; `main` has the table of commands."""

@@ -13,6 +13,7 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
+    choose_samples,
     natural_number,
     open_dataset,
     positive_number,
@@ -158,10 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         _delete_old(dataset, arguments)
         return 0
     done = _attach_file(dataset, arguments)
-    if arguments.json:
-        write_json(asdict(done))
-    else:
-        show_lines(_described(done, listed=arguments.private_dir is not None))
+    write_result(arguments, asdict(done), _described(done, listed=arguments.private_dir is not None))
     return 0
 
 
@@ -304,19 +302,14 @@ def _attach_facts(dataset: Dataset, arguments: argparse.Namespace) -> None:
         complete = None if source is None else source.complete
         done = attach_facts(dataset, num_threads=arguments.threads, on_shard=on_shard, complete=complete)
     read = {} if source is None else {"source_files": source.num_files, "source_images": source.num_images}
-    if arguments.json:
-        write_json({**asdict(done), **read})
-        return
+    lines = []
     if source is not None:
-        show_lines([f"{counted(source.num_files, 'header')} read, {source.num_images:,} of its images"])
+        lines.append(f"{counted(source.num_files, 'header')} read, {source.num_images:,} of its images")
     kept = f", {counted(done.num_shards_kept, 'shard')} known before" if done.num_shards_kept else ""
     roles = ", ".join(f"{count:,} {role}" for role, count in sorted(done.roles.items()))
-    show_lines(
-        [
-            f"{done.num_series:,} series of {counted(done.num_samples, 'sample')}{kept}",
-            f"roles of series: {roles or 'none'}",
-        ]
-    )
+    lines.append(f"{done.num_series:,} series of {counted(done.num_samples, 'sample')}{kept}")
+    lines.append(f"roles of series: {roles or 'none'}")
+    write_result(arguments, {**asdict(done), **read}, lines)
 
 
 def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
@@ -324,18 +317,14 @@ def _attach_voxels(dataset: Dataset, arguments: argparse.Namespace) -> None:
 
     with step_progress("samples") as on_samples:
         done = attach_voxels(dataset, num_threads=arguments.threads, on_samples=on_samples)
-    if arguments.json:
-        write_json(asdict(done))
-        return
     kept = f", {counted(done.num_samples_kept, 'sample')} known before" if done.num_samples_kept else ""
     classes = ", ".join(f"{count:,} {name or 'without a label'}" for name, count in done.classes.items())
-    show_lines(
-        [
-            f"{done.num_annotated:,} of {counted(done.num_samples, 'sample')} with voxels of a class{kept}",
-            f"series of each class: {classes or 'none'}",
-            f"{done.num_bodies:,} series with a body",
-        ]
-    )
+    lines = [
+        f"{done.num_annotated:,} of {counted(done.num_samples, 'sample')} with voxels of a class{kept}",
+        f"series of each class: {classes or 'none'}",
+        f"{done.num_bodies:,} series with a body",
+    ]
+    write_result(arguments, asdict(done), lines)
 
 
 ENTITIES_DESCRIPTION = """\
@@ -485,16 +474,11 @@ def add_folds_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_folds(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 0, or an error is raised."""
-    import numpy as np
-
-    from shardflow.loading.rows.selection import choose_rows
     from shardflow.packing.tables.folds import write_folds
     from shardflow.packing.tables.keys import PrivateFolder
 
     dataset = open_dataset(arguments.dataset)
-    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
-    chosen = choose_rows(dataset, split, arguments.where, arguments.keys).rows
-    rows = np.asarray(chosen) if isinstance(chosen, range) else chosen.span(0, len(chosen))
+    rows, _ = choose_samples(dataset, arguments.split, arguments.where, arguments.keys)
     private = None if arguments.private_dir is None else PrivateFolder(path=arguments.private_dir)
     done = write_folds(
         dataset,

@@ -19,6 +19,8 @@ from shardflow.errors import ConfigError, StorageError
 from shardflow.logs import LINE_EVERY_S, time_left
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.console import Console
 
     from shardflow.fields.conversations.field import Conversation
@@ -251,6 +253,25 @@ def _number(text: str, *, at_least: int) -> int:
 def write_json(value: Any) -> None:
     """Write one JSON object as one line of standard output."""
     sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")
+
+
+def choose_samples(
+    dataset: Dataset, split: str | None, where: str | None, keys: str | None
+) -> tuple[NDArray[np.int64], int]:
+    """Return the rows that ``--split``, ``--where`` and ``--keys`` select, and how many lack a value of it.
+
+    Raises:
+        ConfigError: One of them cannot be read, or no sample is left.
+    """
+    import numpy as np
+
+    # The loader takes a moment to import, and only a selection needs it.
+    from shardflow.loading.rows.selection import choose_rows
+
+    split = split or "+".join(name for name, span in dataset.splits.items() if span)
+    chosen = choose_rows(dataset, split, where, keys)
+    rows = chosen.rows
+    return np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows)), chosen.num_missing
 
 
 def write_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]) -> None:

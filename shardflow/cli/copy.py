@@ -1,8 +1,12 @@
-"""``shardflow copy``: a dataset from any store to any other, with every byte checked on the way."""
+"""Commands that make a dataset of stored bytes: ``copy`` of another one, ``index`` of tars that others wrote.
+
+A copy goes from any store to any other, and every byte is checked on the way; an index leaves tars in place.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -11,18 +15,25 @@ from shardflow.cli.common import (
     add_json,
     add_threads,
     add_where,
+    choose_samples,
     existing_dataset,
     open_dataset,
+    show_facts,
+    show_table,
     step_progress,
+    write_json,
     write_result,
 )
 from shardflow.errors import ConfigError, StorageError
 from shardflow.format.copies.copying import CopyReport, copy_dataset
+from shardflow.format.foreign.build import ForeignSource, IndexOptions, index_tars
+from shardflow.format.foreign.places import expand_places
 from shardflow.logs import counted, human_bytes
 from shardflow.storage import open_store
 
 if TYPE_CHECKING:
     from shardflow.storage import ByteStore
+
 
 DESCRIPTION = """\
 Copies what the manifests of SRC name, and nothing else. Each file is compared with its SHA-256 while it is
@@ -118,10 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
-    import numpy as np
-
     from shardflow.format.copies.subset import copy_subset
-    from shardflow.loading.rows.selection import choose_rows
     from shardflow.storage import LocalStore
 
     if not isinstance(target, LocalStore):
@@ -135,23 +143,18 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
             "copy the newest version, with facts and tables."
         )
     dataset = open_dataset(arguments.source)
-    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
-    chosen = choose_rows(dataset, split, arguments.where, arguments.keys)
-    rows = chosen.rows
-    numbers = np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows))
+    rows, num_missing = choose_samples(dataset, arguments.split, arguments.where, arguments.keys)
     with step_progress("copying samples") as advance:
         report = copy_subset(
             dataset,
-            numbers,
+            rows,
             target.root,
             volumes=arguments.volumes,
             codec=arguments.codec,
             progress=advance,
         )
     splits = ", ".join(f"{count:,} {name}" for name, count in report.splits.items())
-    missing = (
-        f"; {chosen.num_missing:,} others lack a value that --where compares" if chosen.num_missing else ""
-    )
+    missing = f"; {num_missing:,} others lack a value that --where compares" if num_missing else ""
     copied = f"{counted(report.num_samples, 'sample')} of {dataset.studies.num_samples:,} ({splits})"
     lines = [
         f"copied {copied}{missing}",
@@ -175,7 +178,7 @@ def _copy_part(arguments: argparse.Namespace, target: ByteStore) -> None:
         remedies = {"tokens": "shardflow tokenize", "views": "shardflow entities"}
         commands = " and ".join(remedies[name] for name in report.left_behind)
         lines.append(f"note: {' and '.join(report.left_behind)} are of SRC alone; run {commands} on DST")
-    write_result(arguments, {**asdict(report), "num_missing": chosen.num_missing}, lines)
+    write_result(arguments, {**asdict(report), "num_missing": num_missing}, lines)
 
 
 def _beside(report: CopyReport) -> list[str]:
@@ -192,3 +195,99 @@ def _beside(report: CopyReport) -> list[str]:
             size = human_bytes(sidecar.num_bytes)
             lines.append(f"with {what} {sidecar.name}{view}, version {sidecar.version} ({size})")
     return lines or ["it has no entity views, stored tokens, tables of facts or attached tables"]
+
+
+INDEX_DESCRIPTION = """\
+Reads each tar once and writes a dataset that points at it: manifest, indexes, samples table. The dataset then
+streams, verifies and resumes like one that shardflow packed; the tars stay where and what they are.
+
+TARS are paths or addresses; {000000..000123}, {a,b} and * are expanded (quote them from the shell).
+SPLIT=TARS puts them into a split of that name; without it they are of split train. Integers of .cls become
+the columns members.cls and so on. Samples are grouped as webdataset does: the key is a member's path up to
+the first dot of its last part.
+
+Exit code 1: a tar is damaged, or does not fit; the message says where, and what option would take it.
+"""
+INDEX_EXAMPLES = """\
+examples:
+  shardflow index 'cxr-{000000..000123}.tar' -o cxr-index
+  shardflow index 'train=tars/*.tar' -o index
+  shardflow index 'train=s3://bucket/a-{000..499}.tar' 'val=s3://bucket/b-{00..09}.tar' -o index
+"""
+_SPLIT = re.compile(r"([a-z0-9]{1,32})=(.+)", re.ASCII | re.DOTALL)
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow index``."""
+    add = parser.add_argument
+    add(
+        "tars",
+        metavar="TARS",
+        nargs="+",
+        help="tars, with braces or *; SPLIT=TARS for another split than train",
+    )
+    add("-o", "--output", metavar="OUT", required=True, help="folder or address to write the dataset to")
+    add("--text-field", metavar="F", default="txt", help="field that is the sample's text (txt)")
+    add(
+        "--interleaved",
+        choices=("refuse", "repair"),
+        default="refuse",
+        help="a sample whose members do not follow each other (refuse)",
+    )
+    add(
+        "--duplicate-keys",
+        choices=("refuse", "rename"),
+        default="refuse",
+        help="a key that a second sample has (refuse)",
+    )
+    add(
+        "--other-members",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="members whose field is not of [a-z0-9_@+-] and dots (refuse)",
+    )
+    add_threads(parser, "tars read at once")
+    add_json(parser)
+
+
+def run_index(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0, or an error is raised."""
+    sources = [source for text in arguments.tars for source in _sources(text)]
+    options = IndexOptions(
+        interleaved=arguments.interleaved,
+        duplicate_keys=arguments.duplicate_keys,
+        other_members=arguments.other_members,
+        text_field=arguments.text_field,
+    )
+    try:
+        open_store(arguments.output)
+    except StorageError as error:
+        raise ConfigError(f"--output: {error.message}") from None
+    start = time.perf_counter()
+    with step_progress("indexing tars") as progress:
+        report = index_tars(
+            sources, arguments.output, options, num_threads=arguments.threads, progress=progress
+        )
+    seconds = time.perf_counter() - start
+    if arguments.json:
+        write_json({**asdict(report), "seconds": round(seconds, 3)})
+        return 0
+    rate = human_bytes(round(report.num_bytes / max(seconds, 1e-9)))
+    show_facts(
+        [
+            ("dataset_id", report.dataset_id),
+            ("samples", f"{report.num_samples:,} in {counted(report.num_shards, 'shard')}"),
+            ("read", f"{human_bytes(report.num_bytes)}, {rate}/s"),
+            ("members", f"{report.num_fields:,} fields, {report.num_skipped:,} skipped"),
+            ("columns", ", ".join(report.columns) or "none"),
+            ("mended", f"{report.num_repaired:,} members joined, {report.num_renamed:,} samples renamed"),
+        ]
+    )
+    show_table("fields", ("", "samples"), [(name, f"{count:,}") for name, count in report.fields.items()])
+    return 0
+
+
+def _sources(text: str) -> list[ForeignSource]:
+    found = _SPLIT.fullmatch(text)
+    split, pattern = (found[1], found[2]) if found else ("train", text)
+    return [ForeignSource(place=place, split=split) for place in expand_places(pattern)]

@@ -1,4 +1,4 @@
-"""Console script ``shardflow``: one module for each command, and one way to fail.
+"""Console script ``shardflow``: the table of commands, and one way to fail.
 
 Exit codes: 0 done; 1 damage, or a mistake inside shardflow; 2 a setting or an argument is wrong; 3 (pack)
 more was quarantined than allowed. An error is one line on standard error, and with ``--json`` also
@@ -58,12 +58,14 @@ COMMANDS: Final = {
     "pack": Command("shardflow.cli.pack", "pack DICOM studies and reports into a dataset"),
     "pack-text": Command("shardflow.cli.pack", "pack texts and conversations into a dataset", "text"),
     "index": Command(
-        "shardflow.cli.index", "make a dataset of WebDataset tars that others wrote, without copying them"
+        "shardflow.cli.copy",
+        "make a dataset of WebDataset tars that others wrote, without copying them",
+        "index",
     ),
     "info": Command("shardflow.cli.info", "show what a dataset holds"),
-    "verify": Command("shardflow.cli.verify", "check every byte against index and manifest"),
+    "verify": Command("shardflow.cli.versions", "check every byte against index and manifest"),
     "sign": Command(
-        "shardflow.cli.verify", "sign a dataset with an SSH key, for readers that trust it", "sign"
+        "shardflow.cli.versions", "sign a dataset with an SSH key, for readers that trust it", "sign"
     ),
     "view": Command(
         "shardflow.cli.view", "look into a dataset in a browser: studies, slices, reports, findings"
@@ -74,7 +76,9 @@ COMMANDS: Final = {
     ),
     "copy": Command("shardflow.cli.copy", "copy a dataset between stores, every byte checked"),
     "columns": Command(
-        "shardflow.cli.columns", "list what expressions and fields may name: facts and attached tables"
+        "shardflow.cli.info",
+        "list what expressions and fields may name: facts and attached tables",
+        "columns",
     ),
     "attach": Command("shardflow.cli.attach", "add tables beside a dataset: the facts of its series"),
     "reports": Command(
@@ -107,7 +111,7 @@ COMMANDS: Final = {
     "plan": Command(
         "shardflow.cli.plan", "show an epoch before its first step: steps, micro-batches, samples"
     ),
-    "doctor": Command("shardflow.cli.doctor", "check this machine and environment before training"),
+    "doctor": Command("shardflow.cli.train", "check this machine and environment before training", "doctor"),
     "train": Command(
         "shardflow.cli.train", "train a vision-language model on a dataset, on any number of GPUs"
     ),
@@ -116,7 +120,9 @@ COMMANDS: Final = {
         "shardflow.cli.generate", "write the reports or answers of a trained model, and compare them"
     ),
     "ledger": Command(
-        "shardflow.cli.ledger", "which samples made a run, and which steps drew a sample; compare two runs"
+        "shardflow.cli.runs",
+        "which samples made a run, and which steps drew a sample; compare two runs",
+        "ledger",
     ),
     "goodput": Command(
         "shardflow.cli.runs", "where a run's time went: useful steps, waits, restarts, lost work", "goodput"
@@ -144,7 +150,7 @@ COMMANDS: Final = {
         "shardflow.cli.bench", "measure how fast a dataset is read, what limits it, and what would help"
     ),
     "completion": Command(
-        "shardflow.cli.completion", "print a script that completes the command line in a shell"
+        "shardflow.cli.main", "print a script that completes the command line in a shell", "completion"
     ),
 }
 EXTRAS: Final = {
@@ -315,6 +321,51 @@ def _fail(message: str, code: int, *, as_json: bool) -> int:
         print(json.dumps({"error": message}))
     print(f"shardflow: {message}", file=sys.stderr)
     return code
+
+
+COMPLETION_DESCRIPTION = """\
+Prints a script that completes commands, options, choices and files.
+
+  bash  add to ~/.bashrc:            eval "$(shardflow completion bash)"
+  zsh   in ~/.zshrc after compinit:  eval "$(shardflow completion zsh)"
+  fish  once, and after an update:   shardflow completion fish > ~/.config/fish/completions/shardflow.fish
+"""
+COMPLETION_EXAMPLES = """\
+examples:
+  shardflow completion bash
+  shardflow completion fish
+"""
+_FILES: Final = frozenset({"FILE"})
+_FOLDERS: Final = frozenset({"DATASET", "DIR", "FOLDER", "OUT", "RUN"})
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``shardflow completion``."""
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "fish", "zsh"), help="bash, fish, zsh")
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 0."""
+    import shtab
+
+    parser = build_parser()
+    _mark_paths(parser)
+    sys.stdout.write(shtab.complete(parser, shell=arguments.shell))
+    return 0
+
+
+def _mark_paths(parser: argparse.ArgumentParser) -> None:
+    """Mark the arguments that are files and folders for shtab, by their names in --help."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _mark_paths(command)
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

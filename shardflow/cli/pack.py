@@ -9,9 +9,9 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 from shardflow.cli.common import add_job_settings, add_json, interruptible, show_lines, told_languages
 from shardflow.config import dump_config, load_config
@@ -26,7 +26,7 @@ from shardflow.logs import (
 )
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
+    from rich.progress import Progress, TaskID
 
     from shardflow.packing import PackMode, PackSummary
     from shardflow.packing.corpora.config import FieldsConfig
@@ -342,14 +342,6 @@ class LineProgress:
         self._said_at = 0.0
         self._marks: deque[tuple[float, int]] = deque(maxlen=_PACE_LINES)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def phase(self, name: str, total: int) -> None:
         """Begin a phase."""
         self._title, self._total, self._count = _TITLES[name], total, 0
@@ -378,47 +370,42 @@ class LineProgress:
         self._stream.flush()
 
 
-def make_progress(stream: TextIO | None = None) -> BarProgress | LineProgress:
-    """Choose bars for a terminal and lines for anything else."""
+@contextmanager
+def make_progress(stream: TextIO | None = None) -> Iterator[BarProgress | LineProgress]:
+    """Show bars on a terminal, and lines on anything else."""
     target = stream if stream is not None else sys.stderr
-    return BarProgress(target, _TITLES) if target.isatty() else LineProgress(target)
+    if not target.isatty():
+        yield LineProgress(target)
+        return
+    # A job without a terminal need not wait for it.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[least]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=target)) as bars:
+        yield BarProgress(bars)
 
 
 class BarProgress:
     """A bar for each phase, with counts and the remaining time."""
 
-    def __init__(self, stream: TextIO, titles: Mapping[str, str]) -> None:
-        # A job without a terminal need not wait for it.
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self._titles = titles
-        self._bars = Progress(
-            TextColumn("{task.description:<26}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[least]}"),
-            TimeRemainingColumn(),
-            console=Console(file=stream),
-        )
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
         self._task: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
 
     def phase(self, name: str, total: int) -> None:
         """Begin a phase; the previous bar is full."""
@@ -426,7 +413,7 @@ class BarProgress:
             (task,) = (task for task in self._bars.tasks if task.id == self._task)
             self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
         self._task = (
-            None if name == "done" else self._bars.add_task(self._titles[name], total=total or None, least="")
+            None if name == "done" else self._bars.add_task(_TITLES[name], total=total or None, least="")
         )
 
     def advance(self, count: int = 1, *, has_late: bool = False) -> None:
@@ -437,9 +424,3 @@ class BarProgress:
     def note(self, text: str) -> None:
         """Write a message above the bars."""
         self._bars.console.print(text, markup=False, highlight=False)
-
-
-if __name__ == "__main__":
-    from shardflow.cli.main import main
-
-    sys.exit(main(["pack", *sys.argv[1:]]))

@@ -18,8 +18,7 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError
 from shardflow.logs import counted, human_bytes
-from shardflow.monitoring.history import CONFIG_FILE
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import CONFIG_FILE, METRICS_FILE
 from shardflow.monitoring.run_page.compare import render_comparison
 from shardflow.monitoring.run_page.page import render_run_page
 from shardflow.monitoring.run_page.reading import read_run

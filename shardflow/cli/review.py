@@ -6,7 +6,15 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from shardflow.cli.common import add_dataset, add_json, add_where, open_dataset, positive_number, write_result
+from shardflow.cli.common import (
+    add_dataset,
+    add_json,
+    add_where,
+    choose_samples,
+    open_dataset,
+    positive_number,
+    write_result,
+)
 from shardflow.errors import ConfigError
 from shardflow.logs import counted
 
@@ -67,9 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> None:
-    import numpy as np
-
-    from shardflow.loading.rows.selection import choose_rows
     from shardflow.packing.tables.review import write_review
 
     if not arguments.table:
@@ -77,11 +82,10 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.mark or arguments.new_classes:
         raise ConfigError("--mark and --new-classes belong to --read; leave them out.")
     dataset = open_dataset(arguments.dataset)
-    split = arguments.split or "+".join(name for name, span in dataset.splits.items() if span)
-    rows = choose_rows(dataset, split, arguments.where, arguments.keys).rows
+    rows, _ = choose_samples(dataset, arguments.split, arguments.where, arguments.keys)
     done = write_review(
         dataset,
-        np.asarray(rows) if isinstance(rows, range) else rows.span(0, len(rows)),
+        rows,
         arguments.output,
         table=arguments.table,
         columns=None if arguments.columns is None else _names(arguments.columns),

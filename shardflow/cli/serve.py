@@ -159,6 +159,5 @@ def _serve_on_ray(arguments: argparse.Namespace, options: ServerOptions) -> None
     except ImportError:
         raise ConfigError("--ray needs Ray; install shardflow[ray].") from None
     connect(arguments.ray)
-    with interruptible():
-        show_lines([f"Addresses of servers are in {arguments.addresses}; Ctrl-C ends them."])
-        serve_on_ray(options, num_servers=arguments.servers, file=arguments.addresses)
+    show_lines([f"Addresses of servers are in {arguments.addresses}; Ctrl-C ends them."])
+    serve_on_ray(options, num_servers=arguments.servers, file=arguments.addresses)

@@ -27,7 +27,7 @@ from rich.text import Text
 from shardflow.cli.common import add_run
 from shardflow.errors import ConfigError
 from shardflow.logs import counted
-from shardflow.monitoring.lines import damage_note, refuse_dataset
+from shardflow.monitoring.history import damage_note, refuse_dataset
 from shardflow.monitoring.live import LiveRun, LiveView, RunState
 from shardflow.monitoring.units import duration, show
 from shardflow.telemetry import STAGES, Interval, RankNumbers

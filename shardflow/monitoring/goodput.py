@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.monitoring.lines import MetricsLine, MetricsTail
+from shardflow.monitoring.history import MetricsLine, MetricsTail
 
 SECONDS: Final = {"step": "step_s", "checkpoint": "stall_s", "evaluation": "evaluation_s"}
 """Events that take a run's time, and the key that holds the seconds."""

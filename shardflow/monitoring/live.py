@@ -13,8 +13,7 @@ from typing import Any, Final, Literal
 
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.goodput import Goodput, GoodputMeter
-from shardflow.monitoring.history import RunHistory
-from shardflow.monitoring.lines import MetricsLine, run_name
+from shardflow.monitoring.history import MetricsLine, RunHistory, run_name
 from shardflow.telemetry import Interval, Move, Verdict
 
 RunState = Literal["waiting", "starting", "running", "silent", "finished", "stopped"]
@@ -79,7 +78,7 @@ class LiveView:
     """Of the tuner, the newest one last."""
     goodput: Goodput | None = None
     num_damaged: int = 0
-    """Lines that were left out, see `shardflow.monitoring.lines`."""
+    """Lines that were left out, see `shardflow.monitoring.history`."""
 
 
 class Curve:

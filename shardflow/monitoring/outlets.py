@@ -26,8 +26,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeGuard
 
 from shardflow.errors import ConfigError
-from shardflow.monitoring.history import read_settings
-from shardflow.monitoring.lines import MetricsLine, MetricsTail
+from shardflow.monitoring.history import MetricsLine, MetricsTail, read_settings
 from shardflow.monitoring.prometheus import MetricsServer, parse_address, require_prometheus
 from shardflow.storage import write_atomic
 from shardflow.telemetry import Interval, Verdict

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, Self
 from shardflow._version import __version__
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring.goodput import GoodputMeter
-from shardflow.monitoring.lines import MetricsLine, MetricsTail, check_holds_metrics
+from shardflow.monitoring.history import MetricsLine, MetricsTail, check_holds_metrics
 from shardflow.telemetry import STAGES, Interval, Move, Verdict, metric_name
 from shardflow.viewing.web import Answer, NoSuchPage, Request, WebServer
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from shardflow.errors import ConfigError, ShardflowError, StorageError, os_reason
+from shardflow.synthetic.anatomy import Lesion
 from shardflow.synthetic.draws import GENERATED, patient_id
 from shardflow.synthetic.geometry import move, round_vector
 from shardflow.synthetic.instances import SeriesWriter, position_of, store
-from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.options import Patient, SynthOptions, iter_visits
 from shardflow.synthetic.planning import plan_study
 from shardflow.synthetic.render import Appearance, Renderer, contrast_of, find_appearances

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from shardflow.synthetic.anatomy import Anatomy, build_head, build_torso
+from shardflow.synthetic.anatomy import Anatomy, Lesion, build_head, build_torso, kinds_of, place_lesions
 from shardflow.synthetic.draws import Draws, Kernel, make_uid
 from shardflow.synthetic.geometry import (
     AXIAL,
@@ -27,7 +27,6 @@ from shardflow.synthetic.geometry import (
     rotation,
     stack_of_planes,
 )
-from shardflow.synthetic.lesions import Lesion, kinds_of, place_lesions
 from shardflow.synthetic.options import Patient, Region, SynthOptions
 from shardflow.synthetic.study import Block, Encoding, Recipe, SeriesPlan, StudyDraft, StudyPlan, spacing_for
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from shardflow.synthetic.anatomy import Lesion, kinds_of
 from shardflow.synthetic.draws import Draws, Kernel, filtered_noise
 from shardflow.synthetic.geometry import Grid, Plane, Solid, move
-from shardflow.synthetic.lesions import Lesion, kinds_of
 from shardflow.synthetic.scene import (
     LESION_CONTRASTS,
     TISSUES,

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from shardflow.synthetic.anatomy import Anatomy
+from shardflow.synthetic.anatomy import Anatomy, Lesion
 from shardflow.synthetic.draws import Draws, Kernel, make_uid
 from shardflow.synthetic.geometry import IDENTITY, Frame, Plane, Vector, rotation
-from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.options import Patient, Region, SynthOptions, Visit
 
 SeriesKind = Literal["volume", "reformat", "localizer", "projection"]

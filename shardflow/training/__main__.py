@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -195,19 +196,19 @@ def _numbers(text: str) -> list[int]:
 
 def _propose(config: TrainConfig) -> int:
     """Print the memory curve, a line a size, and last of all JSON."""
-    from shardflow.training.jobs.memory_probe import measure_memory_curve
+    from shardflow.training.jobs.memory import measure_memory_curve
 
     curve = measure_memory_curve(config, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     for size, peak_bytes in curve.points:
         _LOGGER.info("%d samples take %.3g GB", size, peak_bytes / 1e9)
     _LOGGER.info("%s", curve.text())
-    print(json.dumps(curve.to_json()), flush=True)
+    print(json.dumps(asdict(curve)), flush=True)
     return 0
 
 
 def _plan_memory(config: TrainConfig, world_sizes: Sequence[int]) -> int:
     """Print what each number of GPUs takes, a line each, and last of all JSON."""
-    from shardflow.training.jobs.memory_plan import plan_memory
+    from shardflow.training.jobs.memory import plan_memory
 
     plan = plan_memory(config, world_sizes)
     for each in plan:

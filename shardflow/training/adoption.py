@@ -47,25 +47,6 @@ _FILE: Final = "versions.jsonl"
 _LOGGER = logging.getLogger(__name__)
 
 
-def record_version(
-    run: Path, *, global_step: int, epoch: int, manifest_version: int, dataset_id: str
-) -> None:
-    """Write down, on rank 0 and before its first step, which version an epoch is trained on.
-
-    Raises:
-        StorageError: The line cannot be written.
-    """
-    make_directories(run / LEDGER_FOLDER)
-    log = EventLog(run / LEDGER_FOLDER / _FILE, clock=None)
-    try:
-        facts = {"manifest_version": manifest_version, "dataset_id": dataset_id}
-        log.write("version", global_step=global_step, epoch=epoch, **facts)
-        log.sync()
-    finally:
-        log.close()
-    fsync_directory(run / LEDGER_FOLDER)
-
-
 def recorded_versions(run: Path) -> list[Mapping[str, Any]]:
     """Return the lines of the epochs that began, in the order in which they did."""
     path = run / LEDGER_FOLDER / _FILE
@@ -213,14 +194,18 @@ class Adoption:
         self._version, self._dataset_id = dataset.manifest_version, dataset.manifest.dataset_id
 
     def record(self, global_step: int, epoch: int) -> None:
-        """Write down that an epoch begins with this version; see `record_version`."""
-        record_version(
-            self._run,
-            global_step=global_step,
-            epoch=epoch,
-            manifest_version=self._version,
-            dataset_id=self._dataset_id,
-        )
+        """Write down, before its first step, that an epoch is trained on this version.
+
+        Raises:
+            StorageError: The line cannot be written.
+        """
+        folder = self._run / LEDGER_FOLDER
+        make_directories(folder)
+        with EventLog(folder / _FILE, clock=None) as log:
+            facts = {"manifest_version": self._version, "dataset_id": self._dataset_id}
+            log.write("version", global_step=global_step, epoch=epoch, **facts)
+            log.sync()
+        fsync_directory(folder)
 
     def finds_newer(self) -> bool:
         """Return whether a newer version is there; the start that adopts it tells of one that is refused."""

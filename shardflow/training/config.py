@@ -25,11 +25,12 @@ from shardflow.loading.rows.selection import FULL_STUDY
 from shardflow.monitoring.outlets import SINKS, check_metrics_address
 from shardflow.sampling import Sampling
 from shardflow.storage import CacheConfig
-from shardflow.training.augmentation import AugmentConfig, VolumeAugmentConfig
 from shardflow.training.model_fields import (
     IMAGE_FIELD,
     REPORT_FIELD,
+    AugmentConfig,
     TaskConfig,
+    VolumeAugmentConfig,
     check_classify_fields,
     check_conversation_fields,
     check_report_fields,

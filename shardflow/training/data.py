@@ -29,12 +29,11 @@ from shardflow.sampling.blend import components_from_json
 from shardflow.sampling.spec import Tail
 from shardflow.storage import CacheConfig, LocalStore
 from shardflow.telemetry import StageCounters
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.config import BatchConfig, DataConfig, ImageConfig, TextConfig, default_fields
 from shardflow.training.device.images import ImagePipeline
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.inputs import ImageMaker, InputMaker, MicroInputs
-from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD, num_places, text_field
+from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD, AugmentConfig, num_places, text_field
 from shardflow.training.sequences import IGNORED_LABEL, pack_row
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tokenizing import tokenizer_digest

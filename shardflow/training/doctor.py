@@ -20,10 +20,10 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from shardflow.errors import ConfigError
 from shardflow.telemetry.process import machine_bytes, num_processors
@@ -282,10 +282,6 @@ class Finding:
     found: str
     fix: str
     """What to do; empty if the level is ``ok``."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

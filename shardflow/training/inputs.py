@@ -29,7 +29,6 @@ from shardflow.loading import Batch, Loader
 from shardflow.loading.tensors import Parcel
 from shardflow.logs import counted
 from shardflow.telemetry import StageCounters
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.device.images import (
     ImageParameters,
     Place,
@@ -41,7 +40,7 @@ from shardflow.training.device.images import (
 from shardflow.training.device.transfer import Transfer, open_transfer
 from shardflow.training.hooks import LoopHook
 from shardflow.training.ledger import LedgerMicroBatch
-from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD
+from shardflow.training.model_fields import IMAGE_FIELD, REPORT_FIELD, AugmentConfig
 from shardflow.training.sequences import IGNORED_LABEL, Packing, pack_row, weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 
@@ -378,17 +377,26 @@ def _image_arrays(
         flat, places = places_of(pixels)
         arrays = {"pixels": flat, "display_range": ranges, "slice_mask": slice_mask_of(places)}
         return arrays, places
+    return image_arrays(batch), None
+
+
+def image_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
+    """Return images, masks and ranges; several images, slices and colors side by side as channels."""
+    name = IMAGE_FIELD
+    pixels = batch[name]
     num_slots, (rows, columns) = len(pixels), pixels.shape[-2:]
     mask = batch[f"{name}_mask"].reshape(num_slots, -1)
+    pixels = pixels.reshape(num_slots, -1, rows, columns)
+    each = pixels.shape[1] // mask.shape[1]
+    ranges = batch[f"{name}_range"]
     arrays = {
-        # A channel of its own becomes the axis of slices, or goes.
-        "image": pixels.reshape(num_slots, mask.shape[1], rows, columns),
-        "slice_mask": mask,
-        "display_range": ranges,
+        "image": pixels,
+        "slice_mask": np.repeat(mask, each, axis=1),
+        "display_range": ranges if ranges.ndim == 2 else np.repeat(ranges, each, axis=1),
     }
     if f"{name}_box" in batch:
-        arrays["content_box"] = batch[f"{name}_box"].reshape(*mask.shape, 4)
-    return arrays, None
+        arrays["content_box"] = np.repeat(batch[f"{name}_box"].reshape(*mask.shape, 4), each, axis=1)
+    return arrays
 
 
 def make_inputs(
@@ -397,6 +405,16 @@ def make_inputs(
     """Make one micro-batch's tensors, see `InputMaker`; a loop that makes many keeps one of those."""
     transfer = open_transfer(device, ring_bytes=_RING_BYTES, counters=StageCounters())
     return InputMaker(tokenizer, max_tokens=max_tokens, transfer=transfer, packed=packed)(batch)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with each tensor, also in dataclasses, replaced by what a function returns for it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        mapped = {one.name: map_tensors(getattr(value, one.name), function) for one in fields(value)}
+        return replace(value, **mapped)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from shardflow.errors import StorageError
 from shardflow.logs import EventLog
-from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
+from shardflow.monitoring.history import METRICS_FILE, MetricsTail
 from shardflow.storage.local import make_directories
 from shardflow.telemetry import Interval, Move, Verdict
 

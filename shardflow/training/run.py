@@ -35,14 +35,13 @@ from shardflow.monitoring import open_outlets, read_settings
 from shardflow.monitoring.verdict.judging import VerdictReporter
 from shardflow.storage import write_atomic
 from shardflow.training.adoption import Adoption, check_meanings
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.checkpoint.files import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
 )
 from shardflow.training.checkpoint.saving import CheckpointSaver
-from shardflow.training.checkpoint.start import StartDecision, agree_on_start
+from shardflow.training.checkpoint.start import StartDecision, agree_on_start, monitor_health
 from shardflow.training.checkpoint.tensors import load_model, load_optimizer
 from shardflow.training.config import TrainConfig
 from shardflow.training.data import open_data
@@ -57,21 +56,19 @@ from shardflow.training.distributed import (
     replicate,
     shard,
 )
-from shardflow.training.faults import monitor_health
 from shardflow.training.health.heartbeat import HEALTH_FOLDER
 from shardflow.training.inputs import InputSource
 from shardflow.training.interval import CacheUse, RunMeasures
 from shardflow.training.ledger import LedgerWriter
 from shardflow.training.loop import LoopProgress, Outcome, RunParts, TrainingLoop
 from shardflow.training.metrics import MetricsWriter, StepMetrics
-from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, segment_volumes
+from shardflow.training.model_fields import CONVERSATION_FIELD, MASK_FIELD, AugmentConfig, segment_volumes
 from shardflow.training.models.weights import hold_frozen, load_weights, weights_later
 from shardflow.training.step import COMPUTE_TYPES, Updates, build_optimizer, warm_up
 from shardflow.training.tasks.classify import ClassifyTask
-from shardflow.training.tasks.first_sample import write_first_sample
 from shardflow.training.tasks.report import ReportTask
 from shardflow.training.tasks.segment import SegmentTask
-from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task
+from shardflow.training.tasks.task import ArrayTask, RunSettings, Task, make_own_task, write_first_sample
 from shardflow.training.text import ReportTokenizer
 from shardflow.training.tuning import Tuning, given_settings
 

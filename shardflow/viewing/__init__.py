@@ -1,7 +1,7 @@
 """Views of datasets for people: pictures of studies, a page about a dataset, and a local web viewer.
 
 Nothing here changes a dataset. The names are loaded on first use, so that a packing process that needs only
-`planes` does not load HTTP and HTML. `render_study` and its like need Pillow (the extra ``view``).
+`study` does not load HTTP and HTML. `render_study` and its like need Pillow (the extra ``view``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from shardflow.viewing.dataset_facts import Bounds, DatasetFacts, gather
     from shardflow.viewing.findings_sheet import FindingsView, read_findings, render_findings
     from shardflow.viewing.page import render_page
-    from shardflow.viewing.planes import WINDOWS, Window
     from shardflow.viewing.server import Viewer
     from shardflow.viewing.sheet import render_study
-    from shardflow.viewing.study import StudyView, find_row, read_study
+    from shardflow.viewing.study import WINDOWS, StudyView, Window, find_row, read_study
 
 __all__ = [
     "WINDOWS",
@@ -48,14 +47,14 @@ __all__ = [
     "render_study",
 ]
 _SOURCES: Final = {
-    "WINDOWS": ".planes:WINDOWS",
+    "WINDOWS": ".study:WINDOWS",
     "Bounds": ".dataset_facts:Bounds",
     "ConversationView": ".conversation_sheet:ConversationView",
     "DatasetFacts": ".dataset_facts:DatasetFacts",
     "FindingsView": ".findings_sheet:FindingsView",
     "StudyView": ".study:StudyView",
     "Viewer": ".server:Viewer",
-    "Window": ".planes:Window",
+    "Window": ".study:Window",
     "find_row": ".study:find_row",
     "gather": ".dataset_facts:gather",
     "has_conversation": ".conversation_sheet:has_conversation",

@@ -16,7 +16,7 @@ from shardflow.errors import FormatError
 from shardflow.format.keys import CONVERSATION_FIELD
 from shardflow.logs import counted
 from shardflow.viewing.study import generated_mark, place_of
-from shardflow.viewing.typeface import FAINT, INK, PAPER, RULE, Typeface
+from shardflow.viewing.typeface import FAINT, INK, PAPER, RULE, Typeface, png_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -179,9 +179,7 @@ def _drawn(blocks: Sequence[_Block], generated: str, body: Typeface, small: Type
         y += block_height
     if generated:
         body.draw_badge(draw, generated, right=_WIDTH + _MARGIN, top=_MARGIN)
-    stream = io.BytesIO()
-    sheet.save(stream, "PNG", optimize=False)
-    return stream.getvalue()
+    return png_of(sheet)
 
 
 def _title(view: ConversationView) -> str:

@@ -27,8 +27,15 @@ from shardflow.format.contents.pictures import picture_size
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
-from shardflow.viewing.planes import Picture, encode_thumbnail, pixel_spacing
-from shardflow.viewing.study import choose_slices, generated_mark, made_by_synth, place_of
+from shardflow.viewing.study import (
+    Picture,
+    choose_slices,
+    encode_thumbnail,
+    generated_mark,
+    made_by_synth,
+    pixel_spacing,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from shardflow.format.samples import SamplesTable

@@ -5,7 +5,6 @@ Needs Pillow (the extra ``view``).
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,16 @@ from numpy.typing import NDArray
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD
-from shardflow.viewing.planes import Window, edge_letters, pixel_spacing, to_gray, to_size
-from shardflow.viewing.study import StudyView, decode_slice, read_study
+from shardflow.viewing.study import (
+    StudyView,
+    Window,
+    decode_slice,
+    edge_letters,
+    pixel_spacing,
+    read_study,
+    to_gray,
+    to_size,
+)
 from shardflow.viewing.typeface import (
     FAINT,
     INK,
@@ -30,6 +37,7 @@ from shardflow.viewing.typeface import (
     draw_legend,
     draw_lines,
     lay_out,
+    png_of,
     tag,
 )
 
@@ -326,9 +334,7 @@ def render_findings(view: FindingsView, *, window: Window | None = None, font: P
         if number < len(view.rows):
             draw.line((left, y + _TILE + 10, size[0] - _MARGIN, y + _TILE + 10), fill=RULE, width=1)
     _draw_footer(draw, view, cut, small, (_MARGIN, size[1] - 2 * small.line_height - _MARGIN // 2))
-    stream = io.BytesIO()
-    sheet.save(stream, "PNG", optimize=False)
-    return stream.getvalue()
+    return png_of(sheet)
 
 
 def _summary(view: FindingsView) -> str:

@@ -7,7 +7,6 @@ display.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +19,18 @@ from numpy.typing import NDArray
 
 from shardflow.fields.field import RESERVED_SUFFIXES
 from shardflow.logs import counted
-from shardflow.viewing.planes import (
+from shardflow.viewing.study import (
     EdgeLetters,
+    StudyView,
     Window,
+    choose_slices,
     edge_letters,
     pixel_spacing,
     scale_bar_mm,
     to_gray,
     to_size,
 )
-from shardflow.viewing.study import StudyView, choose_slices
-from shardflow.viewing.typeface import FAINT, INK, LETTER, PAPER, RULE, Typeface
+from shardflow.viewing.typeface import FAINT, INK, LETTER, PAPER, RULE, Typeface, png_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -116,9 +116,7 @@ def render_study(view: StudyView, *, window: Window | None = None, font: Path | 
     for line in _footer(view, body):
         small.draw(draw, (_MARGIN, footer_top), line, fill=FAINT)
         footer_top += small.line_height
-    stream = io.BytesIO()
-    sheet.save(stream, "PNG", optimize=False)
-    return stream.getvalue()
+    return png_of(sheet)
 
 
 def _title(view: StudyView) -> str:
@@ -349,9 +347,7 @@ def render_slot(title: str, fields: Sequence[ShownField], *, max_pictures: int =
             body.draw(draw, (_SLOT_MARGIN, y), line, fill=INK)
             y += body.line_height
         y += 10
-    stream = io.BytesIO()
-    sheet.save(stream, "PNG", optimize=False)
-    return SlotSheet(stream.getvalue(), title)
+    return SlotSheet(png_of(sheet), title)
 
 
 _Boxes = Sequence[tuple[float, float, float, float, int]]

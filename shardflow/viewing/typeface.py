@@ -7,6 +7,7 @@ extra ``view``).
 
 from __future__ import annotations
 
+import io
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from shardflow.errors import ConfigError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
 # Usual locations of fonts of many scripts. All are optional: Pillow's own font covers Latin scripts.
@@ -50,6 +52,13 @@ def require_pillow() -> None:
         raise ConfigError(
             "drawing text needs Pillow; install the extra: pip install 'shardflow[pack]'."
         ) from None
+
+
+def png_of(picture: Image) -> bytes:
+    """Return a picture as PNG."""
+    stream = io.BytesIO()
+    picture.save(stream, "PNG", optimize=False)
+    return stream.getvalue()
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from tests.run_factory import write_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]

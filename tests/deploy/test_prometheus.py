@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shardflow.monitoring import MetricsServer
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from shardflow.monitoring.prometheus import METRICS
 from tests.deploy.prometheus_server import Prometheus, prometheus_programs, run_prometheus
 from tests.run_factory import write_run

@@ -18,10 +18,9 @@ from shardflow.cli.main import main
 from shardflow.config import load_config
 from shardflow.errors import ConfigError, StateError
 from shardflow.format import Dataset
-from shardflow.training.augmentation import VolumeAugmentConfig
 from shardflow.training.config import ModelConfig, TrainConfig
 from shardflow.training.metrics import read_metrics
-from shardflow.training.model_fields import TaskConfig
+from shardflow.training.model_fields import TaskConfig, VolumeAugmentConfig
 from shardflow.training.run import TrainSummary, train
 from shardflow.training.tasks.segment import SegmentTask
 from tests.distributed.launcher import job

@@ -8,7 +8,7 @@ from html import escape
 from statistics import median
 from typing import Final
 
-from shardflow.monitoring.lines import damage_note
+from shardflow.monitoring.history import damage_note
 from shardflow.monitoring.run_page import page
 from shardflow.monitoring.run_page.page import column
 from shardflow.monitoring.run_page.reading import RunNumbers, Summary, mean_of, shown

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from shardflow.logs import counted
 from shardflow.monitoring.goodput import Goodput
-from shardflow.monitoring.lines import damage_note
+from shardflow.monitoring.history import damage_note
 from shardflow.monitoring.run_page.reading import Mark, RunNumbers, Summary, shown
 from shardflow.monitoring.run_page.svg import Chart, Series, bars, figure, legend
 from shardflow.monitoring.units import compact, duration, show

@@ -16,8 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 from shardflow.monitoring.goodput import SECONDS, Goodput, GoodputMeter
-from shardflow.monitoring.history import RunFile, read_settings
-from shardflow.monitoring.lines import MetricsLine, run_name
+from shardflow.monitoring.history import MetricsLine, RunFile, read_settings, run_name
 from shardflow.monitoring.units import duration, show
 from shardflow.monitoring.verdict.intervals import Settings
 from shardflow.monitoring.verdict.judging import WINDOW, judge

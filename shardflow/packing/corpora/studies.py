@@ -26,8 +26,7 @@ from shardflow.format.tables import TableUnit
 from shardflow.packing.corpora.config import LineError, LineReason
 from shardflow.packing.corpora.pictures import StoredPicture
 from shardflow.packing.tables.keys import PrivateFolder, open_keys
-from shardflow.viewing.planes import WINDOWS, Window, to_gray
-from shardflow.viewing.study import choose_slices, decode_slice
+from shardflow.viewing.study import WINDOWS, Window, choose_slices, decode_slice, to_gray
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

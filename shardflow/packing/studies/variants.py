@@ -25,7 +25,7 @@ from shardflow.errors import naming_os_errors
 from shardflow.fields.augmentation import ALLOWED, Draw, Warp, change_intensity, draw_sample, names_a_side
 from shardflow.format.codecs import decode_array, encode_array, stored_codec
 from shardflow.format.keys import small_field, thumbnail_field, variant_field
-from shardflow.viewing.planes import encode_thumbnail
+from shardflow.viewing.study import encode_thumbnail
 
 if TYPE_CHECKING:
     from pathlib import Path

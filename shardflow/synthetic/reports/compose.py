@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardflow.synthetic.anatomy import Lesion
 from shardflow.synthetic.draws import GENERATED, Draws
-from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.render import Appearance, contrast_of
 from shardflow.synthetic.reports.mentions import (
     Document,

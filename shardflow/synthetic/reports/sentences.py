@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardflow.synthetic.anatomy import Lesion
 from shardflow.synthetic.draws import Draws
-from shardflow.synthetic.lesions import Lesion
 from shardflow.synthetic.options import Region
 from shardflow.synthetic.reports.mentions import Mark, Piece, Sentence
 

@@ -80,7 +80,7 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         found = [entry.name for entry in self.path.iterdir() if _NAME.fullmatch(entry.name)]
-        return sorted(found, key=_step_of, reverse=True)
+        return sorted(found, key=step_of, reverse=True)
 
     def begin(self, global_step: int) -> Path:
         """Make the hidden folder that a checkpoint is written into, and return it.
@@ -362,6 +362,7 @@ def _name_of(global_step: int) -> str:
     return f"step-{global_step:08d}"
 
 
-def _step_of(name: str) -> int:
+def step_of(name: str) -> int:
+    """Return the global step that a checkpoint is named for; -1 of another name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else -1

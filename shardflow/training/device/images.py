@@ -54,15 +54,11 @@ class ImagePipeline(nn.Module):
     Args:
         rows: Rows of the result.
         columns: Its columns.
-        mean: Taken off windowed values (0 to 1), before the division by ``deviation``.
-        deviation: With 0.5 and 0.5 a window becomes -1 to 1.
     """
 
-    def __init__(self, rows: int, columns: int, *, mean: float = 0.5, deviation: float = 0.5) -> None:
+    def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.size = (rows, columns)
-        self.mean = mean
-        self.deviation = deviation
 
     def forward(
         self, images_BKHW: torch.Tensor, slice_mask_BK: torch.Tensor, parameters: ImageParameters
@@ -90,7 +86,7 @@ class ImagePipeline(nn.Module):
                 align_corners=False,
             )
             values = functional.grid_sample(values, grid, align_corners=False, padding_mode="zeros")
-        normal = (values - self.mean) / self.deviation
+        normal = (values - 0.5) / 0.5
         if parameters.is_standardized_B is not None:
             own = _standardized(values, slice_mask_BK)
             normal = torch.where(parameters.is_standardized_B[:, None, None, None], own, normal)

@@ -20,9 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.checkpoint.start import StartDecision
 from shardflow.training.config import MonitorConfig, TrainConfig
 from shardflow.training.distributed import Ranks, StopRequest, join_ranks, prefer_determinism
-from shardflow.training.inputs import DeviceFeed, FedMicroBatch
+from shardflow.training.inputs import DeviceFeed, FedMicroBatch, StepInputs, map_tensors
 from shardflow.training.loop import LoopProgress, RunParts, TrainingLoop
 from shardflow.training.metrics import StepMetrics
 from shardflow.training.run import prepare_run
@@ -219,7 +219,7 @@ class _Turns:
                 fed = feed.take()
                 if fed is None or (held and num_bytes + _num_bytes(fed.inputs) > _HELD_BYTES):
                     break
-                held.append(replace(fed, inputs=_copy(fed.inputs)))
+                held.append(replace(fed, inputs=map_tensors(fed.inputs, torch.clone)))
                 num_bytes += _num_bytes(fed.inputs)
             feed.drain()
         finally:
@@ -317,18 +317,12 @@ class _Turns:
             getattr(torch, device.type).synchronize(device)
 
 
-def _copy(value: Any) -> Any:
-    """Copy tensors, and what holds them; a loader's memory is lent."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{entry.name: _copy(getattr(value, entry.name)) for entry in fields(value)})
-    return value
+def _num_bytes(inputs: StepInputs) -> int:
+    sizes = []
 
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
 
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if is_dataclass(value) and not isinstance(value, type):
-        return sum(_num_bytes(getattr(value, entry.name)) for entry in fields(value))
-    return 0
+    map_tensors(inputs, count)
+    return sum(sizes)

@@ -23,8 +23,7 @@ from shardflow.fields.transforming import load_function
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.distributed import blocks_of
-from shardflow.training.models.shapes import computed_from, used_parameters
-from shardflow.training.models.weights import stand_ins
+from shardflow.training.models.weights import computed_from, stand_ins, used_parameters
 from shardflow.training.text import ReportTokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -171,6 +170,23 @@ def build_target(settings: ModelConfig) -> nn.Module:
             "on the number of ranks"
         )
     return model
+
+
+def model_bindings(model: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
+    """Return the settings of a model that a checkpoint must match, by name."""
+    found: dict[str, Any] = {}
+    if model.path is not None:
+        found["model.path digest"] = folder_digest(model.path)
+        found["model.path weights"] = weights_digest(model.path)
+    if model.frozen_dtype != "fp32":
+        found["model.frozen_dtype"] = model.frozen_dtype
+    if model.quantize != "none":
+        found["model.quantize"] = model.quantize
+    if model.frozen:
+        found["model.frozen"] = list(model.frozen)
+    if lora.rank:
+        found |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": list(lora.targets)}
+    return found
 
 
 def folder_digest(path: Path) -> str:

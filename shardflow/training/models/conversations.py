@@ -21,7 +21,7 @@ from shardflow.seeds import derive
 from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.models.building import add_lora, build_target, freeze, freeze_idle
 from shardflow.training.models.pretrained import read_model
-from shardflow.training.models.shapes import num_picture_features
+from shardflow.training.models.weights import num_picture_features
 
 # ruff: noqa: N806
 PACKED_TYPES: Final = frozenset(

@@ -30,8 +30,7 @@ from shardflow.errors import ConfigError, os_reason
 from shardflow.seeds import derive
 from shardflow.training.config import ImageConfig, ModelConfig, TextConfig
 from shardflow.training.device.images import window_images
-from shardflow.training.models.shapes import Answers
-from shardflow.training.models.weights import are_weights_later, build_without_weights
+from shardflow.training.models.weights import Answers, are_weights_later, build_without_weights
 from shardflow.training.text import ReportTokenizer
 
 # ruff: noqa: N803, N806

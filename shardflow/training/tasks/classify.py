@@ -24,11 +24,10 @@ from shardflow.fields.types.columns import Column, Columns
 from shardflow.fields.types.pixel_field import PixelField
 from shardflow.format.facts.columns import open_columns
 from shardflow.loading import Batch, Loader, Selection
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.config import ImageConfig, ModelConfig
 from shardflow.training.device.images import ImagePipeline
-from shardflow.training.inputs import ImageMaker
-from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, TaskConfig
+from shardflow.training.inputs import ImageMaker, image_arrays
+from shardflow.training.model_fields import IMAGE_FIELD, LABEL_FIELD, AugmentConfig, TaskConfig
 from shardflow.training.models.building import build_target, freeze
 from shardflow.training.tasks.report import image_bindings
 from shardflow.training.tasks.scores import binary_metrics, multi_class_metrics, multi_label_metrics
@@ -252,7 +251,7 @@ class ClassifyTask(ArrayTask):
             )
         maker = replace(self._maker, augment=None) if is_evaluation else self._maker
         return {
-            **_image_arrays(batch),
+            **image_arrays(batch),
             **maker.arrays(batch, [""] * num_slots),
             "labels": labels.astype(np.int64),
             "is_known": is_known,
@@ -276,7 +275,7 @@ class ClassifyTask(ArrayTask):
         if settings.target:
             model = build_target(settings)
         else:
-            model = SmallConvNet(_image_arrays(example)["image"].shape[1], self.num_outputs)
+            model = SmallConvNet(image_arrays(example)["image"].shape[1], self.num_outputs)
         freeze(model, settings.frozen)
         return model
 
@@ -335,25 +334,6 @@ class ClassifyTask(ArrayTask):
         if self.kind == "binary":
             return binary_metrics(logits[known, 0], labels[known, 0] > 0)
         return multi_class_metrics(logits[known], labels[known, 0].astype(np.int64), self.names)
-
-
-def _image_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
-    """Return images, masks and ranges; several images, slices and colors side by side as channels."""
-    name = IMAGE_FIELD
-    pixels = batch[name]
-    num_slots, (rows, columns) = len(pixels), pixels.shape[-2:]
-    mask = batch[f"{name}_mask"].reshape(num_slots, -1)
-    pixels = pixels.reshape(num_slots, -1, rows, columns)
-    each = pixels.shape[1] // mask.shape[1]
-    ranges = batch[f"{name}_range"]
-    arrays = {
-        "image": pixels,
-        "slice_mask": np.repeat(mask, each, axis=1),
-        "display_range": ranges if ranges.ndim == 2 else np.repeat(ranges, each, axis=1),
-    }
-    if f"{name}_box" in batch:
-        arrays["content_box"] = np.repeat(batch[f"{name}_box"].reshape(*mask.shape, 4), each, axis=1)
-    return arrays
 
 
 def _shown(names: Sequence[str]) -> str:

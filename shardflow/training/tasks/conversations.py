@@ -40,11 +40,10 @@ from shardflow.training.config import LoraConfig, ModelConfig
 from shardflow.training.data import with_lanes
 from shardflow.training.distributed import settle, unwrap
 from shardflow.training.model_fields import CONVERSATION_FIELD, REFERENCE_FIELD, TaskConfig
-from shardflow.training.models.building import folder_digest, weights_digest
+from shardflow.training.models.building import folder_digest, model_bindings, weights_digest
 from shardflow.training.models.conversations import build_conversation_model
-from shardflow.training.models.shapes import without_values
-from shardflow.training.tasks.first_sample import Pieces
-from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Scores
+from shardflow.training.models.weights import without_values
+from shardflow.training.tasks.task import _WEIGHTS, ArrayInputs, ArrayTask, Pieces, Scores
 
 # ruff: noqa: N806
 # Tensors carry their axes as a suffix: B slots, N sequences, T tokens; a packed row has those of N sequences.
@@ -113,24 +112,12 @@ class ConversationTask(ArrayTask):
 
     def settings(self) -> Mapping[str, Any]:
         """Return what a checkpoint must match; the loader compares the processor."""
-        model, lora = self._model, self._lora
+        model = self._model
+        found = model_bindings(model, self._lora)
         if model.path is None:
-            found: dict[str, Any] = {"model.target": model.target, "model.arguments": model.arguments}
-        else:
-            found = {
-                "model.path digest": folder_digest(model.path),
-                "model.path weights": weights_digest(model.path),
-            }
+            found |= {"model.target": model.target, "model.arguments": model.arguments}
         if self._task.type == "dpo":
             found["task.beta"] = self._task.beta
-        if model.frozen_dtype != "fp32":
-            found["model.frozen_dtype"] = model.frozen_dtype
-        if model.quantize != "none":
-            found["model.quantize"] = model.quantize
-        if model.frozen:
-            found["model.frozen"] = list(model.frozen)
-        if lora.rank:
-            found |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": list(lora.targets)}
         return found
 
     def batch_spec(self, selection: Selection, tail: Tail | None) -> BatchSpec:

@@ -17,15 +17,14 @@ from shardflow.fields.types.pixel_field import PixelField
 from shardflow.loading import Loader, Selection
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
-from shardflow.training.augmentation import AugmentConfig
 from shardflow.training.config import BatchConfig, ImageConfig, LoraConfig, ModelConfig, TextConfig
 from shardflow.training.data import batch_spec, open_inputs, run_fields, sample_inputs
 from shardflow.training.distributed import Ranks
 from shardflow.training.inputs import InputMaker, InputSource, StepInputs
-from shardflow.training.model_fields import num_places
-from shardflow.training.models.building import build_report_model, folder_digest, weights_digest
+from shardflow.training.model_fields import AugmentConfig, num_places
+from shardflow.training.models.building import build_report_model, model_bindings
 from shardflow.training.sequences import IGNORED_LABEL
-from shardflow.training.tasks.first_sample import Pieces
+from shardflow.training.tasks.task import Pieces
 from shardflow.training.text import ReportTokenizer
 
 
@@ -64,19 +63,9 @@ class ReportTask:
         del bindings["image.compile"]
         for name in ("path", "weights", "frozen", "frozen_dtype", "quantize", "target", "arguments"):
             del bindings[f"model.{name}"]
+        bindings |= model_bindings(self.model, self.lora)
         if self.model.path is not None:
-            bindings["model.path digest"] = folder_digest(self.model.path)
-            bindings["model.path weights"] = weights_digest(self.model.path)
             bindings["text.prompt"] = self.text.prompt
-        if self.model.frozen_dtype != "fp32":
-            bindings["model.frozen_dtype"] = self.model.frozen_dtype
-        if self.model.quantize != "none":
-            bindings["model.quantize"] = self.model.quantize
-        if self.model.frozen:
-            bindings["model.frozen"] = list(self.model.frozen)
-        if self.lora.rank:
-            bindings |= {"lora.rank": self.lora.rank, "lora.alpha": self.lora.alpha}
-            bindings["lora.targets"] = list(self.lora.targets)
         bindings["batch.packed"] = self.batch.packed
         bindings["text.max_tokens"] = self.text.max_tokens
         bindings["text.tokenizer digest"] = self.tokenizer.digest

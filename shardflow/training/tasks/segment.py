@@ -2,7 +2,7 @@
 
 A region's loss is the cross-entropy of its voxels plus one minus the mean soft Dice of its classes; a step's
 is the mean over its annotated regions on all ranks. Evaluations run windows over whole volumes and measure
-the Dice of each volume once, see `shardflow.training.tasks.volume_scores`.
+the Dice of each volume once, see `shardflow.training.tasks.scores`.
 
 Source:
     Dice loss: Milletari et al., "V-Net", 3DV 2016; its sum with cross-entropy: Isensee et al., "nnU-Net",
@@ -31,15 +31,14 @@ from shardflow.loading.rows.windows import select_windows
 from shardflow.sampling import BatchSpec
 from shardflow.sampling.spec import Tail
 from shardflow.telemetry import StageCounters
-from shardflow.training.augmentation import VolumeAugmentConfig
 from shardflow.training.config import ModelConfig
 from shardflow.training.device.volumes import VolumeAugmentation
 from shardflow.training.distributed import Ranks
-from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig
+from shardflow.training.model_fields import IMAGE_FIELD, MASK_FIELD, TaskConfig, VolumeAugmentConfig
 from shardflow.training.models.building import build_target, freeze
 from shardflow.training.models.unet import UNet3d
+from shardflow.training.tasks.scores import VolumeMeter
 from shardflow.training.tasks.task import ArrayTask, Meter
-from shardflow.training.tasks.volume_scores import VolumeMeter
 
 _SMOOTH: Final = 1e-5
 _BESIDE: Final = ("range", "mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardflow.fields.augmentation import ALLOWED, Draw, draw_sample, names_a_side
-from shardflow.training.augmentation import AugmentConfig
+from shardflow.training.model_fields import AugmentConfig
 
 MUCH = AugmentConfig(rotate_deg=180, zoom=1.0, shift=1.0, intensity=1.0, mirror=1.0, flip=1.0)
 PLACES = [

@@ -46,12 +46,18 @@ def test_halves_are_rounded_up_and_outside_is_fill_alone() -> None:
 def test_places_are_those_of_the_device(draw: Draw) -> None:
     pixels = smooth(48, 64)
     affine, _ = stack_draws([draw], rows=48, columns=64)
-    pipeline = ImagePipeline(48, 64, mean=0.0, deviation=1.0)
-    on_device = pipeline(
-        torch.from_numpy(pixels.astype(np.float32))[None, None],
-        torch.ones((1, 1), dtype=torch.bool),
-        ImageParameters(display_range=torch.tensor([[0.0, 65535.0]]), affine_B23=torch.from_numpy(affine)),
-    )[0, 0].numpy()
+    pipeline = ImagePipeline(48, 64)
+    on_device = (
+        pipeline(
+            torch.from_numpy(pixels.astype(np.float32))[None, None],
+            torch.ones((1, 1), dtype=torch.bool),
+            ImageParameters(
+                display_range=torch.tensor([[0.0, 65535.0]]), affine_B23=torch.from_numpy(affine)
+            ),
+        )[0, 0].numpy()
+        * 0.5
+        + 0.5
+    )
     here = Warp(draw, 48, 64).image(pixels) / 65535
     # Places are rounded to 1/128 of a pixel; at the rim that is a step from fill to image.
     assert np.abs(here - on_device)[2:-2, 2:-2].mean() < 0.001

@@ -13,8 +13,7 @@ from shardflow.cli.top import frame
 from shardflow.errors import ConfigError, StorageError
 from shardflow.monitoring import RunHistory, read_history, read_metrics_text
 from shardflow.monitoring.goodput import goodput_of, measure_goodput
-from shardflow.monitoring.history import RunFile
-from shardflow.monitoring.lines import METRICS_FILE, MOST_LINE_BYTES, MetricsTail, parse_line
+from shardflow.monitoring.history import METRICS_FILE, MOST_LINE_BYTES, MetricsTail, RunFile, parse_line
 from shardflow.monitoring.live import LiveRun
 from shardflow.monitoring.outlets import record_of
 from shardflow.monitoring.run_page.compare import render_comparison

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring.goodput import Goodput, measure_goodput
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.monitoring import RunHistory, read_history
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from shardflow.telemetry import Interval
 from tests.run_factory import write_run
 

@@ -12,7 +12,7 @@ import pytest
 from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from shardflow.monitoring.live import Curve, LiveRun, LiveView
 from tests.run_factory import write_run
 

@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import MetricsServer, RunCollector, parse_address, read_metrics_text
-from shardflow.monitoring.lines import METRICS_FILE, MetricsLine, MetricsTail
+from shardflow.monitoring.history import METRICS_FILE, MetricsLine, MetricsTail
 from shardflow.monitoring.prometheus import METRICS, MetricsMeter
 from shardflow.telemetry import Interval, RankNumbers
 from tests.run_factory import write_run

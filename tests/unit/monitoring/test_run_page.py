@@ -17,7 +17,7 @@ import pytest
 from shardflow.logs import EventLog
 from shardflow.monitoring import read_history
 from shardflow.monitoring.goodput import measure_goodput
-from shardflow.monitoring.lines import METRICS_FILE
+from shardflow.monitoring.history import METRICS_FILE
 from shardflow.monitoring.run_page.compare import render_comparison
 from shardflow.monitoring.run_page.page import render_run_page
 from shardflow.monitoring.run_page.reading import (

@@ -14,7 +14,7 @@ import pytest
 from shardflow.errors import ConfigError
 from shardflow.logs import EventLog
 from shardflow.monitoring import outlets as sinks
-from shardflow.monitoring.lines import METRICS_FILE, MetricsLine
+from shardflow.monitoring.history import METRICS_FILE, MetricsLine
 from shardflow.monitoring.outlets import Record, Scalar, Sink, SinkFollower, record_of, require_sinks
 from tests.run_factory import write_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardflow.monitoring.lines import METRICS_FILE, MetricsTail
+from shardflow.monitoring.history import METRICS_FILE, MetricsTail
 
 pytestmark = pytest.mark.fast
 

@@ -16,8 +16,9 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _run(progress: BarProgress | LineProgress) -> None:
-    with progress:
+def _run(stream: io.StringIO, kind: type[BarProgress | LineProgress]) -> None:
+    with make_progress(stream) as progress:
+        assert isinstance(progress, kind)
         progress.phase("headers", 300)
         progress.advance(128)
         progress.advance(172)
@@ -32,9 +33,7 @@ def _run(progress: BarProgress | LineProgress) -> None:
 
 def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    progress = make_progress(stream)
-    assert isinstance(progress, LineProgress)
-    _run(progress)
+    _run(stream, LineProgress)
     assert stream.getvalue().splitlines() == [
         "reading headers (300)",
         "linking reports",
@@ -79,9 +78,7 @@ def test_what_an_earlier_run_has_done_does_not_count_for_the_pace(monkeypatch: p
 
 def test_bars_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     stream = _Terminal()
-    progress = make_progress(stream)
-    assert isinstance(progress, BarProgress)
-    _run(progress)
+    _run(stream, BarProgress)
     shown = stream.getvalue()
     assert "300/300" in shown
     assert "packing studies" in shown

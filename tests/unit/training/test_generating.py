@@ -22,9 +22,15 @@ from shardflow.format.counts import open_conversation_counts
 from shardflow.format.writer import ShardWriter
 from shardflow.training.checkpoint.files import CheckpointFolder
 from shardflow.training.config import TrainConfig
-from shardflow.training.jobs.generating import GenerateSettings, generate
+from shardflow.training.jobs.generating import (
+    LABELS,
+    GenerateSettings,
+    generate,
+    has_word_scores,
+    label_scores,
+    word_scores,
+)
 from shardflow.training.run import train
-from shardflow.training.tasks.text_scores import LABELS, has_word_scores, label_scores, word_scores
 from tests.conversation_case import FAMILIES, IMAGE_FAMILIES, make_folder
 from tests.sweeps import sampled
 from tests.tiny_runs import NUM_VAL, make_tiny_input, tiny_config

@@ -12,7 +12,7 @@ from shardflow.cli.main import main
 from shardflow.config import dump_config
 from shardflow.errors import ConfigError
 from shardflow.training.config import BatchConfig
-from shardflow.training.jobs.memory_probe import fit_memory, measure_memory_curve
+from shardflow.training.jobs.memory import fit_memory, measure_memory_curve
 from tests.tiny_runs import TinyInput, tiny_config
 
 

@@ -23,7 +23,7 @@ from shardflow.errors import ConfigError
 from shardflow.training.config import TrainConfig
 from shardflow.training.data import sample_inputs
 from shardflow.training.distributed import blocks_of, local_part
-from shardflow.training.jobs.memory_plan import _outermost, _SavedBytes, plan_memory
+from shardflow.training.jobs.memory import _outermost, _SavedBytes, plan_memory
 from shardflow.training.run import open_task
 from shardflow.training.step import WeightAverage, build_optimizer, compute_loss
 from tests.conversation_case import make_folder

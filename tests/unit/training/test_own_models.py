@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from shardflow.errors import ConfigError
 from shardflow.loading.sample import open_dataset
-from shardflow.training.jobs.memory_plan import plan_memory
+from shardflow.training.jobs.memory import plan_memory
 from shardflow.training.run import train
 from shardflow.training.tokenizing import count_dataset
 from tests.distributed.runs import committed_samples, differing_weights

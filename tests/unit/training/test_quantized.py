@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardflow.errors import ConfigError
-from shardflow.training.jobs.memory_plan import plan_memory
+from shardflow.training.jobs.memory import plan_memory
 from shardflow.training.models.weights import QuantizedLinear, hold_frozen, load_weights, weights_later
 from shardflow.training.run import train
 from tests.distributed.runs import committed_samples, differing_weights

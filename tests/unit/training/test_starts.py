@@ -9,7 +9,7 @@ import pytest
 
 from shardflow.errors import ConfigError, NoProgressError, StorageError
 from shardflow.logs import EventLog
-from shardflow.training.faults import record_start, refuse_crash_loop
+from shardflow.training.checkpoint.start import record_start, refuse_crash_loop
 from shardflow.training.health.heartbeat import Beat, Fault
 
 pytestmark = pytest.mark.fast

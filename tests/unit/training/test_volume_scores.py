@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import shardflow as sf
 from shardflow.format import Dataset
 from shardflow.loading import World
-from shardflow.training.tasks.volume_scores import VolumeMeter
+from shardflow.training.tasks.scores import VolumeMeter
 from tests.integration.loader_support import flip_bit, locate
 from tests.volume_cases import VolumeSeries, affine_of, make_volumes, stored_volume
 
@@ -148,7 +148,7 @@ def test_dice_is_that_of_whole_volumes_on_any_number_of_ranks(
     counted = [one[f"num_{name}volumes"] for name in ("", "incomplete_", "unannotated_")]
     assert counted == [NUM_VOLUMES - 1, 1, 0]
     assert dataset.samples.sample_key(BROKEN) in caplog.text
-    monkeypatch.setattr("shardflow.training.tasks.volume_scores._SLAB_BYTES", 1000)  # several slabs a volume
+    monkeypatch.setattr("shardflow.training.tasks.scores._SLAB_BYTES", 1000)  # several slabs a volume
     for world_size in (2, 4):
         for found in measured(dataset, world_size, has_overlaps=has_overlaps):
             assert found == one

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardflow.errors import ConfigError
-from shardflow.viewing.planes import (
+from shardflow.viewing.study import (
     WINDOWS,
     EdgeLetters,
     Window,
@@ -97,11 +97,11 @@ def test_sizes_and_lengths() -> None:
 
 
 def test_a_thumbnail_loads_no_server_and_no_pages() -> None:
-    code = "import sys, shardflow.viewing.planes\nprint(*sys.modules)"
+    code = "import sys, shardflow.viewing.study\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     loaded = done.stdout.split()
     ours = {name for name in loaded if name.startswith("shardflow.viewing.")}
-    assert ours == {"shardflow.viewing.planes"}
+    assert ours == {"shardflow.viewing.study"}
     assert "http.server" not in loaded
