@@ -94,6 +94,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Look for no garbage while modules are imported: there is hardly any, and a search sees all objects."""
+    gc.disable()
+    try:
+        _import_from_own_place(session)
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def _import_from_own_place(session: pytest.Session) -> None:
+    """Import test modules, each worker from another place of their order on.
+
+    In a new clone all workers would else rewrite the assertions of the same module at the same time, and
+    compile the same libraries. So each finds most of them as bytecode that another one has written.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    number = int(worker["workerid"].removeprefix("gw"))
+    if number == 0:
+        return  # where collecting begins
+    places = [Path(argument.partition("::")[0]).absolute() for argument in config.args]
+    files = sorted(
+        {file for place in places for file in (place, *place.rglob("test_*.py")) if file.is_file()}
+    )
+    start = len(files) * number // worker["workercount"]
+    for path in (*files[start:], *files[:start]):
+        if not config.hook.pytest_ignore_collect(collection_path=path, config=config):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting says what is wrong
+                _ = pytest.Module.from_parent(session, path=path).obj
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what test modules have imported, half of it torch, out of all later collections of garbage."""
     gc.collect()
