@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forks import SERVERS, ForkedChildren
+from tests.forks import SERVERS, ForkedChildren, leave_syncs_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +41,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times
 # slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+leave_syncs_out()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
 settings.register_profile(

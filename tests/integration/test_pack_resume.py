@@ -68,7 +68,7 @@ def alone(case: PackCase) -> PackCase:
     return case
 
 
-@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize("num_processes", sampled([1, 3], {3}))
 def test_the_number_of_processes_does_not_show(
     case: PackCase, expected: tuple[Path, dict[str, str]], num_processes: int
 ) -> None:
@@ -103,7 +103,7 @@ POINTS = [
 ]
 
 
-ALWAYS = {"advance:headers:1", "advance:studies:4", "phase:samples", "phase:manifest", "cleaning", "half"}
+ALWAYS = {"advance:studies:4", "phase:manifest", "half"}  # tests below are killed at others
 
 
 @pytest.mark.parametrize("point", sampled(POINTS, ALWAYS))
@@ -134,7 +134,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
             ("record", 1),
             ("record", 2),
         ],
-        {("fragment", 3), ("tar", 1), ("index", 1), ("record", 1)},
+        {("tar", 1), ("record", 1)},
     ),
 )
 def test_a_job_killed_at_a_write_of_a_process_goes_on(
