@@ -31,7 +31,7 @@ SERIES = {
 """Folders that hold one regular series, and its slices."""
 
 
-@pytest.fixture(params=SERIES, ids=lambda folder: folder.replace("/", "-"))
+@pytest.fixture(scope="module", params=SERIES, ids=lambda folder: folder.replace("/", "-"))
 def series(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Path, Stack, Array, list[Path]]:
     """Folder, stack, volume ``(slice, row, column)`` without padding rules, and files in our order."""
     folder = shared_data / request.param
