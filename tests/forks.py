@@ -62,7 +62,7 @@ _OURS = {"benchmarks", "examples", "pipelines", "shardflow", "tests"}
 def leave_syncs_out() -> None:
     """Let `os.fsync` of this process wait for no disk: no test cuts the power, and jobs sync often.
 
-    Calls and their order are as they were. New interpreters have the real one, and so has `test_atomic`.
+    Calls and their order are as they were. New interpreters have the real one, and tests that need it.
     """
 
     def sync(file: int) -> None:
