@@ -81,6 +81,9 @@ POINTS = [
 def test_a_killed_job_goes_on_and_does_no_finished_part_again(
     case: CorpusCase, expected: tuple[Path, dict[str, str]], point: str, num_kept: int
 ) -> None:
+    if not point.startswith("advance:"):  # no packing process is at work then
+        text = case.config_path.read_text(encoding="utf-8")
+        case.config_path.write_text(text.replace("num_processes = 2", "num_processes = 1"), encoding="utf-8")
     done = case.drive(point)
     assert done.returncode == -signal.SIGKILL, done.stderr
     is_published = point == "cleaning"
