@@ -1,8 +1,8 @@
 """A folder with texts, a recipe and a key, for tests of the corpus job; also its driver and its faults.
 
-Run as ``python -m tests.corpora_case CONFIG POINT MODE`` it packs, and kills its own process group at the
-point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says: ``pack``
-or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
+Run as ``python -m tests.corpora_case CONFIG POINT MODE [inline]`` it packs, and kills its own process group
+at the point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says:
+``pack`` or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
 where its lines are only counted), ``raise``, ``eat`` or ``group`` (kill -9 of the whole job when the part is
 done, before the job knows).
 """
