@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forks import SERVERS, ForkedChildren
+from tests.forks import SERVERS, ForkedChildren, leave_syncs_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +41,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Workers share the cores: OpenMP threads that spin for one another make a training step a hundred times
 # slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+leave_syncs_out()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones and remembers what failed.
 settings.register_profile(
@@ -92,6 +93,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Look for no garbage while modules are imported: there is hardly any, and a search sees all objects."""
+    gc.disable()
+    try:
+        _import_from_own_place(session)
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def _import_from_own_place(session: pytest.Session) -> None:
+    """Import test modules, each worker from another place of their order on.
+
+    In a new clone all workers would else rewrite the assertions of the same module at the same time, and
+    compile the same libraries. So each finds most of them as bytecode that another one has written.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    number = int(worker["workerid"].removeprefix("gw"))
+    if number == 0:
+        return  # where collecting begins
+    places = [Path(argument.partition("::")[0]).absolute() for argument in config.args]
+    files = sorted(
+        {file for place in places for file in (place, *place.rglob("test_*.py")) if file.is_file()}
+    )
+    start = len(files) * number // worker["workercount"]
+    for path in (*files[start:], *files[:start]):
+        if not config.hook.pytest_ignore_collect(collection_path=path, config=config):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting says what is wrong
+                _ = pytest.Module.from_parent(session, path=path).obj
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -185,17 +219,25 @@ def _processes() -> dict[int, str]:
 def _children(parent: int | str) -> dict[int, str]:
     """Running children of a process, pid to command line; not those that ended and wait to be reaped."""
     children: dict[int, str] = {}
-    for listing in Path(f"/proc/{parent}/task").glob("*/children"):
+    for pid in _child_pids(f"/proc/{parent}/task"):
         with contextlib.suppress(OSError):
-            for pid in map(int, listing.read_text().split()):
-                with contextlib.suppress(OSError):
-                    # The state follows the name in brackets; what has just begun has no command line yet.
-                    is_ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    text = command.decode(errors="replace").strip()
-                    if not is_ended and not any(servant in text for servant in SERVANTS):
-                        children[pid] = text
+            # The state follows the name in brackets; what has just begun has no command line yet.
+            is_ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            text = command.decode(errors="replace").strip()
+            if not is_ended and not any(servant in text for servant in SERVANTS):
+                children[pid] = text
     return children
+
+
+def _child_pids(tasks: str) -> list[int]:
+    """What the threads of a process have started; asked twice a test; `pathlib` takes four times as long."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(tasks):  # noqa: PTH208
+            with contextlib.suppress(OSError), open(f"{tasks}/{thread}/children", "rb") as listing:  # noqa: PTH123
+                found += map(int, listing.read().split())
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """A folder with texts, a recipe and a key, for tests of the corpus job; also its driver and its faults.
 
-Run as ``python -m tests.corpora_case CONFIG POINT MODE`` it packs, and kills its own process group at the
-point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says: ``pack``
-or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
+Run as ``python -m tests.corpora_case CONFIG POINT MODE [inline]`` it packs, and kills its own process group
+at the point, see `tests.pack_driver`. `make_handler` makes packing processes fail as ``faults.json`` says:
+``pack`` or ``scan``, then the number of a part, then ``kill``, ``kill_once``, ``kill_even_counts`` (also
 where its lines are only counted), ``raise``, ``eat`` or ``group`` (kill -9 of the whole job when the part is
 done, before the job knows).
 """
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from shardflow.packing.corpora.parts import HANDLERS
 from shardflow.packing.corpora.parts import make_handler as make_real_handler
 from shardflow.packing.engines.worker import Handler
 from tests.forks import run
+from tests.inline_engine import is_packing_inline, packing_inline
 
 __all__ = ["FAULTY", "CorpusCase", "make_handler", "make_lines"]
 
@@ -119,7 +121,8 @@ class CorpusCase:
 
     def drive(self, point: str, mode: CorpusMode = "pack") -> subprocess.CompletedProcess[str]:
         """Run the job in a process group of its own that is killed at a named point."""
-        return run(self.command(point, mode)[1:])
+        inline = ["inline"] if is_packing_inline() else []
+        return run([*self.command(point, mode)[1:], *inline])
 
     def outcomes(self) -> LineOutcomes:
         """Open the outcomes of the newest version."""
@@ -168,16 +171,17 @@ def main() -> None:
     from shardflow.packing.workspace import Workspace
     from tests.pack_driver import KillingProgress, kill_group
 
-    config, point, mode = sys.argv[1:]
+    config, point, mode, *inline = sys.argv[1:]
     if point == "cleaning":
         setattr(Workspace, "remove_work", lambda _: kill_group())  # noqa: B010
     handlers = FAULTY if (Path(config).parent / "faults.json").exists() else HANDLERS
-    pack_corpus(
-        load_config(CorpusConfig, config),
-        KillingProgress(point),
-        mode=cast(CorpusMode, mode),
-        handlers=handlers,
-    )
+    with packing_inline() if inline else nullcontext():
+        pack_corpus(
+            load_config(CorpusConfig, config),
+            KillingProgress(point),
+            mode=cast(CorpusMode, mode),
+            handlers=handlers,
+        )
 
 
 if __name__ == "__main__":

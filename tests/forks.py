@@ -36,9 +36,11 @@ __all__ = [
     "PATIENCE_S",
     "REPOSITORY",
     "SERVERS",
+    "SYNC",
     "Forked",
     "ForkedChildren",
     "command_server",
+    "leave_syncs_out",
     "rank_server",
     "run",
 ]
@@ -48,11 +50,25 @@ PATIENCE_S = 600.0
 """Deadline of what a test waits for: long, because a loaded machine is no failure."""
 SERVERS: set[int] = set()
 """Process ids of the servers, which end with this process."""
+SYNC = os.fsync
+"""The real one."""
 _NUM_STREAMS = 3
 _MAX_DESCRIPTORS = 16
 _FREE_DESCRIPTOR = 512
 """Above those that a process of these tests has open."""
 _OURS = {"benchmarks", "examples", "pipelines", "shardflow", "tests"}
+
+
+def leave_syncs_out() -> None:
+    """Let `os.fsync` of this process wait for no disk: no test cuts the power, and jobs sync often.
+
+    Calls and their order are as they were. New interpreters have the real one, and tests that need it.
+    """
+
+    def sync(file: int) -> None:
+        os.fstat(file)  # an error, as there, of what is not open
+
+    os.fsync = sync  # type: ignore[assignment]
 
 
 class Forked:
@@ -304,6 +320,7 @@ def serve(place: str, ahead: Sequence[str]) -> None:
     """Fork a process for each request until standard input ends; it returns in the forks alone."""
     from importlib import import_module
 
+    leave_syncs_out()
     for name in ahead:
         module, _, function = name.partition(":")
         found = import_module(module)

@@ -39,13 +39,12 @@ def make_handler(setup: Mapping[str, Any]) -> Handler:
 
     ``faults.json``: ``{"study": {sample_key: fault}, "header": {relative_path: fault}, "document":
     {name of the file: fault}, "kill_group": point}``; the key ``*`` stands for every study; a fault is
-    ``hang``, ``hold``, ``eat``, ``segfault``, ``kill`` or ``raise``, with ``_once`` for the first try only,
-    or ``count``, which writes a letter to the file ``counted`` and fails nothing. ``hold`` hangs too, after
-    it has written its process id to the file ``held``: a state that lasts until the test ends it. A point is
-    ``tar``,
-    ``index``, ``record`` or ``fragment`` with the number of the write after which the whole process group is
-    killed, such as ``["tar", 1]``. ``os_error``: ``[errno, number]``, the write, sync or rename of a process
-    that fails.
+    ``hang``, ``hold``, ``eat``, ``segfault``, ``kill``, ``raise``, with ``_once`` for the first try only,
+    ``count``, which writes a letter to the file ``counted`` and fails nothing, or ``counted_kill``, which
+    does both. ``hold`` hangs too, after it has written its process id to the file ``held``: a state that
+    lasts until the test ends it. A point is ``tar``, ``index``, ``record`` or ``fragment`` with the number of
+    the write after which the whole process group is killed, such as ``["tar", 1]``. ``os_error``: ``[errno,
+    number]``, the write, sync or rename of a process that fails.
     """
     folder = Path(setup["workspace"]["output"]).parent
     faults: dict[str, Any] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
@@ -93,9 +92,11 @@ def _fail(fault: str | None, folder: Path) -> None:
             ctypes.string_at(0)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "count":
+        case "count" | "counted_kill":
             with (folder / "counted").open("a", encoding="ascii") as file:
                 file.write("x")
+            if fault == "counted_kill":
+                os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             raise ValueError("DOE^JANE 19700101")
 

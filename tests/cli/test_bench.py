@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from pathlib import Path
 
@@ -14,8 +15,15 @@ from shardflow.format.facts.making import attach_facts
 from tests.cli.conftest import Call
 from tests.factories import make_dataset, make_sample
 from tests.field_cases import make_case_dataset, pixels_of
+from tests.forks import SYNC
 
 pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def real_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from the disk again: what is not there yet cannot be dropped from memory."""
+    monkeypatch.setattr(os, "fsync", SYNC)
 
 
 @pytest.fixture

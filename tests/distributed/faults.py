@@ -156,7 +156,6 @@ _BEGUN = "shardflow.loading.process.LoaderProcess.start_iteration"
 
 CASES: dict[str, Case] = {
     "whole": Case(),
-    "whole-4": Case(world_size=4),
     "whole-bad": Case(dataset="bad"),
     "kill-before-ledger-line": Case(
         hurt=at_call("shardflow.training.ledger.LedgerWriter.write", 5, kill_myself)
@@ -164,7 +163,6 @@ CASES: dict[str, Case] = {
     "kill-amid-checkpoint": Case(
         rank=0, hurt=at_call("shardflow.training.checkpoint.files._write_synced", 3, kill_myself)
     ),
-    "kill-at-four-ranks": Case(world_size=4, rank=2, send=signal.SIGKILL, hurt=unhurried),
     "stop-without-end": Case(
         send=signal.SIGSTOP, hurt=unhurried, settings={"timeouts.hang_s": HANG_S}, waits=True
     ),
@@ -186,9 +184,6 @@ CASES: dict[str, Case] = {
         settings={"timeouts.steady_s": 25, "timeouts.hang_s": HANG_S, "loader.wait_timeout_s": 15},
         waits=True,
     ),
-    "kill-while-execution-changes": Case(
-        hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
-    ),
     "asked-to-stop-while-execution-changes": Case(
         hurt=at_call(_BEGUN, 1, ask_all_to_stop), on_all=moving, settings={"tune.mode": "on"}
     ),
@@ -198,8 +193,13 @@ CASES: dict[str, Case] = {
         waits=True,
     ),
 }
-"""The rows that ``make test`` runs, behind the three undisturbed runs that they are compared with."""
+"""The rows that ``make test`` runs, behind the undisturbed runs that they are compared with."""
 LONGER_CASES: dict[str, Case] = {
+    "whole-4": Case(world_size=4),
+    "kill-at-four-ranks": Case(world_size=4, rank=2, send=signal.SIGKILL, hurt=unhurried),
+    "kill-while-execution-changes": Case(
+        hurt=at_call(_BEGUN, 1, kill_myself), on_all=moving, settings={"tune.mode": "on"}
+    ),
     "kill-in-forward": Case(hurt=at_call("shardflow.training.step.seed_micro_batch", 11, kill_myself)),
     "kill-before-update": Case(rank=0, hurt=at_call("shardflow.training.step.Updates.apply", 7, kill_myself)),
     "kill-while-fetching": Case(

@@ -28,6 +28,7 @@ _LATER = (
     "shardflow.training.models.reference",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
     "transformers.models.auto.modeling_auto",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen2.modeling_qwen2",

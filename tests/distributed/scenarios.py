@@ -268,20 +268,6 @@ def exchange(stage: Stage) -> Result:
     }
 
 
-def slow_preparation(stage: Stage) -> Result:
-    """A rank prepares longer than an exchange may take; nobody waits inside a collective."""
-    wait = 5.0
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))
-    ranks = replace(stage.ranks, group=group, timeouts=replace(stage.ranks.timeouts, steady_s=wait, hang_s=0))
-    ranks.enter_steady_state()
-    if ranks.rank == 1:
-        time.sleep(7.0)
-    ranks.barrier("prepared", WAIT)
-    numbers = torch.ones(1)
-    dist.all_reduce(numbers, group=group)
-    return {"sum": numbers.item()}
-
-
 def silent_rank(stage: Stage) -> Result:
     """Rank 3 takes part in an exchange too late; leaves the groups broken."""
     late = 1.0
@@ -349,7 +335,6 @@ SCENARIOS: tuple[Callable[[Stage], Result], ...] = (
     disagreeing_runs,
     another_dataset,
     refused_start,
-    slow_preparation,
     silent_rank,
     missing_rank,
 )

@@ -207,21 +207,24 @@ def _classifier_steps(ranks: Ranks, config: TrainConfig, strategy: str) -> Itera
             held.zero_grad(set_to_none=True)
 
 
-SHARDED = ("parallel.strategy=fsdp2", "run.max_steps=8", "data.eval_split=val", "run.evaluate_every_steps=2")
-WHOLE = SHARDED[1:]
+WHOLE = ("run.max_steps=8", "data.eval_split=val")
+SHARDED = ("parallel.strategy=fsdp2", *WHOLE)
+OFTEN = "run.evaluate_every_steps=2"
+RARELY = ("run.evaluate_every_steps=4", "run.checkpoint_every_steps=8")
+"""What is stopped, before an evaluation that is due, writes a checkpoint besides."""
 
 
 def strategies(stage: Stage) -> Result:
     """A sharded run, a stopped and resumed one, and one that starts in turn with whole and sharded models."""
     outcomes = [
-        stage.train(stage.ranks, "sharded", *SHARDED),
-        stage.train(stage.ranks, "sharded-parts", *SHARDED, stop_after=5, stop_rank=1),
-        stage.train(stage.ranks, "sharded-parts", *SHARDED),
-        stage.train(stage.ranks, "unsharded", *WHOLE),
+        stage.train(stage.ranks, "sharded", *SHARDED, *RARELY),
+        stage.train(stage.ranks, "sharded-parts", *SHARDED, *RARELY, stop_after=5, stop_rank=1),
+        stage.train(stage.ranks, "sharded-parts", *SHARDED, *RARELY),
+        stage.train(stage.ranks, "unsharded", *WHOLE, *RARELY),
     ]
     resumed = []
     for size, stop_after, settings in ((4, 3, SHARDED), (2, 4, WHOLE), (3, 7, SHARDED), (2, None, SHARDED)):
-        summary = stage.train(stage.first(size), "strategies", *settings, stop_after=stop_after)
+        summary = stage.train(stage.first(size), "strategies", *settings, OFTEN, stop_after=stop_after)
         resumed.append(summary and summary.to_json())
         stage.ranks.barrier("next strategy", WAIT)
     return {"outcomes": [summary and summary.to_json() for summary in outcomes], "starts": resumed}

@@ -27,6 +27,7 @@ BLEND = (
 )
 
 
+@pytest.mark.slow
 def test_studies_and_entities_on_two_ranks(tmp_path: Path) -> None:
     make_tiny_input(tmp_path)
     dataset = make_entity_dataset(tmp_path / "studies")

@@ -27,10 +27,10 @@ def kill_many(folder: Path, wanted: int, timeout_s: float) -> dict[str, int]:
     return result
 
 
-def test_thirty_kills_cost_nothing(tmp_path: Path) -> None:
-    result = kill_many(tmp_path, 30, 300)
+def test_twelve_kills_cost_nothing(tmp_path: Path) -> None:
+    result = kill_many(tmp_path, 12, 300)
     assert result["steps"] == 21  # 26 samples in micro-batches of 1, 4 a step, masked to 7 steps; 3 epochs
-    assert result["kills"] >= 30
+    assert result["kills"] >= 12
 
 
 @pytest.mark.slow

@@ -255,10 +255,6 @@ def test_run_that_changes_its_world_size_runs_the_same_steps(scenarios: Scenario
     assert losses[0][-1] < losses[0][0] - 1
 
 
-def test_long_preparation_trips_no_timeout(scenarios: Scenarios) -> None:
-    assert [result["sum"] for result in scenarios.of("slow_preparation")] == [4.0] * 4
-
-
 @pytest.mark.parametrize("exchange", ["numbers", "json"])
 def test_every_exchange_has_a_deadline_of_its_own(scenarios: Scenarios, exchange: str) -> None:
     for results in scenarios.of("silent_rank")[:3]:

@@ -3,7 +3,7 @@
 Files are written where the pages say so, nothing is left out but what carries ``no-test`` and its reason.
 Commands of long pages are the installed ones, as are those of the tutorial that start processes of their own
 (packing, and training on several ranks). All others are forks of processes that have imported what they need,
-and pack without processes.
+and pack and count tokens without processes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _write_programs(folder: Path, other_ways: Mapping[str, str]) -> Path:
     cases = [
         *other_ways.items(),
         ("pack*", f'set -- "$@" --set execution.num_processes=1; {_inline(stand_in)}'),
-        ("bench*|generate*|tokenize*|train\\ *", f'exec {command} "$@"'),
+        ("tokenize*", f'exec {command} "$@" --threads 1'),
+        ("bench*|generate*|train\\ *", f'exec {command} "$@"'),
         ("*", _inline(stand_in)),
     ]
     ways = "".join(f"{pattern}) {way} ;;\n" for pattern, way in cases)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from shardflow.loading import Batch, World
 from shardflow.loading.column_writer import ColumnWriter, WrittenTable
 from shardflow.storage import write_atomic
 from tests.field_cases import make_case_dataset
+from tests.forks import run
 from tests.integration.loader_support import open_loader
 
 SPEC = sf.BatchSpec(micro_batch_size=2, micro_batches_per_step=4, tail="mask")
@@ -227,8 +226,8 @@ def test_kills_lose_and_double_nothing(dataset: Dataset, tmp_path: Path, point: 
     folder = tmp_path / "killed"
     folder.mkdir()
     for one, code in ((point, -signal.SIGKILL), ("", 0)):
-        command = [sys.executable, "-c", call % (dataset.store.url, str(folder), one)]
-        assert subprocess.run(command, check=False).returncode == code
+        done = run(["-c", call % (dataset.store.url, str(folder), one)])
+        assert done.returncode == code, done.stderr
     assert rows_of(folder) == rows_of(tmp_path / "whole")
     assert not list(folder.glob("tables/*-parts"))
 

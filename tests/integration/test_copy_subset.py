@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from shardflow.format.facts.studies import open_studies
 from shardflow.format.tables import StoredColumn, write_table
 from shardflow.storage import LocalStore
 from tests.factories import make_dataset
+from tests.forks import run
 from tests.integration.loader_support import flip_bit, locate
 
 NUM = 24
@@ -103,9 +102,7 @@ def test_a_killed_copy_starts_again_and_gives_the_same_bytes(source: Dataset, tm
         f"copy_subset(Dataset.open(sys.argv[1]), numpy.arange(0, {NUM}, 2), Path(sys.argv[2]),"
         " shard_bytes=20_000, progress=stop)\n"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", code, source.store.url, str(tmp_path / "twice")], check=False
-    )
+    killed = run(["-c", code, source.store.url, tmp_path / "twice"])
     assert killed.returncode == -signal.SIGKILL
     with pytest.raises(ConfigError, match="DST must be a new or empty folder"):
         copy_subset(source, rows[1:], tmp_path / "twice")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from shardflow.format.keys import parse_slice_field, parse_volume_field
 from shardflow.format.table import Table, encode_table
 from shardflow.format.tables import StoredColumn, write_table
 from tests.dicom_factory import make_study
+from tests.forks import run
 from tests.integration.loader_support import flip_bit, locate
 from tests.pack_case import PackCase, tree_digests
 
@@ -232,7 +231,7 @@ def test_a_killed_copy_is_no_dataset_and_starts_again(
         "copy_subset(source, rows, Path(sys.argv[2]), volumes='bricks', progress=stop)\n"
     )
     target = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", code, in_slices.store.url, str(target)], check=False)
+    killed = run(["-c", code, in_slices.store.url, target])
     assert killed.returncode == -signal.SIGKILL
     assert list(target.rglob("*.tar*"))
     assert not list(target.glob("manifest-*"))

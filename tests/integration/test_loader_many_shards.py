@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from shardflow.storage import node_files
 from shardflow.training.text import train_tokenizer
 from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
 from tests.factories import make_dataset
+from tests.forks import run
 from tests.integration.loader_support import digest_of, open_loader
 
 SPEC = BatchSpec(micro_batch_size=8, micro_batches_per_step=1, tail="mask")
@@ -220,7 +219,7 @@ def test_without_a_place_for_node_files_indexes_are_read_one_by_one(
 
 
 def test_a_killed_maker_leaves_nothing_that_is_read(node: Path) -> None:
-    script = subprocess.run([sys.executable, "-c", KILLED, str(node.parent)], check=False)
+    script = run(["-c", KILLED, node.parent])
     assert script.returncode == -signal.SIGKILL
     assert not (node / "a").exists()
     assert node_files.node_file("a", lambda _: [b"whole"]).read_bytes() == b"whole"

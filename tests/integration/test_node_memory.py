@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,6 +17,7 @@ from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig, RemoteStore
 from shardflow.telemetry.process import machine_bytes
 from tests.factories import make_dataset
+from tests.forks import command_server, run
 
 NUM_RANKS = 2
 SPEC = BatchSpec(micro_batch_size=2, micro_batches_per_step=4)
@@ -76,27 +74,19 @@ RANK_BYTES = 2 * 300_000 + 2 * 10_000 + 60_000 + 20_000
 
 
 def test_the_ranks_of_a_node_stay_within_its_cap(url: str) -> None:
-    repository = Path(__file__).resolve().parents[2]
-    cap = str(NUM_RANKS * RANK_BYTES)
+    arguments = [["-c", _RANK, url, rank, NUM_RANKS * RANK_BYTES] for rank in range(NUM_RANKS)]
     total = 0
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(NUM_RANKS):
-            command = [sys.executable, "-c", _RANK, url, str(rank), cap]
-            process = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            ranks.append(process)
-        for process in ranks:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0
-            found = json.loads(output)
+    command_server()  # before two threads ask for it
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        for process in pool.map(run, arguments):
+            assert process.returncode == 0, process.stderr
+            found = json.loads(process.stdout)
             assert found["num_batches"] == 2 * 10  # of the 20 in each of two epochs
             assert 0 < found["buffered"] <= 300_000
             assert 0 < found["fetching"] <= CACHE.read_ahead_bytes
             assert 0 < found["kept"] <= CACHE.ram_bytes
             total += 2 * found["buffered"] + found["fetching"] + found["kept"]
-    assert total <= int(cap)
+    assert total <= NUM_RANKS * RANK_BYTES
 
 
 @pytest.mark.fast

@@ -32,6 +32,7 @@ from shardflow.storage import LocalStore, open_store
 from tests.dicom_factory import MadeStudy, dicom_uid, make_study
 from tests.object_stores import s3_bucket
 from tests.pack_case import PackCase, tree_digests
+from tests.sweeps import sampled
 from tests.unit.format.tampering import flip
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
@@ -216,7 +217,7 @@ def test_a_version_after_one_without_a_table_has_one(case: PackCase) -> None:
     assert verify(case.output).num_series_tables == 1
 
 
-@pytest.mark.parametrize("keeps_local", [True, False])
+@pytest.mark.parametrize("keeps_local", sampled([True, False], {True}))
 def test_it_is_published_with_its_version(case: PackCase, s3: str, keeps_local: bool) -> None:
     address = f"{s3_bucket(s3, f'facts-{os.getpid()}-{next(_NUMBERS)}')}/set"
     text = case.config_path.read_text(encoding="utf-8")

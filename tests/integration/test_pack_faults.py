@@ -58,7 +58,7 @@ def _packed_keys(case: PackCase) -> set[str]:
             ("kill", "WORKER_KILLED"),
             ("raise", "WORKER_FAILED"),
         ],
-        {("hang", "WORKER_TIMEOUT"), ("eat", "WORKER_OUT_OF_MEMORY"), ("raise", "WORKER_FAILED")},
+        {("eat", "WORKER_OUT_OF_MEMORY"), ("raise", "WORKER_FAILED")},
     ),
 )
 def test_a_study_that_ends_its_process_is_quarantined_alone(

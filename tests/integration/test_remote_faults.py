@@ -76,7 +76,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
         yield server
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), range(2)))
+@pytest.mark.parametrize("seed", sampled(range(20), {0}))
 def test_an_epoch_through_a_bad_network_is_the_same_epoch(web: WebServer, seed: int) -> None:
     expected, _ = epoch_batches(Dataset.open(web.folder), 2)
     undisturbed = small_requests(web.url)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +28,7 @@ from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from tests import writer_killed
 from tests.factories import make_sample
+from tests.forks import run
 
 pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -373,7 +372,7 @@ def test_parts_in_any_order_by_any_number_of_writers_give_the_same_bytes(tmp_pat
         write_typed(tmp_path / "one", part, 3)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda part: write_typed(tmp_path / "threads", part, 3), (2, 0, 1)))
-    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as processes:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
         jobs = [processes.submit(write_typed, tmp_path / "processes", part, 3) for part in (1, 2, 0)]
         for job in jobs:
             job.result()
@@ -502,8 +501,7 @@ def test_a_column_that_cannot_be_stored_refuses_the_sample(tmp_path: Path, case:
 
 
 def test_a_kill_at_any_point_leaves_nothing_or_the_dataset_and_the_writer_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.writer_killed", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = run(["-m", "tests.writer_killed", tmp_path])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == list(writer_killed.POINTS)
 

@@ -11,8 +11,15 @@ import pytest
 
 from shardflow.errors import AlreadyExistsError, NotFoundError, StorageError
 from shardflow.storage import fsync_directory, is_temporary_name, write_atomic
+from tests.forks import SYNC
 
 pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def real_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have those that all other tests leave out."""
+    monkeypatch.setattr(os, "fsync", SYNC)
 
 
 def _files(folder: Path) -> list[str]:

@@ -32,6 +32,7 @@ from shardflow.training.run import TrainSummary, train
 from shardflow.training.tokenizing import count_dataset
 from tests.factories import sample_entries
 from tests.packages import install_programs
+from tests.sweeps import sampled
 from tests.tiny_runs import TinyInput, make_tiny_input, tiny_config
 from tests.unit.training.test_packed_conversations import PACKED, packed_run
 
@@ -166,7 +167,7 @@ def undisturbed(made: TinyInput, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return output
 
 
-@pytest.mark.parametrize("killed_after", [5, 7, 9])
+@pytest.mark.parametrize("killed_after", sampled([5, 7, 9], {7}))
 def test_a_killed_run_repeats_an_epoch_with_its_own_version(
     tiny: TinyInput, undisturbed: Path, tmp_path: Path, killed_after: int
 ) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardflow.training.run import TrainSummary, train
 from shardflow.training.sequences import weighted_token_loss
 from shardflow.training.text import ReportTokenizer
 from tests.conversation_case import make_folder
+from tests.sweeps import sampled
 from tests.tiny_models import TEMPLATE, make_encoder_decoder, make_llava, model_of
 from tests.tiny_runs import TinyInput, tiny_config
 
@@ -299,8 +301,10 @@ def test_random_weights_follow_from_the_seed(tiny: TinyInput, folders: dict[str,
     assert any(not torch.equal(t, first[name]) for name, t in stored.named_parameters())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    sampled(product(KINDS, ["ddp", "fsdp2"]), {("llava", "fsdp2"), ("encoder-decoder", "ddp")}),
+)
 def test_half_precision_and_activation_checkpointing(
     tiny: TinyInput, tmp_path: Path, folders: dict[str, Path], kind: str, strategy: str
 ) -> None:
@@ -312,7 +316,7 @@ def test_half_precision_and_activation_checkpointing(
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "own"])
+@pytest.mark.parametrize("kind", sampled([*KINDS, "own"], {"llava", "own"}))
 def test_adapters_alone_are_trained_and_kept(
     tiny: TinyInput, tmp_path: Path, folders: dict[str, Path], kind: str
 ) -> None:

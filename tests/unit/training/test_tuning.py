@@ -223,8 +223,11 @@ def test_a_tuner_that_fails_ends_nothing_but_itself(
     assert [record.message for record in caplog.records if "tuner failed" in record.message]
 
 
-@pytest.mark.parametrize("decided_at", [2, 5], ids=["amid an epoch", "at its end"])
-@pytest.mark.parametrize("error", [BlockingIOError(11, "no process"), TypeError("cannot pickle")], ids=repr)
+@pytest.mark.parametrize(
+    ("decided_at", "error"),
+    [(2, BlockingIOError(11, "no process")), (5, TypeError("cannot pickle"))],
+    ids=["amid an epoch", "at its end"],
+)
 def test_processes_that_cannot_start_leave_the_run_as_it_is(
     tiny: TinyInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decided_at: int, error: Exception
 ) -> None:
