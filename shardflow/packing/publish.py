@@ -21,9 +21,9 @@ from shardflow.packing.deid.pixel_text import SEARCH_VERSION
 from shardflow.packing.engines.base import decode
 from shardflow.packing.inventory import CARRIED, count_outcomes, count_reasons, reason_code
 from shardflow.packing.studies.assembly import load_record
-from shardflow.packing.studies.fragment import StudyOutcome
 from shardflow.packing.studies.privacy import cleans_pixels, profile_codes
 from shardflow.packing.studies.report_content import UNKNOWN_RULES
+from shardflow.packing.studies.tasks import StudyOutcome
 from shardflow.packing.versions.base import RowSpool, ShardRows, shard_number
 from shardflow.packing.versions.files import NewVersion, ledger_columns, write_version
 

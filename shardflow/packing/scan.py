@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from shardflow.packing.inventory import StudyTable
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.attachments import AttachmentKind
-    from shardflow.packing.sources.dicom.discover import DiscoveredFile
     from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.sources.placement import DiscoveredFile
     from shardflow.packing.workspace import ArrayTask
 
 NUM_BUCKETS: Final = 10_000

@@ -23,7 +23,7 @@ from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHead
 from shardflow.packing.sources.dicom.stored import iter_stored
 from shardflow.packing.sources.nifti import NIFTI, iter_nifti, read_nifti
 from shardflow.packing.sources.raster import JPEG, PNG, iter_raster, read_raster
-from shardflow.packing.sources.slides.tiff import read_tiff
+from shardflow.packing.sources.slides import read_tiff
 
 if TYPE_CHECKING:
     from shardflow.packing.sources.dicom.attributes import AttributeValue

@@ -18,9 +18,9 @@ from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import Attachment, ItemLinks, ScannedFile, StudyFacts
 from shardflow.packing.linking import ReportPlace
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.sources.report_files import ReportDocument
+from shardflow.packing.sources.reports import ReportDocument
 from shardflow.packing.studies import tasks
-from shardflow.packing.studies.fragment import StudyOutcome
+from shardflow.packing.studies.tasks import StudyOutcome
 
 pytestmark = pytest.mark.fast
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.sources.attachments import StudyContext
     from shardflow.packing.sources.documents.facts import People
-    from shardflow.packing.sources.report_files import ReportDocument
+    from shardflow.packing.sources.reports import ReportDocument
 
 Fact: TypeAlias = dict[str, Any]
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Pro
 from shardflow.config import check_fields
 from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
-from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.placement import DiscoveredFile, ImageForm, Placement, discover
 from shardflow.packing.sources.reports import (
     BrokenReport,
     ReportFormat,

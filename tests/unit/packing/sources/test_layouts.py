@@ -15,7 +15,6 @@ from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
 from shardflow.packing import PackConfig
 from shardflow.packing.config import InputsConfig
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
     LAYOUT_KINDS,
     LAYOUTS_GROUP,
@@ -24,7 +23,7 @@ from shardflow.packing.sources.layouts.base import (
     PlacedLayout,
 )
 from shardflow.packing.sources.layouts.opening import open_layout
-from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.placement import DiscoveredFile, ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport
 from tests.layout_trees import write_table
 
