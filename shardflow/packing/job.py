@@ -45,7 +45,7 @@ from shardflow.packing.plan import (
     nothing_to_pack,
 )
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.publish import Settled, fragment_basis, publish, settle
+from shardflow.packing.publish import PackSummary, Settled, Status, forecast, fragment_basis, publish, settle
 from shardflow.packing.registry import load_attachment_kinds
 from shardflow.packing.scan import HeaderPass
 from shardflow.packing.scheduling import (
@@ -55,12 +55,10 @@ from shardflow.packing.scheduling import (
     missing_tasks,
     own_shards,
 )
-from shardflow.packing.sources.layouts.base import PlacedLayout
-from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.sources.layouts.base import PlacedLayout, open_layout
 from shardflow.packing.sources.placement import DiscoveredFile, discover
 from shardflow.packing.studies.pictures import write_pictures
 from shardflow.packing.studies.report_content import check_languages, reading_basis
-from shardflow.packing.summary import PackSummary, Status, forecast
 from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
 from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store

@@ -7,8 +7,7 @@ points of the group ``shardflow.layouts``.
 
 from __future__ import annotations
 
-from shardflow.packing.sources.layouts.base import Layout, LayoutConfig, LayoutInputs
-from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.sources.layouts.base import Layout, LayoutConfig, LayoutInputs, open_layout
 from shardflow.packing.sources.placement import Placement
 
 __all__ = [
