@@ -38,6 +38,7 @@ from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.slides import TILE_TAGS, objective_power, slide_limits, tile_frames
 from shardflow.packing.sources.dicom.stored import find_frames, iter_stored, read_frame
+from shardflow.packing.sources.dicom.values import read_jpeg_header
 from shardflow.packing.sources.documents.bounded import XmlNode, parse_xml
 from shardflow.packing.sources.placement import make_header
 
@@ -122,7 +123,7 @@ def plain_jpeg(
         SourceError: DECODE_FAILED or PIXEL_DATA_TRUNCATED.
     """
     # pydicom and imagecodecs, which only packers of slides should pay for.
-    from shardflow.packing.sources.dicom.decoders import holds_rgb, read_jpeg_header
+    from shardflow.packing.sources.dicom.decoders import holds_rgb
 
     header = read_jpeg_header(data)
     found = None if header is None else (header.rows, header.columns, header.num_components, header.precision)

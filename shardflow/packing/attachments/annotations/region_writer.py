@@ -22,7 +22,8 @@ from shardflow.format.contents.regions import fill_outlines
 from shardflow.format.keys import mask_field, mask_prefix
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target
-from shardflow.packing.attachments.annotations.vocabulary import Code, Term, Vocabulary, allow_code
+from shardflow.packing.attachments.annotations.vocabulary import Term, Vocabulary
+from shardflow.packing.attachments.codes import Code, allow_code
 from shardflow.packing.sources.placement import ClassNames
 
 Bits: TypeAlias = NDArray[np.uint8]
