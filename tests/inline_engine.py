@@ -63,8 +63,8 @@ class InlineEngine(Engine):
     def _run(self, task: Task, message: Any) -> TaskDone:
         try:
             result = self._handle(message["kind"], message["payload"])
-        except StorageError as error:
-            return TaskDone(task=task, failure="storage", detail=error.message)
+        except StorageError:
+            raise
         except Exception as error:  # noqa: BLE001 - as in a packing process
             return TaskDone(task=task, failure="failed", detail=describe_exception(error))
         return TaskDone(task=task, result=_sent(result))

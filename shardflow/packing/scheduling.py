@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format.reasons import HELD_BACK, Outcome, outcome_of
 from shardflow.packing.engines.base import Engine, Task, TaskDone, decode
 from shardflow.packing.header_rows import RowPlace
@@ -357,8 +357,6 @@ class StudyPass:
             self._ready.append(self._study_task(study))
 
     def _take(self, done: TaskDone) -> None:
-        if done.failure == "storage":
-            raise StorageError(done.detail)
         match done.task.kind:
             case "study" if done.result is None:
                 self._has_trouble = True
@@ -429,8 +427,6 @@ class StudyPass:
             self.engine.restart(1)
             self.engine.submit(self._study_task(study))
             done = self.engine.wait()
-            if done.failure == "storage":
-                raise StorageError(done.detail)
             if done.failure is None or done.result is not None:
                 break
             culprit = self._attachment_under_way(study)

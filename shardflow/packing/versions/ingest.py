@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardflow.errors import StorageError, naming_os_errors
+from shardflow.errors import naming_os_errors
 from shardflow.format.reasons import Reason
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
@@ -226,8 +226,6 @@ class DocumentPass:
         )
 
     def _take(self, done: TaskDone) -> None:
-        if done.failure == "storage":
-            raise StorageError(done.detail)
         waiting: _Waiting = done.task.handle
         waiting.failure = done.failure
         if done.result is not None and isinstance(waiting.record, ReportRecord):
