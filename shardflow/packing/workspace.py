@@ -504,5 +504,6 @@ def reading_private(what: str) -> Iterator[None]:
             yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
-            f"{what} in the private folder holds a damaged line ({type(error).__name__}); restore it from a copy."
+            f"{what} in the private folder holds a damaged line ({type(error).__name__}); restore it from "
+            "a copy."
         ) from None
