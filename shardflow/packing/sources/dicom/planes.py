@@ -107,11 +107,8 @@ def _is_of(root: Elements, block: tuple[int, bytes]) -> bool:
 
 def _singles(root: Elements, tag: int) -> tuple[float, ...] | None:
     """One value of VR FL."""
-    raw = root.values.get(tag, b"")
-    if len(raw) != 4:
-        return None
-    (number,) = struct.unpack("<f" if root.is_little_endian else ">f", raw)
-    return (number,) if math.isfinite(number) else None
+    number = values.single(root, tag, "f")
+    return (number,) if number is not None and math.isfinite(number) else None
 
 
 def _text(numbers: tuple[float, ...] | None) -> str:
@@ -258,6 +255,7 @@ def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
     frame_type = next(
         (item for group in _TYPE_GROUPS if (item := nearest(group, _FRAME_TYPE)) is not root), root
     )
+    position = values.single(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX, "I")
     return PlaneHeader(
         position=_triple(values.decimals(nearest(_POSITION_GROUP, _POSITION), _POSITION, 3)),
         orientation=_six(values.decimals(nearest(_ORIENTATION_GROUP, _ORIENTATION), _ORIENTATION, 6)),
@@ -273,7 +271,7 @@ def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
             values.code(root, _ACQUISITION),
             "",
             _double(nearest(_ECHO_GROUP, _EFFECTIVE_ECHO), _EFFECTIVE_ECHO),
-            _long(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX),
+            "" if position is None else str(position),
             _double(nearest(_CARDIAC_GROUP, _CARDIAC_DELAY), _CARDIAC_DELAY),
             _double(diffusion, _B_VALUE),
             _double(direction, _DIRECTION, 3),
@@ -298,11 +296,6 @@ def _type_tail(elements: Elements, tag: int) -> str:
 
 def _double(elements: Elements, tag: int, count: int = 1) -> str:
     return _text(values.doubles(elements, tag, count))
-
-
-def _long(elements: Elements, tag: int) -> str:
-    raw = elements.values.get(tag, b"")
-    return str(int.from_bytes(raw, "little" if elements.is_little_endian else "big")) if len(raw) == 4 else ""
 
 
 def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.packing.sources.dicom.elements import Elements
 
@@ -170,6 +170,13 @@ def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[
         return ()
     order, kind = "<" if elements.is_little_endian else ">", "h" if is_signed else "H"
     return struct.unpack(f"{order}{len(raw) // 2}{kind}", raw)
+
+
+def single(elements: Elements, tag: int, form: str) -> Any:
+    """Return the value of a binary element, by its form in `struct`; None unless it has exactly one."""
+    raw = elements.values.get(tag, b"")
+    order = "<" if elements.is_little_endian else ">"
+    return struct.unpack(order + form, raw)[0] if len(raw) == struct.calcsize(order + form) else None
 
 
 _MOMENT = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(?:(\d\d)(?:(\d\d)(\.\d{1,6})?)?)?(?:[+-]\d{4})?", re.ASCII)
