@@ -98,7 +98,7 @@ def test_every_record_arrives_as_it_was(record: Any) -> None:
 def test_every_record_of_a_task_is_tried_here() -> None:
     known = {one for one in vars(tasks).values() if is_dataclass(one) and one.__module__ == tasks.__name__}
     tried = {type(record) for record in RECORDS} | {tasks.InputFile, tasks.FragmentName}
-    assert known == tried | {tasks.StudyFile, tasks.StudyAttachment}
+    assert known == tried | {tasks.StudyAttachment, tasks.StudyFile, tasks.StudyOutcome}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
