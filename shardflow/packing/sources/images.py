@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts, read_acquisition
 from shardflow.packing.sources.dicom.attributes import (
@@ -29,7 +28,7 @@ from shardflow.packing.sources.dicom.attributes import (
     read_frame_attributes,
 )
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits, reading_source
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.stored import iter_stored
@@ -150,14 +149,11 @@ def _gray(pixels: Array) -> Array:
 
 
 def _read(path: Path, limits: HeaderLimits) -> bytes:
-    try:
-        with path.open("rb") as file:
-            # As many as there are: to ask for as many as are allowed would reserve them, for every picture.
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes <= limits.max_inflated_bytes:
-                return file.read(num_bytes)
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+    with reading_source(), path.open("rb") as file:
+        # As many as there are: to ask for as many as are allowed would reserve them, for every picture.
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes <= limits.max_inflated_bytes:
+            return file.read(num_bytes)
     raise source_error(Reason.LIMIT_EXCEEDED, f"a picture of more than {limits.max_inflated_bytes} bytes")
 
 

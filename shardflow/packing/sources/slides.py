@@ -216,17 +216,12 @@ class DicomLevel(SlideLevel):
         """Return JPEG streams, see `SlideLevel.streams`."""
         header, shape = self._header, (self.tile_rows, self.tile_columns)
         photometric = header.image.photometric_interpretation
-        try:
-            with open_file(self._path, self._limits.max_inflated_bytes) as descriptor:
-                found = find_frames(
-                    descriptor, header.pixel_offset, header.num_bytes, header.image.num_frames
-                )
-                for place in places:
-                    frame = self._frames.get(place)
-                    data = None if frame is None else read_frame(descriptor, found[frame])
-                    yield None if data is None else plain_jpeg(data, shape, photometric=photometric)
-        except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+        with open_file(self._path, self._limits.max_inflated_bytes) as descriptor:
+            found = find_frames(descriptor, header.pixel_offset, header.num_bytes, header.image.num_frames)
+            for place in places:
+                frame = self._frames.get(place)
+                data = None if frame is None else read_frame(descriptor, found[frame])
+                yield None if data is None else plain_jpeg(data, shape, photometric=photometric)
 
 
 TIFF: Final = "tiff"

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError, os_reason
+from shardflow.errors import FormatError
 from shardflow.format.keys import level_field
 from shardflow.format.reasons import Reason, source_error
 from shardflow.format.volumes.encoder import LevelWriter
 from shardflow.format.volumes.tiles import TileForm, decode_tile, encode_tile
 from shardflow.packing.engines.base import step
+from shardflow.packing.sources.dicom.elements import reading_source
 from shardflow.packing.sources.slides import TIFF, DicomLevel, Place, SlideLevel, open_levels
 
 if TYPE_CHECKING:
@@ -307,10 +308,7 @@ def check_copy(kept: Path, copy: Path) -> None:
     """
     digests = set()
     for path in (kept, copy):
-        try:
-            with path.open("rb") as file:
-                digests.add(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+        with reading_source(), path.open("rb") as file:
+            digests.add(hashlib.file_digest(file, "sha256").digest())
     if len(digests) > 1:
         raise source_error(Reason.CONFLICTING_INSTANCE, "files of a slide")
