@@ -30,7 +30,7 @@ from shardflow.packing.sources.documents.bounded import parse_json, parse_xml
 from shardflow.packing.sources.documents.cda import read_cda_report
 from shardflow.packing.sources.documents.fhir import FhirIndex, iter_resources, read_fhir_report
 from shardflow.packing.sources.documents.hl7 import read_hl7_reports
-from shardflow.packing.sources.report_files import read_rtf
+from shardflow.packing.sources.reports import read_rtf
 from tests.foreign_tars import make_members, python_tar
 from tests.record_case import cda_canaries, context, fhir_canaries, hl7_canaries
 

@@ -25,9 +25,9 @@ from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, read_header
 from shardflow.packing.sources.dicom.pixels import iter_slices
 from shardflow.packing.sources.dicom.stacks import build_studies
+from shardflow.packing.sources.images import iter_raster, read_raster
 from shardflow.packing.sources.nifti import iter_nifti, read_nifti
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.sources.raster import iter_raster, read_raster
 
 _LIMITS: Final = HeaderLimits(
     max_frames=64, max_frame_pixels=1 << 20, max_pixel_bytes=1 << 24, max_inflated_bytes=1 << 22

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from shardflow.packing.corpora import job as corpus_job
 from shardflow.packing.engines.base import Engine, Task, TaskDone, WorkerSetup, decode, encode
 from shardflow.packing.engines.local import LocalEngine
 from shardflow.packing.engines.worker import Handler, peak_memory_bytes
-from shardflow.packing.registry import TASK_HANDLERS, resolve
+from shardflow.packing.registry import TASK_HANDLERS
 
 __all__ = ["InlineEngine", "is_packing_inline", "packing_inline"]
 
@@ -35,7 +36,7 @@ class InlineEngine(Engine):
         self._done: deque[TaskDone] = deque()
         start = decode(WorkerSetup, _sent(worker))
         with _silence():
-            self._handle: Handler = resolve(TASK_HANDLERS[start.handlers])(start.setup)
+            self._handle: Handler = resolve_name(TASK_HANDLERS[start.handlers])(start.setup)
 
     @property
     def has_idle(self) -> bool:
@@ -62,8 +63,8 @@ class InlineEngine(Engine):
     def _run(self, task: Task, message: Any) -> TaskDone:
         try:
             result = self._handle(message["kind"], message["payload"])
-        except StorageError as error:
-            return TaskDone(task=task, failure="storage", detail=error.message)
+        except StorageError:
+            raise
         except Exception as error:  # noqa: BLE001 - as in a packing process
             return TaskDone(task=task, failure="failed", detail=describe_exception(error))
         return TaskDone(task=task, result=_sent(result))

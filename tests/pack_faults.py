@@ -18,7 +18,7 @@ from typing import Any
 from shardflow.errors import naming_os_errors
 from shardflow.packing.engines.worker import Handler
 from shardflow.packing.handlers import make_handler as make_real_handler
-from shardflow.packing.studies import assembly, fragment
+from shardflow.packing.studies import assembly
 from shardflow.packing.workspace import write_plainly
 
 HANDLERS = "tests.pack_faults:make_handler"
@@ -134,7 +134,7 @@ def _arm(point: str, number: int) -> None:
         case "record":
             _wrap(assembly, "write_plainly", lambda write: after(write, ".json"))
         case "fragment":
-            _wrap(fragment.FragmentWriter, "commit", counted)
+            _wrap(assembly.FragmentWriter, "commit", counted)
 
 
 def _break_disk(code: int, number: int) -> None:
@@ -154,7 +154,7 @@ def _break_disk(code: int, number: int) -> None:
     for name in ("write", "fsync", "replace"):
         _wrap(os, name, broken)
     # Fragments are written through a file object, whose write is no function of `os`.
-    _wrap(fragment.FragmentWriter, "add", _translated(broken))
+    _wrap(assembly.FragmentWriter, "add", _translated(broken))
 
 
 def _translated(broken: Callable[..., Any]) -> Callable[..., Any]:

@@ -156,8 +156,8 @@ def headers(folder: Path, output: Path) -> Callable[[], dict[str, Any]]:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.header_rows import BATCH_FILES, batch_name
     from shardflow.packing.scan import Scanner
-    from shardflow.packing.sources.dicom.discover import discover
     from shardflow.packing.sources.dicom.elements import HeaderLimits
+    from shardflow.packing.sources.placement import discover
     from shardflow.packing.studies.tasks import InputFile, ScanTask
 
     root = folder / "dicom"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardflow.packing.config import PackConfig
     from shardflow.packing.job import PackMode, pack
     from shardflow.packing.progress import Progress, SilentProgress
-    from shardflow.packing.summary import PackSummary
+    from shardflow.packing.publish import PackSummary
     from shardflow.packing.workspace import ArrayTask
 
 __all__ = [
@@ -31,7 +31,7 @@ _SOURCES: Final = {
     "ArrayTask": ".workspace:ArrayTask",
     "PackConfig": ".config:PackConfig",
     "PackMode": ".job:PackMode",
-    "PackSummary": ".summary:PackSummary",
+    "PackSummary": ".publish:PackSummary",
     "Progress": ".progress:Progress",
     "SilentProgress": ".progress:SilentProgress",
     "pack": ".job:pack",

@@ -209,7 +209,7 @@ def _recognizer(settings: DeidConfig) -> Family | None:
 
     models: list[Family] = []
     if settings.model is not None:
-        from shardflow.packing.deid.text_model import TextModel
+        from shardflow.packing.deid.report_text import TextModel
 
         models.append(TextModel(settings.model).find)
     return load_recognizers(offered_recognizers(settings.recognizers), *models)

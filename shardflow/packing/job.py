@@ -2,13 +2,13 @@
 
 Data flow: the layout lists the input files; the header pass reduces each to a few numbers and a row in the
 private folder; reports and attachments are linked with studies; the plan fixes splits and shards; packing
-processes turn studies into fragments and fragments into shards; finally the samples table, the ledger and the
-manifest are written. The job may be killed at any moment: the same command resumes it, and produces identical
-bytes.
+processes turn studies into fragments and fragments into shards; finally the samples table, the ledger and
+the manifest are written. The job may be killed at any moment: the same command resumes it, and produces
+identical bytes.
 
-A first version takes all inputs. `append` and `retry` make the next version in the same way, from the studies
-that `shardflow.packing.versions.scope` leaves to them. `PackRun` holds what every part of a run needs,
-`_Job` decides what is to be made, and `Execution` turns a plan into a version.
+A first version takes all inputs. `append` and `retry` make the next version in the same way, from the
+studies that `shardflow.packing.versions.scope` leaves to them. `PackRun` holds what every part of a run
+needs, `_Job` decides what is to be made, and `Execution` turns a plan into a version.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardflow.packing.plan import (
     nothing_to_pack,
 )
 from shardflow.packing.progress import SilentProgress
-from shardflow.packing.publish import Settled, fragment_basis, publish, settle
+from shardflow.packing.publish import PackSummary, Settled, Status, forecast, fragment_basis, publish, settle
 from shardflow.packing.registry import load_attachment_kinds
 from shardflow.packing.scan import HeaderPass
 from shardflow.packing.scheduling import (
@@ -55,12 +55,10 @@ from shardflow.packing.scheduling import (
     missing_tasks,
     own_shards,
 )
-from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
-from shardflow.packing.sources.layouts.base import PlacedLayout
-from shardflow.packing.sources.layouts.opening import open_layout
+from shardflow.packing.sources.layouts.base import PlacedLayout, open_layout
+from shardflow.packing.sources.placement import DiscoveredFile, discover
 from shardflow.packing.studies.pictures import write_pictures
 from shardflow.packing.studies.report_content import check_languages, reading_basis
-from shardflow.packing.summary import PackSummary, Status, forecast
 from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
 from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.upload import Uploader, check_publish_target, reading_store
@@ -78,7 +76,7 @@ if TYPE_CHECKING:
     from shardflow.packing.inventory import FileTable, StudyTable
     from shardflow.packing.plan import PackPlan
     from shardflow.packing.progress import Progress
-    from shardflow.packing.sources.dicomweb.listing import Listing
+    from shardflow.packing.sources.dicomweb.retrieval import Listing
     from shardflow.packing.sources.layouts.base import Layout
     from shardflow.packing.versions.scope import GrowMode
     from shardflow.packing.workspace import ArrayTask, Workspace

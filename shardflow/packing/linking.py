@@ -1,9 +1,9 @@
 """Linking of reports and attachments with studies, after the header pass and before anything is planned.
 
-A report is joined by study instance UID, or by its order: an accession number together with a patient, since
-other hospitals use the same accession numbers. A join is certain or it is not made: several different texts
-for one study are quarantined, and the study with them, because no rule tells which one describes the images.
-Texts wait in one private file.
+A report is joined by study instance UID, or by its order: an accession number together with a patient,
+since other hospitals use the same accession numbers. A join is certain or it is not made: several different
+texts for one study are quarantined, and the study with them, because no rule tells which one describes the
+images. Texts wait in one private file.
 
 An attachment of one record is an input like an image. One of several records (a bundle, a table) belongs to
 as many studies as they do: its part for each study is an input of its own, and the file's own row reports
@@ -44,7 +44,7 @@ from shardflow.packing.sources.reports import BrokenReport, ReportRecord
 
 if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
-    from shardflow.packing.sources.dicom.discover import DiscoveredFile
+    from shardflow.packing.sources.placement import DiscoveredFile
     from shardflow.packing.sources.reports import ReportRole
 
 

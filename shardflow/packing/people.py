@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, naming_os_errors, os_reason
+from shardflow.errors import ConfigError, os_reason
 from shardflow.packing.deid.identity import (
     MAX_SHARED,
     PatientEvidence,
@@ -45,6 +45,7 @@ from shardflow.packing.deid.pseudonyms import DateOffsets
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import NO_STUDY
 from shardflow.packing.scan import NUM_BUCKETS
+from shardflow.packing.workspace import reading_private
 from shardflow.storage.local import write_atomic
 
 if TYPE_CHECKING:
@@ -582,21 +583,15 @@ def read_evidence(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with naming_os_errors("reading the evidence of identity"), path.open("rb") as file:
+    with reading_private("the evidence of identity (people-*.jsonl)"), path.open("rb") as file:
         for line in file:
-            try:
-                entry = json.loads(line)
-                kept = {name: str(entry[name]) for name in ("person", "patient_key") if name in entry}
-                dates = {"dates": int(entry["dates"])} if "patient_key" in kept else {}
-                listed = [[[int(one), int(by)] for one, by in each] for each in entry.get("listed", ())]
-                evidence = [*map(str, entry["evidence"])]
-                named = {"listed": listed} if listed else {}
-                yield {"patient": str(entry["patient"]), "evidence": evidence, **named, **kept, **dates}
-            except (KeyError, TypeError, ValueError) as error:
-                raise FormatError(
-                    f"the evidence of identity (people-*.jsonl) in private_dir holds a damaged line "
-                    f"({type(error).__name__}); restore it from a copy."
-                ) from None
+            entry = json.loads(line)
+            kept = {name: str(entry[name]) for name in ("person", "patient_key") if name in entry}
+            dates = {"dates": int(entry["dates"])} if "patient_key" in kept else {}
+            listed = [[[int(one), int(by)] for one, by in each] for each in entry.get("listed", ())]
+            evidence = [*map(str, entry["evidence"])]
+            named = {"listed": listed} if listed else {}
+            yield {"patient": str(entry["patient"]), "evidence": evidence, **named, **kept, **dates}
 
 
 def load_evidence(path: Path, evidence: PatientEvidence) -> dict[str, PublishedPerson]:

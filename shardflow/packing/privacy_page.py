@@ -15,14 +15,14 @@ import hashlib
 import hmac
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from shardflow.errors import ConfigError, FormatError, naming_os_errors
+from shardflow.errors import ConfigError
 from shardflow.format import Dataset
 from shardflow.format.manifest import Manifest
 from shardflow.format.reasons import HELD_BACK, Reason
@@ -31,7 +31,7 @@ from shardflow.packing.deid.pixel_rules import PAGE, TEXT
 from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.people import read_evidence
 from shardflow.packing.studies.pictures import MOST_OF_A_KIND, read_pictures
-from shardflow.packing.workspace import Workspace
+from shardflow.packing.workspace import Workspace, reading_private
 from shardflow.viewing.markup import document, note, section, table
 
 _BURNED_IN, _FACE_RISK = Reason.BURNED_IN_ANNOTATION.value, Reason.FACE_RISK.value
@@ -115,6 +115,8 @@ _FACES: Final = {"flag": "no, flagged", "quarantine": "held back", "deface": "de
 _PATIENTS: Final = "patient IDs"
 _APART: Final = "of them under several patient keys"
 _UNDECIDED: Final = "pairs of patient IDs that may be one person, undecided"
+_MOST_PICTURES: Final = 96
+"""Of images that were held back or blanked; the last ones are shown."""
 _MIN_RECALL: Final = 0.995
 _MIN_PIXEL_RECALL: Final = 0.99
 
@@ -130,8 +132,6 @@ def render_privacy_page(
     key: SecretKey,
     measured: Mapping[str, Any],
     pixels: Mapping[str, Any] | None = None,
-    *,
-    num_thumbnails: int = 96,
 ) -> bytes:
     """Write the page of a version.
 
@@ -143,7 +143,6 @@ def render_privacy_page(
             `shardflow.synthetic.identifiers.Measured.table` returns them.
         pixels: Likewise of text in pixels, as `shardflow.synthetic.identifiers.MeasuredPixels.table` returns
             them; None if pixels are not searched.
-        num_thumbnails: Largest number of images to show that were held back or blanked; the last ones.
 
     Returns:
         HTML in UTF-8, self-contained. The same version, key, measurement and inputs give the same bytes.
@@ -175,7 +174,7 @@ def render_privacy_page(
             section("Profile and options of DICOM PS3.15 Annex E", _profile(deid, settings)),
             section("Measured on generated texts", _measured(measured, settings)),
             section("Measured on generated images", _measured_pixels(settings, pixels)),
-            section("Pictures of what was held back or blanked", _thumbnails(manifest, private, num_thumbnails)),
+            section("Pictures of what was held back or blanked", _thumbnails(manifest, private)),
             section("Settings", _settings(settings)),
             section("Software that made this version", table(("package", "version"), [(escape(a), escape(b)) for a, b in sorted(manifest.created_with.items())])),
         ]
@@ -254,17 +253,18 @@ def _count_images(manifest: Manifest, private: Path) -> _Images | None:
     if not path.is_file():
         return None
     found = _Images()
-    for entry in _read_ledger(path):
-        if entry["kind"] in _NOT_IMAGES:
-            continue
-        found.num_images += 1
-        rules, reason = entry.get("rules", ()), entry["reason"]
-        if reason in HELD_BACK:
-            found.num_held += 1
-            found.held.update((reason, rule) for rule in rules)
-        elif "blanked" in entry:
-            found.num_blanked += 1
-            found.blanked.update((_BURNED_IN, rule) for rule in rules)
+    with reading_private("the private ledger (inputs-*.jsonl)"), path.open("rb") as lines:
+        for entry in map(json.loads, lines):
+            if entry["kind"] in _NOT_IMAGES:
+                continue
+            found.num_images += 1
+            rules, reason = entry.get("rules", ()), entry["reason"]
+            if reason in HELD_BACK:
+                found.num_held += 1
+                found.held.update((reason, rule) for rule in rules)
+            elif "blanked" in entry:
+                found.num_blanked += 1
+                found.blanked.update((_BURNED_IN, rule) for rule in rules)
     return found
 
 
@@ -284,25 +284,6 @@ def _images(images: _Images | None) -> str:
     )
     columns = ("rule", "what it looks for", "#held back", "#blanked")
     return note(escape(said)) + (table(columns, rows) if rows else "")
-
-
-def _read_ledger(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Yield the lines of a private ledger.
-
-    Raises:
-        FormatError: It is damaged.
-        StorageError: It cannot be read.
-    """
-    with naming_os_errors("reading the private ledger"), path.open("rb") as lines:
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                yield {**entry, "kind": str(entry["kind"]), "reason": entry["reason"]}
-            except (KeyError, TypeError, ValueError) as error:
-                raise FormatError(
-                    f"the private ledger (inputs-*.jsonl) in the private folder holds a damaged line ({type(error).__name__}); "
-                    "restore it from a copy."
-                ) from None
 
 
 def _percent(part: int, whole: int) -> str:
@@ -451,12 +432,12 @@ def _questions(
     return "<ul>" + "".join(f"<li>{escape(text)}</li>" for is_open, text in asked if is_open) + "</ul>"
 
 
-def _thumbnails(manifest: Manifest, private: Path, limit: int) -> str:
+def _thumbnails(manifest: Manifest, private: Path) -> str:
     path = Workspace(output=private, private=private).pictures(str(manifest.extra.get("plan_digest", "")))
     if not path.is_file():
         return "<p>This version was packed without pictures of what was held back or blanked.</p>"
     # A version's own pictures are behind those of the versions before it.
-    entries, num_pictures = deque[dict[str, Any]](maxlen=limit), 0
+    entries, num_pictures = deque[dict[str, Any]](maxlen=_MOST_PICTURES), 0
     for num_pictures, entry in enumerate(read_pictures(path), start=1):  # noqa: B007 - their number
         entries.append(entry)
     if not num_pictures:

@@ -7,8 +7,8 @@ not an image. They offer recognizers in the group ``shardflow.recognizers``, whi
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ConfigError
@@ -37,12 +37,6 @@ RECOGNIZERS_GROUP: Final = "shardflow.recognizers"
 """Group of entry points; each names a `shardflow.packing.deid.report_text.Recognizer`."""
 
 
-def resolve(target: str) -> Any:
-    """Return what ``"module:name"`` refers to."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def load_attachment_kinds() -> list[Any]:
     """Return the kinds of attachments: those of this package, then those of installed packages by name.
 
@@ -53,7 +47,7 @@ def load_attachment_kinds() -> list[Any]:
     from importlib.metadata import entry_points
 
     offered = sorted(entry_points(group=ATTACHMENT_KINDS_GROUP), key=lambda entry: entry.name)
-    tables = [*map(resolve, ATTACHMENT_KINDS.values()), *map(_load, offered)]
+    tables = [*map(resolve_name, ATTACHMENT_KINDS.values()), *map(_load, offered)]
     return [kind for table in tables for kind in table]
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import ShardflowError, SourceError, StorageError
+from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.identity import Listed, StatedPerson, evidence_of, listed_together
 from shardflow.packing.deid.pseudonyms import parse_date
-from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode, step
+from shardflow.packing.engines.base import Engine, Failure, Task, decode, run_each, step
 from shardflow.packing.header_rows import (
     BATCH_FILES,
     AttachmentRow,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from shardflow.packing.inventory import StudyTable
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.attachments import AttachmentKind
-    from shardflow.packing.sources.dicom.discover import DiscoveredFile
     from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.sources.placement import DiscoveredFile
     from shardflow.packing.workspace import ArrayTask
 
 NUM_BUCKETS: Final = 10_000
@@ -468,18 +468,18 @@ class HeaderPass:
 
     def _scan(self, table: FileTable, starts: Sequence[int], *, is_again: bool = False) -> list[int]:
         """Scan batches; return those that failed or crashed."""
-        waiting = list(reversed(starts))
         troubled: list[int] = []
         running = RunningTasks()
-        while waiting or self.engine.num_running:
-            while waiting and self.engine.has_idle:
-                running.begin(waiting[-1])
-                self.engine.submit(self._scan_task(waiting.pop()))
-            done = self.engine.wait()
+
+        def tasks() -> Iterator[Task]:
+            for start in starts:
+                running.begin(start)
+                yield self._scan_task(start)
+
+        for done in run_each(self.engine, tasks()):
             start: int = done.task.handle
             running.end(start)
             if done.result is None:
-                _raise_storage(done)
                 troubled.append(start)
             else:
                 task: ScanTask = done.task.payload
@@ -534,7 +534,6 @@ class HeaderPass:
     def _probe(self, file: DiscoveredFile) -> Failure | None:
         self.engine.submit(self._task("probe", ProbeTask(file=self._input_file(file)), 0))
         done = self.engine.wait()
-        _raise_storage(done)
         return done.failure
 
     def _known_reason(self, file: DiscoveredFile) -> Reason | str | None:
@@ -554,8 +553,3 @@ class HeaderPass:
 
 def _kind(placement: Placement | None) -> int:
     return INPUT_KINDS.index("dicom" if placement is None else placement.form)
-
-
-def _raise_storage(done: TaskDone) -> None:
-    if done.failure == "storage":
-        raise StorageError(done.detail)

@@ -2,7 +2,8 @@
 
 The shard with the largest study is opened first, and the studies of a shard are scheduled largest first, so
 that no large study is left for the end. A shard is assembled as soon as its studies are done, so that the
-work folder holds only a few shards. When, and by which process, something is packed never shows in the bytes.
+work folder holds only a few shards. When, and by which process, something is packed never shows in the
+bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardflow.errors import ConfigError, ShardflowError, StorageError
+from shardflow.errors import ConfigError, ShardflowError
 from shardflow.format.reasons import HELD_BACK, Outcome, outcome_of
 from shardflow.packing.engines.base import Engine, Task, TaskDone, decode
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import UNDECIDED, reason_code
 from shardflow.packing.progress import RunningTasks
-from shardflow.packing.studies.assembly import has_sizes, load_record
-from shardflow.packing.studies.fragment import AttachmentMark, FragmentWriter, StudyOutcome, fragment_path
+from shardflow.packing.studies.assembly import (
+    AttachmentMark,
+    FragmentWriter,
+    fragment_path,
+    has_sizes,
+    load_record,
+)
 from shardflow.packing.studies.tasks import (
     CheckDone,
     CheckTask,
@@ -34,6 +40,7 @@ from shardflow.packing.studies.tasks import (
     StudyAttachment,
     StudyDone,
     StudyFile,
+    StudyOutcome,
     StudyTask,
 )
 from shardflow.packing.versions.ingest import Siblings
@@ -350,8 +357,6 @@ class StudyPass:
             self._ready.append(self._study_task(study))
 
     def _take(self, done: TaskDone) -> None:
-        if done.failure == "storage":
-            raise StorageError(done.detail)
         match done.task.kind:
             case "study" if done.result is None:
                 self._has_trouble = True
@@ -422,8 +427,6 @@ class StudyPass:
             self.engine.restart(1)
             self.engine.submit(self._study_task(study))
             done = self.engine.wait()
-            if done.failure == "storage":
-                raise StorageError(done.detail)
             if done.failure is None or done.result is not None:
                 break
             culprit = self._attachment_under_way(study)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from shardflow.errors import ConfigError, StorageError, naming_os_errors, os_reason
+from shardflow.errors import ConfigError, FormatError, StorageError, naming_os_errors, os_reason
 from shardflow.format.reasons import Reason
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import is_temporary_name
@@ -489,3 +489,21 @@ class CrashLog:
     def _paths(self) -> list[Path]:
         own = [self._path] if self._path.exists() else []
         return [*own, *(path for path in sorted(self._path.parent.glob(_CRASH_LOGS)) if path != self._path)]
+
+
+@contextmanager
+def reading_private(what: str) -> Iterator[None]:
+    """Read lines of a file of the private folder inside the block.
+
+    Raises:
+        FormatError: A line is damaged.
+        StorageError: The file cannot be read.
+    """
+    try:
+        with naming_os_errors(f"reading {what}"):
+            yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{what} in the private folder holds a damaged line ({type(error).__name__}); restore it from "
+            "a copy."
+        ) from None

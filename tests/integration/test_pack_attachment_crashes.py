@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardflow.packing import ArrayTask
-from shardflow.packing.studies.fragment import AttachmentMark
+from shardflow.packing.studies.assembly import AttachmentMark
 from tests.attachment_kinds import HANDLERS, write_toy
 from tests.dicom_factory import MadeStudy, make_study
 from tests.pack_case import PackCase, read_ledger, tree_digests

@@ -27,10 +27,10 @@ from pydicom import Dataset, dcmread
 
 from shardflow.cli import synth
 from shardflow.errors import ShardflowError, SourceError
-from shardflow.packing.sources.dicom.discover import discover
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.pixels import check_copies, form_of
 from shardflow.packing.sources.dicom.stacks import StackKind, Study, build_studies
+from shardflow.packing.sources.placement import discover
 from shardflow.synthetic import DEFAULT_PATHOLOGIES, MODALITIES, PATHOLOGIES, SynthOptions, generate
 from shardflow.synthetic.scene import LESION_CONTRASTS, contrast_index
 from tests.forks import REPOSITORY

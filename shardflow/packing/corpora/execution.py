@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from shardflow.errors import ConfigError, FormatError, ShardflowError, StorageError
+from shardflow.errors import ConfigError, FormatError, ShardflowError
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import carry_tables
 from shardflow.format.foreign.places import ImageFacts, image_facts
@@ -40,7 +40,7 @@ from shardflow.packing.corpora.parts import (
     part_folder,
 )
 from shardflow.packing.deid.pseudonyms import SURROGATE_LENGTH
-from shardflow.packing.engines.base import Task, TaskDone, decode
+from shardflow.packing.engines.base import Task, TaskDone, decode, run_each
 from shardflow.packing.versions.base import shard_number
 from shardflow.packing.versions.files import remove_strangers, samples_path, shard_order
 from shardflow.packing.workspace import CrashLog, reason_of_failure
@@ -523,20 +523,9 @@ def _run_once(
     engine: Engine, tasks: Iterable[Task], result: type[Result], on_done: Callable[[Task, Result], None]
 ) -> list[TaskDone]:
     failed: list[TaskDone] = []
-
-    def take() -> None:
-        done = engine.wait()
-        if done.failure == "storage":
-            raise StorageError(done.detail)
+    for done in run_each(engine, tasks):
         if done.failure is not None or done.result is None:
             failed.append(done)
         else:
             on_done(done.task, decode(result, done.result))
-
-    for task in tasks:
-        while not engine.has_idle:
-            take()
-        engine.submit(task)
-    while engine.num_running:
-        take()
     return failed

@@ -3,7 +3,8 @@
 ``words.txt`` holds two kinds of words: common ones (*white*, *may*, *stone*, also when they are somebody's
 name) and eponyms (*Baker* cyst), names that refer to nobody present. ``words_english.txt`` holds many more
 that are nobody's name; only the strict mode accepts them, because a word here may be a name in another
-country. ``words_abroad.txt`` holds words of reports in German, Spanish and French, and abbreviations.
+country. ``words_abroad.txt`` holds words of reports in German, Spanish and French, and abbreviations,
+``words_forms.txt`` parts of words, and names that are built as other words are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ from typing import Final, NamedTuple
 from rapidfuzz.distance import OSA
 from rapidfuzz.process import extractOne
 
+
+def _read(name: str) -> str:
+    return (files("shardflow.packing.deid") / name).read_text(encoding="utf-8")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(word for line in text.splitlines() if not line.startswith("#") for word in line.split())
+
+
+_HEADS, _PREFIXES, _UNINFLECTED, _NAMES_LIKE_TERMS, _NAMES_LIKE_ABBREVIATIONS = (
+    _words(section.partition("\n")[2]) for section in _read("words_forms.txt").split("\n= ")[1:]
+)
 # Without -er and -y, which would turn Mayer and Hilly into words.
 _SUFFIXES: Final = ("'s", "s", "es", "ed", "d", "ing", "ly", "ally", "ness", "ment")
 _AFFIXED: Final = re.compile(
@@ -52,37 +65,8 @@ _TERMS: Final = re.compile(
     r"|ectasias?|ectasic[oa]s?|algias?|logic[oa]s?|miento|mientos)"
 )
 """Forms of medical words that no name has, in lower case or not."""
-_HEADS: Final = """
-    abfluss abnahme abstand abszess adenom akquisition aktivitat analyse angst anomalie anteil apparat
-    artefakt arterie arthrose atresie aufnahme auge ausriss ballon bereich beschwerde bild bilder biopsie
-    blase bogen breite bruchstuck darm daumen defekt deformitat depot detail diagnose diagnostik diameter
-    dichte differenz dilatation dissektion dosis draht drainage druse duplikatur durchmesser dysplasie ebene
-    effekt einheit ektasie element embolie emphysem entitat erguss exostose exsudat extension faden faktor
-    falte fenster fibrose filter fissur fistel fleck flussigkeit form formation fragment fraktur frequenz
-    fuge funktion gabe ganglion gefalle gefass gefuhl gehalt gelenk gesprach gewebe gewicht gliose gradient
-    granulom grenze grosse gyrie hamatom hernie hohle hyperplasie hypertrophie implantat index indikation
-    infarkt infekt infektion infiltrat infiltration injektion insuffizienz intensitat intervall intervention
-    invasion ischamie kammer kanal kanule kapazitat kapsel karzinom katheter klappe knick knochen knorpel
-    knoten kompartiment kompression konkrement kontakt kontrast kontrolle kontur kopfchen korper korrektur
-    krankheit kriterien kriterium kurve lappen lasion leiste limitation linie lipom lokalisation losung luft
-    lumen lunge luxation lymphom mangel mechanismus membran metastase methode modus muskel muskulatur muster
-    naht narbe neigung nekrose nerv neurinom niveau obstruktion operation osteom ostien ostium parameter
-    parenchym parese pathologie perforation perfusion phanomen phase phlegmone plastik platte plexus
-    pneumatose pneumonie polyp position potential praparat produkt projektion prolaps prominenz prothese
-    protokoll protrusion prozess pumpe punkt punktion quadrant qualitat quotient raum reaktion reduktion
-    reflex region rekonstruktion resektion resorption restriktion retention rezidiv rippe risiko rotation
-    ruckgang ruptur sarkom saule saum schadel schaden schatten schicht schiene schlauch schleimhaut schmerz
-    schurze schuss schwellung screening segment sehne sekret septum sequenz shunt signal situation skala
-    sklerose skopie sonographie spalt spange spasmus spektrum spitze spongiose stadium status staub stenose
-    stent strang streifen struktur stutze substanz symptom symptomatik syndrom synthese szintigraphie
-    technik tendenz test therapie thrombose thrombus tonus torsion transplantat trauma tubus tumor typ ulkus
-    unfall unsicherheit ursache variante varize ventil ventrikel verband verdacht verfahren vergleich
-    verhalten verlauf verlust verschluss volumen vorgang wachstum weite widerstand wirbel wunde wurzel zehe
-    zeichen zeit zellen zephalie zufuhr zug zugang zunahme zustand zyklus zyste
-""".split()  # noqa: SIM905
-"""Last parts of German compounds that end no name, whatever is before them."""
 _GERMAN_NOUNS: Final = re.compile(
-    r"(?!conforme)[a-z]{3,}(?:" + "|".join(_HEADS) + r")(?:e[ns]?|n|s)?"
+    r"(?!conforme)[a-z]{3,}(?:" + "|".join(sorted(_HEADS)) + r")(?:e[ns]?|n|s)?"
     r"|[a-z]{3,}(?:(?:mark|[dghlnrst])odeme?n?|necho|nsonden?)"
     r"|(?:ab|an|auf|aus|be|bei|durch|ein|ent|er|fehl|fort|hoch|miss|mit|nach|neu|rest|ruck|uber|um|un|unter|ver|vor"
     r"|weg|weiter|wider|wieder|zer|zu|zusammen)[a-z]{4,}ung(?:en|s)?"
@@ -105,32 +89,10 @@ _PREFIXED: Final = re.compile(
     r"|endo|vaso|angio|under)([a-z]{5,})|([a-z]{4,})like|([a-z]{3,})iness"
 )
 """Prefixes and endings of a known word. Names have the prefixes too (*Middleton*, *Reynolds*)."""
-_NAMES_LIKE_TERMS: Final = frozenset(
-    """
-    abastecimiento achilleas achillefs andreason annunciation anunciacion arrondissement ascension
-    asentamiento assumption brennenstuhl carnation carpentier chastity chrysostomia claviere clemente coloma
-    compromiso comunitat confederation consolacion constanta constanti daughtery decesare depasse deterline
-    dunstable etaux eufemia euphemia fahrenheit felicity fraccionamiento freistuhler gesundheit grosse
-    gundeline hauptstuhl hinterzarten immediato incarnation ingram kaltenengers klickitat kurz lange
-    langeheit langer marchand maternitat metastasio noemia palmares paloma pensamiento perkinson placentia
-    plantation poblamiento progresso pronunciamiento prosperitat reagain reinert renacimiento resurgimiento
-    reveles schonheit shepheard sonoma southand starke stuhlfelden stuhlsatz theodosis townsand trinitat
-    vehemente verderber villafeliche visitation yacimientos arbeiter demaine devante fruchter repass schleimer
-    baudement chassion delestrange dessaules divinite eisendraht fraternite freundschaft genereuse glorieuse
-    gracieuse hautement heureuse joyeuse laclement podskala precieuse radieuse regenbogen schloser schroser
-    seidenfaden serenite verite vertueuse
-    """.split()  # noqa: SIM905
-)
 
 
 _JOINED: Final = ("the", "and", "with", "without", "are", "has", "have", "was", "were")
 """Words that people write without the space beside them."""
-_NAMES_LIKE_ABBREVIATIONS: Final = frozenset(
-    """
-    aca acv aki alif alp ami asa baa cea ced cop dah dai dea ed eii eva fe fid hap ica ige ira la lad lae las
-    li ma mas men mos ol pi ris sab sal sca ti tru ul us vih yr za
-    """.split()  # noqa: SIM905
-)
 
 
 _VOWELS: Final = frozenset("aeiouy")
@@ -319,14 +281,6 @@ def lexicon() -> Lexicon:
     )
 
 
-def _read(name: str) -> str:
-    return (files("shardflow.packing.deid") / name).read_text(encoding="utf-8")
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(word for line in text.splitlines() if not line.startswith("#") for word in line.split())
-
-
 def _stems(word: str) -> list[str]:
     stems = []
     for suffix in _SUFFIXES:
@@ -377,13 +331,6 @@ _GERMAN_ENDINGS: Final = (
     "tem",
     "tes",
 )
-_PREFIXES: Final = frozenset(
-    """
-    ab an auf aus be bei ein ent er fort ge her hin hoch mit nach nicht ober prae pra post re sub
-    supra um un unter ver vor weg wieder zer zu zusammen bi end epi hemi hyper hypo inter intra iso
-    kontra mikro makro mono multi neo non para peri poly retro semi trans tri ultra
-    """.split()  # noqa: SIM905
-)
 _LINKS: Final = ("", "s", "es", "n", "en", "e", "er")
 _MIN_PART: Final = 4
 
@@ -426,15 +373,6 @@ def _romance_forms(word: str) -> list[str]:
     return [form for form in forms if len(form) >= 3 and form not in _UNINFLECTED]
 
 
-_UNINFLECTED: Final = frozenset(
-    """
-    alors ante aucun aunque aussi aux avec bien cada car ces cet chez como con contra contre cual dans del
-    des desde deux donc elle ella entre est hasta hay ici ils las les leur lors los lui mais mas met muy
-    non nos otro otra par pas pero peu peut plus por pour pres puis que qui quoi sans sauf segun selon ser
-    sin sobre son sont sous sur tan tant tout tras tres una une unos vers
-    """.split()  # noqa: SIM905
-)
-"""Words of Spanish and French that take no endings."""
 _GENDERS: Final = (
     ("a", ("o",)),
     ("as", ("o", "a")),

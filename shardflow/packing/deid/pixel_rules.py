@@ -1,7 +1,7 @@
 """Pixel rules: a table over header values that finds images which may show text or a face; sites extend it.
 
-An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds of
-images that often have it are suspect. Pixels themselves are examined by `heads` and `pages`.
+An absent attribute proves nothing: a file that does not declare burned-in text may have some, so the kinds
+of images that often have it are suspect. Pixels themselves are examined by `heads` and `pixel_text`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Box = tuple[int, int, int, int]
 Values = Mapping[str, Sequence[str | int | float]]
 
 PAGE: Final = "page"
-"""Name of the rule that recognizes pages of text by their pixels (`pages`)."""
+"""Name of the rule that recognizes pages of text by their pixels (`pixel_text.is_page`)."""
 TEXT: Final = "text"
 """Name of the rule that finds text in pixels (`pixel_text`)."""
 DECLARED: Final = "declared"

@@ -7,6 +7,7 @@ identifier of a form that no pattern describes is missed; docs/deidentification.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from datetime import date
 from functools import partial
 from itertools import chain
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from shardflow.errors import ConfigError
@@ -202,7 +204,7 @@ def scrub(
         known: Values of the study's headers.
         mode: How much is replaced.
         order: How the source writes 03/04/2019.
-        recognize: Finds more, such as `shardflow.packing.deid.text_model.TextModel.find`.
+        recognize: Finds more, such as `TextModel.find`.
         date_placeholder: Returns what replaces a single day inside the brackets, such as its distance from
             the study; None removes the day.
 
@@ -222,3 +224,47 @@ def scrub(
         position = span.end
     parts.append(text[position:])
     return ScrubbedText(text="".join(parts), counts=dict(sorted(counts.items())))
+
+
+_MODEL_CATEGORIES: Final = (
+    (r"age", Category.AGE),
+    (r"date|time", Category.DATE),
+    (r"e-?mail", Category.EMAIL),
+    (r"phone|tel|fax|contact", Category.PHONE),
+    (r"url|web|ip", Category.URL),
+    (r"loc|city|street|zip|address|hospital|org|place|state|country|gpe|facility|vendor", Category.PLACE),
+    (r"per|name|patient|doctor|staff|hcw|phys|user", Category.NAME),
+    (r"id|num|record|account|device|license|licence|plate|ssn|bio", Category.ID),
+)
+
+
+class TextModel:
+    """Token classifier of a local folder, which finds what no rule does; needs shardflow[deid-model].
+
+    It only adds spans: what the rules replace stays replaced. One window is read at a time, on one CPU
+    thread, so that the same text gives the same spans in every process.
+
+    Args:
+        folder: Its folder.
+
+    Raises:
+        ConfigError: transformers is missing, the folder holds no such model, or labels have no names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from shardflow.reports.token_classifier import TokenClassifier
+
+        self._classifier = TokenClassifier(folder, setting="deid.model", extra="deid-model")
+
+    def find(self, text: str) -> Iterator[Span]:
+        """Find what the model labels; words are covered whole."""
+        for start, end, label in self._classifier.find([text], is_joined=False)[0]:
+            yield Span(start=start, end=end, category=_category(label))
+
+
+def _category(label: str) -> Category:
+    """Return the category of a label such as ``PATIENT``."""
+    name = label.lower()
+    return next(
+        (category for pattern, category in _MODEL_CATEGORIES if re.search(pattern, name)), Category.WORD
+    )

@@ -18,7 +18,7 @@ import resource
 import signal
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
@@ -41,7 +41,7 @@ from typing import (
     get_type_hints,
 )
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, StorageError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -232,7 +232,8 @@ def end_with(parent_pid: int) -> None:
 
 
 Failure: TypeAlias = Literal["timeout", "killed", "out_of_memory", "failed", "storage"]
-"""How a task failed by itself; the loss of a machine is no failure of a task."""
+"""How a task failed by itself; the loss of a machine is no failure of a task. No process works without
+storage, so ``storage`` ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,6 +294,17 @@ class Answer:
     """Sent once, when the process is ready for its first task."""
 
 
+def done_with(task: Task, answer: Answer) -> TaskDone:
+    """Return the end of a task.
+
+    Raises:
+        StorageError: The task could not read or write what packing itself keeps.
+    """
+    if answer.failure == "storage":
+        raise StorageError(answer.detail)
+    return TaskDone(task=task, result=answer.result, failure=answer.failure, detail=answer.detail)
+
+
 class Engine(Protocol):
     """Runs tasks in packing processes; a context manager, which ends every process that it started.
 
@@ -331,6 +343,7 @@ class Engine(Protocol):
 
         Raises:
             ShardflowError: Processes cannot start, or keep dying.
+            StorageError: A task could not read or write what packing itself keeps.
         """
         ...
 
@@ -341,3 +354,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """Kill every process and wait for its end; unfinished tasks are dropped."""
         ...
+
+
+def run_each(engine: Engine, tasks: Iterable[Task]) -> Iterator[TaskDone]:
+    """Hand each task to the first idle process, and yield the tasks as they end; none may run before.
+
+    Raises:
+        ShardflowError: As `Engine.wait`.
+        StorageError: As `Engine.wait`.
+    """
+    for task in tasks:
+        engine.submit(task)
+        while not engine.has_idle:
+            yield engine.wait()
+    while engine.num_running:
+        yield engine.wait()

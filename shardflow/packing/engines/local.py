@@ -30,6 +30,7 @@ from shardflow.packing.engines.base import (
     Task,
     TaskDone,
     decode,
+    done_with,
     encode,
 )
 from shardflow.packing.engines.worker import Channel, ChannelClosedError
@@ -199,9 +200,7 @@ class LocalEngine(Engine):
         if task is None:
             return
         self.peak_memory_bytes = max(self.peak_memory_bytes, answer.peak_memory_bytes)
-        self._finished.append(
-            TaskDone(task=task, result=answer.result, failure=answer.failure, detail=answer.detail)
-        )
+        self._finished.append(done_with(task, answer))
         if answer.failure == "out_of_memory":
             # Its address space is fragmented now: start the next study in a fresh one.
             self._replace(child)

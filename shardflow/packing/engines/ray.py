@@ -27,9 +27,18 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import RayError
 
-from shardflow.errors import ShardflowError, os_reason
+from shardflow.errors import ShardflowError, StorageError, os_reason
 from shardflow.logs import describe_exception
-from shardflow.packing.engines.base import Answer, Engine, Task, TaskDone, WorkerSetup, decode, encode
+from shardflow.packing.engines.base import (
+    Answer,
+    Engine,
+    Task,
+    TaskDone,
+    WorkerSetup,
+    decode,
+    done_with,
+    encode,
+)
 from shardflow.packing.engines.local import LocalEngine
 
 if TYPE_CHECKING:
@@ -79,6 +88,8 @@ class PackingWorker:
                 detail=done.detail,
                 peak_memory_bytes=self._pool.peak_memory_bytes,
             )
+        except StorageError as error:
+            answer = Answer(failure="storage", detail=error.message)
         except ShardflowError as error:
             answer = Answer(cannot_start=error.message)
         except Exception as error:  # noqa: BLE001 - Ray would log its text
@@ -247,9 +258,7 @@ class RayEngine(Engine):
         if done.cannot_start is not None:
             raise ShardflowError(done.cannot_start)
         self.peak_memory_bytes = max(self.peak_memory_bytes, done.peak_memory_bytes)
-        self._finished.append(
-            TaskDone(task=task, result=done.result, failure=done.failure, detail=done.detail)
-        )
+        self._finished.append(done_with(task, done))
 
     def _lost(self, worker: _Worker) -> None:
         """Requeue the task of a lost worker: its study is not to blame."""

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardflow.errors import StorageError
@@ -39,7 +40,7 @@ from shardflow.packing.engines.base import (
     end_with,
     on_step,
 )
-from shardflow.packing.registry import TASK_HANDLERS, resolve
+from shardflow.packing.registry import TASK_HANDLERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,7 +209,7 @@ def peak_memory_bytes() -> int:
 
 
 def _make_handler(name: str, setup: Mapping[str, Any]) -> Handler:
-    handler: Handler = resolve(TASK_HANDLERS.get(name, name))(setup)
+    handler: Handler = resolve_name(TASK_HANDLERS.get(name, name))(setup)
     return handler
 
 

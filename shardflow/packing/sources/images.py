@@ -1,34 +1,211 @@
-"""Dispatch over image formats: DICOM, NIfTI, PNG, JPEG, and slides in TIFF.
+"""Images of every format (DICOM, NIfTI, PNG, JPEG, and slides in TIFF), and the reader of PNG and JPEG.
 
 Every format is read as an `InstanceHeader` and decoded to slices in modality units, so the rest of packing
 does not depend on the file format.
+
+The size of a PNG or JPEG is read from the file's own header and checked before anything is decoded. OpenCV
+fills the missing part of a truncated file with gray and reports nothing, so files are checked for
+completeness: the checksum of every chunk of a PNG, the end marker of a JPEG.
+
+Source: PNG specification (third edition), 5 and 11.2.1; ITU T.81, annex B.
 """
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts, read_acquisition
 from shardflow.packing.sources.dicom.attributes import (
     read_attributes,
     read_everywhere,
     read_frame_attributes,
 )
-from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.description import ImageDescription
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits, reading_source
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
+from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.stored import iter_stored
+from shardflow.packing.sources.dicom.values import holds_end_of_jpeg, read_jpeg_header
 from shardflow.packing.sources.nifti import NIFTI, iter_nifti, read_nifti
-from shardflow.packing.sources.raster import JPEG, PNG, iter_raster, read_raster
-from shardflow.packing.sources.slides.tiff import read_tiff
+from shardflow.packing.sources.placement import make_header
+from shardflow.packing.sources.slides import read_tiff
 
 if TYPE_CHECKING:
     from shardflow.packing.sources.dicom.attributes import AttributeValue
     from shardflow.packing.sources.dicom.headers import SliceRef
     from shardflow.packing.sources.placement import Placement
+
+PNG: Final = "png"
+JPEG: Final = "jpeg"
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
+_JPEG_START: Final = b"\xff\xd8\xff"
+_PNG_SAMPLES: Final = {0: 1, 2: 3, 3: 3}
+"""Samples of a pixel once decoded, by color type; types with transparency are no images of patients."""
+# Of a picture in color that is gray, samples differ by no more than JPEG's color conversion makes them.
+_GRAY_TOLERANCE: Final = 3
+
+
+class _Size(NamedTuple):
+    syntax: str
+    rows: int
+    columns: int
+    samples: int
+    bits: int
+
+
+def read_raster(path: Path, placement: Placement, *, limits: HeaderLimits) -> InstanceHeader:
+    """Read what packing needs of a picture; nothing is decoded.
+
+    Args:
+        path: The file.
+        placement: Whose it is; ``patient``, ``study``, ``series`` and ``instance`` must be set.
+        limits: Bounds on what the file declares.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, NOT_IMAGE, HEADER_UNREADABLE, INVALID_IMAGE_DESCRIPTION,
+            LIMIT_EXCEEDED.
+    """
+    data = _read(path, limits)
+    size = _size_of(data)
+    pixels = size.rows * size.columns
+    if pixels == 0:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"{size.rows} rows and {size.columns} columns")
+    num_bytes = pixels * size.samples * (size.bits // 8)
+    check_limits(
+        ("pixels", pixels, limits.max_frame_pixels),
+        ("bytes of pixels", num_bytes, limits.max_pixel_bytes),
+    )
+    if size.samples == 3 and size.bits != 8:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"color of {size.bits} bits")
+    is_color = size.samples == 3 and not placement.is_gray
+    if is_color and placement.rescale is not None:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "slope and intercept of a picture in color")
+    slope, intercept = placement.rescale or (None, None)
+    image = ImageDescription(
+        rows=size.rows,
+        columns=size.columns,
+        samples_per_pixel=3 if is_color else 1,
+        num_frames=1,
+        bits_allocated=size.bits,
+        bits_stored=size.bits,
+        high_bit=size.bits - 1,
+        is_signed=False,
+        planar_configuration=0,
+        photometric_interpretation="RGB" if is_color else "MONOCHROME2",
+    )
+    plane = PlaneHeader(
+        pixel_spacing=placement.spacing_mm and placement.spacing_mm[:2], slope=slope, intercept=intercept
+    )
+    unit = "HU" if placement.modality == "CT" and placement.rescale is not None else ""
+    return make_header(placement, image, (plane,), syntax=size.syntax, num_bytes=len(data), unit=unit)
+
+
+def iter_raster(
+    path: Path, header: InstanceHeader, frames: Sequence[int], limits: HeaderLimits
+) -> Iterator[tuple[Array, str]]:
+    """Decode the picture; as `shardflow.packing.sources.dicom.stored.iter_stored`.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, PIXEL_DATA_TRUNCATED, DECODE_FAILED, LIMIT_EXCEEDED or
+            INVALID_IMAGE_DESCRIPTION.
+    """
+    import cv2
+
+    data = _read(path, limits)
+    _check_whole(data)
+    try:
+        # Pixels as stored: no rotation by a camera's note, no reduction to 8 bits.
+        decoded: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    except cv2.error:
+        decoded = None
+    if decoded is None:
+        raise source_error(Reason.DECODE_FAILED, "opencv")
+    pixels = decoded[..., ::-1] if decoded.ndim == 3 else decoded
+    if decoded.ndim == 3 and not header.image.is_color:
+        pixels = _gray(pixels)
+    expected = (header.image.rows, header.image.columns, *((3,) if header.image.is_color else ()))
+    if pixels.shape != expected or pixels.dtype.itemsize * 8 != header.image.bits_allocated:
+        raise source_error(Reason.DECODE_FAILED, "another image than the head declares")
+    for _ in frames:
+        yield np.ascontiguousarray(pixels), "opencv"
+
+
+def _gray(pixels: Array) -> Array:
+    """Take one sample of three that are equal; a radiograph with color in it is annotated, or none."""
+    wide = pixels.astype(np.int16)
+    if int((wide.max(axis=2) - wide.min(axis=2)).max()) > _GRAY_TOLERANCE:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "color in an image that must be gray")
+    return np.ascontiguousarray(pixels[..., 1])
+
+
+def _read(path: Path, limits: HeaderLimits) -> bytes:
+    with reading_source(), path.open("rb") as file:
+        # As many as there are: to ask for as many as are allowed would reserve them, for every picture.
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes <= limits.max_inflated_bytes:
+            return file.read(num_bytes)
+    raise source_error(Reason.LIMIT_EXCEEDED, f"a picture of more than {limits.max_inflated_bytes} bytes")
+
+
+def _size_of(data: bytes) -> _Size:
+    if data.startswith(_PNG_SIGNATURE):
+        return _png_size(data)
+    if data.startswith(_JPEG_START):
+        return _jpeg_size(data)
+    raise source_error(Reason.NOT_IMAGE)
+
+
+def _png_size(data: bytes) -> _Size:
+    if len(data) < 33 or data[12:16] != b"IHDR" or zlib.crc32(data[12:29]) != _big(data, 29, 4):
+        raise source_error(Reason.HEADER_UNREADABLE, "the first chunk of the PNG")
+    columns, rows, depth, color = _big(data, 16, 4), _big(data, 20, 4), data[24], data[25]
+    if color not in _PNG_SAMPLES or depth not in {1, 2, 4, 8, 16}:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"color type {color}, {depth} bits")
+    return _Size(PNG, rows, columns, _PNG_SAMPLES[color], 16 if depth == 16 and color != 3 else 8)
+
+
+def _jpeg_size(data: bytes) -> _Size:
+    header = read_jpeg_header(data)
+    if header is None:
+        raise source_error(Reason.HEADER_UNREADABLE, "no frame header in the JPEG")
+    samples, depth = header.num_components, header.precision
+    if depth != 8 or samples not in {1, 3}:
+        raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"{samples} samples of {depth} bits")
+    return _Size(JPEG, header.rows, header.columns, samples, 8)
+
+
+def _check_whole(data: bytes) -> None:
+    if data.startswith(_JPEG_START):
+        if not holds_end_of_jpeg(data):
+            raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the JPEG")
+        return
+    position = len(_PNG_SIGNATURE)
+    view = memoryview(data)
+    while position + 12 <= len(data):
+        end = position + 8 + _big(data, position, 4)
+        if end + 4 > len(data):
+            break
+        if zlib.crc32(view[position + 4 : end]) != _big(data, end, 4):
+            raise source_error(Reason.DECODE_FAILED, "a chunk of the PNG has another checksum")
+        if data[position + 4 : position + 8] == b"IEND":
+            return
+        position = end + 4
+    raise source_error(Reason.PIXEL_DATA_TRUNCATED, "no end of the PNG")
+
+
+def _big(data: bytes, offset: int, num_bytes: int) -> int:
+    return int.from_bytes(data[offset : offset + num_bytes], "big")
+
 
 _READERS = {JPEG: iter_raster, NIFTI: iter_nifti, PNG: iter_raster}
 

@@ -28,7 +28,7 @@ import numpy as np
 from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import PHASE_NAMES, Reason, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits, reading_source
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.placement import make_header
@@ -340,10 +340,8 @@ def _is_gzip(path: Path) -> bool:
 
 
 def _num_bytes(path: Path) -> int:
-    try:
+    with reading_source():
         return path.stat().st_size
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def _open(path: Path) -> BinaryIO:

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardflow.errors import ShardflowError, SourceError
 from shardflow.format.reasons import HELD_BACK
-from shardflow.packing.engines.base import Engine, Task, decode
+from shardflow.packing.engines.base import Engine, Task, decode, run_each
 from shardflow.packing.header_rows import RowPlace, read_rows
 from shardflow.packing.inventory import CARRIED, UNDECIDED, FileTable, reason_name
 from shardflow.packing.sources.dicom.pixels import iter_slices
@@ -132,14 +132,14 @@ def _make(
     engine: Engine, files: FileTable, notes: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     order = list(_choose(files, notes))
-    wanted, made = order[::-1], dict[int, str]()
-    while wanted or engine.num_running:
-        while wanted and engine.has_idle:
-            file = wanted.pop()
-            boxes = tuple((a, b, c, d) for a, b, c, d in notes[file].get("blanked", ()))
-            task = PictureTask(row=RowPlace.of(files, file), boxes=boxes)
-            engine.submit(Task(kind="picture", payload=task, timeout_s=_TIMEOUT_S, handle=file))
-        done = engine.wait()
+    made: dict[int, str] = {}
+
+    def task(file: int) -> Task:
+        boxes = tuple((a, b, c, d) for a, b, c, d in notes[file].get("blanked", ()))
+        payload = PictureTask(row=RowPlace.of(files, file), boxes=boxes)
+        return Task(kind="picture", payload=payload, timeout_s=_TIMEOUT_S, handle=file)
+
+    for done in run_each(engine, map(task, order)):
         if done.result is not None and (png := decode(PictureDone, done.result).png) is not None:
             made[done.task.handle] = png
     for file in order:

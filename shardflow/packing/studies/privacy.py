@@ -22,8 +22,8 @@ from shardflow.format.keys import STUDY_FIELD
 from shardflow.format.reasons import Reason
 from shardflow.packing.deid.heads import MIN_SLICES
 from shardflow.packing.deid.identity import PublishedPerson
-from shardflow.packing.deid.pages import is_page
 from shardflow.packing.deid.pixel_rules import DECLARED, PAGE, TEXT
+from shardflow.packing.deid.pixel_text import is_page
 from shardflow.packing.deid.pseudonyms import DateOffsets, StudyDates, parse_date
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.dicom.attributes import AttributeValue

@@ -1,9 +1,9 @@
 """JSON fields of a sample: the series objects of ``study.json``, and the fields made from attachments.
 
-Attachments are converted in an order that follows from their content, never from their paths, so that numbers
-and bytes do not change when files are moved. A file that cannot be converted is reported, and harms neither
-the study nor another file. One that crashes the process leaves a mark, so that the job can pack the study
-without it.
+Attachments are converted in an order that follows from their content, never from their paths, so that
+numbers and bytes do not change when files are moved. A file that cannot be converted is reported, and harms
+neither the study nor another file. One that crashes the process leaves a mark, so that the job can pack the
+study without it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from shardflow.packing.sources.attachments import Attached, AttachmentKind
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.dicom.headers import InstanceHeader
-    from shardflow.packing.studies.fragment import AttachmentMark
+    from shardflow.packing.studies.assembly import AttachmentMark
     from shardflow.packing.studies.privacy import StudyPrivacy
 
 STUDY_JSON_VERSION: Final = 1

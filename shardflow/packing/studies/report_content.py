@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import ConfigError, StorageError
-from shardflow.packing.engines.base import Engine, Task, decode, step
+from shardflow.errors import ConfigError
+from shardflow.packing.engines.base import Engine, Task, decode, run_each, step
 from shardflow.packing.linking import read_report
 from shardflow.packing.settings import ReportsConfig, digest_of
 from shardflow.packing.studies.tasks import LanguagesDone, LanguagesTask
@@ -126,20 +126,15 @@ def check_languages(
 
     chosen = linked[:: -(-len(linked) // _MAX_LOOKED_AT)]
     places = list(map(reports.place_of, chosen))
-    starts = range(0, len(places), _LOOKED_AT_ONCE)
-    waiting = [_language_task(places[at : at + _LOOKED_AT_ONCE], timeout_s, is_last=False) for at in starts]
     mains: Counter[str] = Counter()
-    while waiting or engine.num_running:
-        while waiting and engine.has_idle:
-            engine.submit(waiting.pop())
-        done = engine.wait()
-        if done.failure == "storage":
-            raise StorageError(done.detail)
-        if done.result is not None:
-            mains.update(decode(LanguagesDone, done.result).counts)
-        elif not done.task.handle:
-            failed = done.task.payload.reports
-            waiting += [_language_task([place], timeout_s, is_last=True) for place in failed]
+    for size in (_LOOKED_AT_ONCE, 1):
+        batches = [places[at : at + size] for at in range(0, len(places), size)]
+        places = []
+        for done in run_each(engine, (_language_task(batch, timeout_s) for batch in batches)):
+            if done.result is not None:
+                mains.update(decode(LanguagesDone, done.result).counts)
+            else:
+                places += done.task.payload.reports
     num_counted = sum(mains.values())
     others = {name: count for name, count in mains.items() if name not in LANGUAGES}
     if 2 * sum(others.values()) > num_counted:
@@ -156,10 +151,9 @@ def check_languages(
     )
 
 
-def _language_task(places: Sequence[ReportPlace], timeout_s: float, *, is_last: bool) -> Task:
-    """Make a task whose handle says whether it is the last attempt."""
+def _language_task(places: Sequence[ReportPlace], timeout_s: float) -> Task:
     payload = LanguagesTask(reports=tuple(places))
-    return Task(kind="languages", payload=payload, timeout_s=timeout_s, num_steps=len(places), handle=is_last)
+    return Task(kind="languages", payload=payload, timeout_s=timeout_s, num_steps=len(places))
 
 
 def count_languages(spool: Path, task: LanguagesTask) -> LanguagesDone:

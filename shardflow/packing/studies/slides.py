@@ -1,7 +1,8 @@
 """Packing of one slide: tissue is found in a coarse level, and the tiles that show it are stored.
 
-Tissue has color and glass has not: the chroma of a coarse level is cut at Otsu's threshold, as preprocessing
-of slides usually does. Tiles beside tissue are stored too, so that a region at its border is whole.
+Tissue has color and glass has not: the chroma of a coarse level is cut at Otsu's threshold, as
+preprocessing of slides usually does. Tiles beside tissue are stored too, so that a region at its border is
+whole.
 
 Source: N. Otsu, A threshold selection method from gray-level histograms, IEEE Trans. SMC 9 (1979).
 """
@@ -19,20 +20,20 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import FormatError, os_reason
+from shardflow.errors import FormatError
 from shardflow.format.keys import level_field
 from shardflow.format.reasons import Reason, source_error
 from shardflow.format.volumes.encoder import LevelWriter
 from shardflow.format.volumes.tiles import TileForm, decode_tile, encode_tile
 from shardflow.packing.engines.base import step
-from shardflow.packing.sources.slides.levels import DicomLevel, Place, SlideLevel
-from shardflow.packing.sources.slides.tiff import TIFF, open_levels
+from shardflow.packing.sources.dicom.elements import reading_source
+from shardflow.packing.sources.slides import TIFF, DicomLevel, Place, SlideLevel, open_levels
 
 if TYPE_CHECKING:
     from shardflow.packing.settings import SlidesConfig
     from shardflow.packing.sources.dicom.elements import HeaderLimits
     from shardflow.packing.sources.dicom.headers import InstanceHeader
-    from shardflow.packing.studies.fragment import FragmentWriter
+    from shardflow.packing.studies.assembly import FragmentWriter
 
 _MAP_SIDE: Final = 2048
 """Longest side of the map of tissue, in pixels."""
@@ -307,10 +308,7 @@ def check_copy(kept: Path, copy: Path) -> None:
     """
     digests = set()
     for path in (kept, copy):
-        try:
-            with path.open("rb") as file:
-                digests.add(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+        with reading_source(), path.open("rb") as file:
+            digests.add(hashlib.file_digest(file, "sha256").digest())
     if len(digests) > 1:
         raise source_error(Reason.CONFLICTING_INSTANCE, "files of a slide")

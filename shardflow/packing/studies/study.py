@@ -58,13 +58,7 @@ from shardflow.packing.sources.images import (
     read_image_people,
     read_stack_facts,
 )
-from shardflow.packing.studies.fragment import (
-    AttachmentMark,
-    FragmentWriter,
-    StudyOutcome,
-    fragment_path,
-    read_fragment,
-)
+from shardflow.packing.studies.assembly import AttachmentMark, FragmentWriter, fragment_path, read_fragment
 from shardflow.packing.studies.privacy import StudyPrivacy
 from shardflow.packing.studies.records import (
     STUDY_JSON_VERSION,
@@ -82,7 +76,7 @@ from shardflow.packing.studies.records import (
 )
 from shardflow.packing.studies.report_content import rules_of
 from shardflow.packing.studies.slides import check_copy, open_slide, write_slide
-from shardflow.packing.studies.tasks import StudyDone
+from shardflow.packing.studies.tasks import StudyDone, StudyOutcome
 from shardflow.packing.studies.variants import SeriesVariants, draw_variants, study_names_a_side
 
 if TYPE_CHECKING:
@@ -92,7 +86,7 @@ if TYPE_CHECKING:
     from shardflow.packing.settings import PolicyConfig, SlidesConfig, VariantsConfig, VolumesConfig
     from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts
     from shardflow.packing.sources.placement import Placement
-    from shardflow.packing.studies.fragment import Fragment
+    from shardflow.packing.studies.assembly import Fragment
     from shardflow.packing.studies.privacy import PrivacyRules
     from shardflow.packing.studies.report_content import ReportParser
     from shardflow.packing.studies.tasks import StudyAttachment, StudyTask

@@ -5,15 +5,14 @@ They cross the process border by the codec of `shardflow.packing.engines.base`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardflow.packing.deid.identity import PublishedPerson
 from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.linking import ReportPlace
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.sources.report_files import ReportDocument
-from shardflow.packing.studies.fragment import StudyOutcome
+from shardflow.packing.sources.reports import ReportDocument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +119,31 @@ class StudyTask:
     """Files of the patient's other studies, whose headers may name the same people."""
     person: PublishedPerson | None = None
     """How the patient appears, if another identifier stands for the person."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOutcome:
+    """Outcome of a study and of each of its files."""
+
+    outcome: str
+    """``packed``, ``skipped`` or ``quarantined``."""
+    reason: str | None = None
+    """Code, unless packed."""
+    instances: dict[int, str] = field(default_factory=dict)
+    """Reason of each file whose outcome differs from the study's, by position in the study's list."""
+    tallies: dict[str, int] = field(default_factory=dict)
+    """Counts of what de-identification did."""
+    languages: tuple[str, ...] = ()
+    """Languages of the report, if it was read."""
+    read_by: str = ""
+    """Rules that read it, as of `shardflow.packing.studies.report_content.rules_of`."""
+    is_unread: bool = False
+    """Whether a part of the report is in a language without rules."""
+    rules: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the rules that hold files back, or blank text in them, by position; for the private ledger
+    alone."""
+    blanked: dict[int, tuple[tuple[int, int, int, int], ...]] = field(default_factory=dict)
+    """Boxes of blanked text by position; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,14 +1,15 @@
 """Variants of the slices of a series: small versions and a thumbnail, and augmented copies to train on.
 
-Fields (docs/format.md, section 4): ``sSSS.small.iIIII.CODEC``, ``sSSS.thumb.jpg``, ``sSSS.vVV.iIIII.CODEC``.
-They follow the slices of their series in the tar, so that all small slices of a series are one read. While
-slices stream by, what is needed later waits encoded in a spool: in memory up to a bound, above it in an
-unnamed file. Augmented variants are made at the end, when the display range is known.
+Fields (docs/format.md, section 4): ``sSSS.small.iIIII.CODEC``, ``sSSS.thumb.jpg``,
+``sSSS.vVV.iIIII.CODEC``. They follow the slices of their series in the tar, so that all small slices of a
+series are one read. While slices stream by, what is needed later waits encoded in a spool: in memory up to
+a bound, above it in an unnamed file. Augmented variants are made at the end, when the display range is
+known.
 
 Smaller versions average areas, exactly: bytes are the same on every machine. A pixel is the mean of the
-pixels under it, weighted by area; for integers of up to 16 bits all sums are integers and the mean is rounded
-once, half up. A mean keeps the unit (HU of the mean attenuation) and never leaves the range of its pixels, as
-sharper filters do. Padding is left out.
+pixels under it, weighted by area; for integers of up to 16 bits all sums are integers and the mean is
+rounded once, half up. A mean keeps the unit (HU of the mean attenuation) and never leaves the range of its
+pixels, as sharper filters do. Padding is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardflow.packing.settings import PoolConfig, VariantsConfig
     from shardflow.packing.sources.dicom.pixels import DecodedSlice, SliceForm
     from shardflow.packing.sources.dicom.stacks import Stack
-    from shardflow.packing.studies.fragment import FragmentWriter
+    from shardflow.packing.studies.assembly import FragmentWriter
 
 Matrix = list[list[float]]
 _SPOOL_BYTES: Final = 64 << 20

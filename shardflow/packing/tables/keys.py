@@ -17,7 +17,7 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, naming_os_errors
+from shardflow.errors import ConfigError
 from shardflow.format.dataset import Dataset
 from shardflow.format.facts.columns import image_starts, num_unit_rows
 from shardflow.format.facts.series import open_series
@@ -27,7 +27,7 @@ from shardflow.packing.deid.pseudonyms import SecretKey
 from shardflow.packing.header_rows import digest64
 from shardflow.packing.people import read_evidence
 from shardflow.packing.settings import KeyKind
-from shardflow.packing.workspace import Workspace
+from shardflow.packing.workspace import Workspace, reading_private
 
 KEY_KINDS: Final = get_args(KeyKind)
 _UNITS: Final[dict[str, tuple[TableUnit, ...]]] = {
@@ -194,14 +194,8 @@ class PrivateFolder:
             FormatError: It is damaged.
         """
         ledger = self._ledger(dataset)
-        try:
-            with naming_os_errors("reading the private ledger"), ledger.open("rb") as file:
-                for line in file:
-                    yield json.loads(line)
-        except ValueError:
-            raise FormatError(
-                "The private ledger (inputs-*.jsonl) holds a damaged line; restore it from a copy."
-            ) from None
+        with reading_private("the private ledger (inputs-*.jsonl)"), ledger.open("rb") as file:
+            yield from map(json.loads, file)
 
     def same_persons(self, dataset: Dataset) -> list[tuple[str, str]]:
         """Return pairs of patient keys that are of one person, of persons with several patient IDs.

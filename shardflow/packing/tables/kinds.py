@@ -285,6 +285,11 @@ def parse_kind(text: str) -> ColumnKind:
     return cast(ColumnKind, text)
 
 
+def holds(kind: ColumnKind, found: str, value: Any) -> bool:
+    """Return whether a column of a kind can hold a parsed value."""
+    return found in _ACCEPTED[kind] or (kind == "bool" and found == "int" and value in (0, 1))
+
+
 @dataclass(slots=True)
 class ColumnBuilder:
     """Values of a column by the target that they are joined to.
@@ -341,11 +346,7 @@ class ColumnBuilder:
         self, kinds: Sequence[str], values: Sequence[Any]
     ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return parsed values as stored, which are missing, and which of these the kind cannot hold."""
-        accepted = _ACCEPTED[self.kind]
-        there = [kind in accepted for kind in kinds]
-        if self.kind == "bool":
-            pairs = zip(kinds, values, strict=True)
-            there = [kind == "bool" or (kind == "int" and value in (0, 1)) for kind, value in pairs]
+        there = [holds(self.kind, kind, value) for kind, value in zip(kinds, values, strict=True)]
         out = np.zeros((len(kinds), *self.values.shape[1:]), self.values.dtype)
         if self.kind in ("category", "string"):
             codes = self._codes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,15 +40,14 @@ def open_table(path: Path) -> TableReader:
         raise ConfigError(f"There is no file {path.name!r} to attach; correct the path.")
     suffixes = [suffix.lower().removeprefix(".") for suffix in path.suffixes]
     extension = suffixes[-2] if suffixes[-1:] == ["gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
-    found = {entry.name: entry.value for entry in entry_points(group=READER_GROUP)}
+    found = {entry.name: entry for entry in entry_points(group=READER_GROUP)}
     if extension in _READERS:
         return _READERS[extension]
     if extension not in found:
         known = ", ".join(f".{name}" for name in sorted({*_READERS, *found}))
         raise ConfigError(f"Tables are read from {known}, got .{extension}; convert the file.")
-    module, _, attribute = found[extension].partition(":")
     try:
-        reader: TableReader = getattr(importlib.import_module(module), attribute)
+        reader: TableReader = found[extension].load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"The reader of .{extension} cannot be imported ({type(error).__name__})."

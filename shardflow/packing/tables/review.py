@@ -43,7 +43,7 @@ from shardflow.format.tables import (
     table_versions,
     write_table,
 )
-from shardflow.packing.tables.kinds import Profile, parse_value
+from shardflow.packing.tables.kinds import Profile, holds, parse_value
 from shardflow.packing.tables.readers import open_table
 from shardflow.storage import LocalStore
 from shardflow.storage.node_files import own_bytes
@@ -507,7 +507,7 @@ def _wanted(
         )
     _refuse(
         rows.file,
-        np.flatnonzero([not _fits(kind, one, value) for one, value in parsed]),
+        np.flatnonzero([one != "missing" and not holds(kind, one, value) for one, value in parsed]),
         f"hold a value in {full} that is no {kind}",
     )
     if kind != "category":
@@ -555,15 +555,6 @@ def _new_column(rows: _Rows, name: str) -> StoredColumn | None:
         values=np.zeros(rows.num_targets, dtype),
         is_missing=np.ones(rows.num_targets, bool),
     )
-
-
-def _fits(kind: str, found: str, value: Any) -> bool:
-    """Return whether a parsed value is one of a kind, or missing."""
-    if found == "missing" or (kind == "category" and found in ("text", "int", "float", "bool")):
-        return True
-    if kind == "bool":
-        return found == "bool" or (found == "int" and value in (0, 1))
-    return found == kind or (kind == "float" and found == "int")
 
 
 def _plain(column: StoredColumn, rows: NDArray[np.int64]) -> list[Any]:

@@ -30,6 +30,7 @@ from shardflow.packing.inventory import (
     known_code,
     set_columns,
 )
+from shardflow.packing.workspace import reading_private
 from shardflow.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class KnownInputs:
             )
         numbers: dict[str, int] = {}
         rows: list[tuple[Any, ...]] = []
-        try:
+        with reading_private("the private ledger (inputs-*.jsonl)"):
             for offset, fields in self._lines():
                 key = fields["sample_key"]
                 if key is not None and key not in numbers:
@@ -138,11 +139,6 @@ class KnownInputs:
                         offset,
                     )
                 )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(
-                f"the private ledger (inputs-*.jsonl) holds a damaged line ({type(error).__name__}); "
-                "restore it from a copy."
-            ) from None
         set_columns(self, _COLUMNS, rows)
 
     def __len__(self) -> int:
@@ -169,7 +165,7 @@ class KnownInputs:
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         offset = 0
-        with naming_os_errors("reading the private ledger"), self._path.open("rb") as file:
+        with self._path.open("rb") as file:
             for line in file:
                 yield offset, json.loads(line)
                 offset += len(line)

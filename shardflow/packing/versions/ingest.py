@@ -4,12 +4,12 @@ Nothing is decoded here. The resulting tables tell which study every found input
 job is to decide it.
 
 With the reports of a study, a few headers of the patient's other studies (its siblings) are read too: a
-report may name the physician, the order number or the maiden name that only they have. This decides bytes of
-the study, so the choice of files must not depend on what happens to be among the inputs.
+report may name the physician, the order number or the maiden name that only they have. This decides bytes
+of the study, so the choice of files must not depend on what happens to be among the inputs.
 
-Reports in PDF and RTF are read by packing processes, each under the limits of a task (`DocumentPass`): their
-parsers meet files of anybody, and a loop or a bomb costs that report and nothing else. A job that links its
-reports again, because it must look at more files, takes their texts from its private folder.
+Reports in PDF and RTF are read by packing processes, each under the limits of a task (`DocumentPass`):
+their parsers meet files of anybody, and a loop or a bomb costs that report and nothing else. A job that
+links its reports again, because it must look at more files, takes their texts from its private folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardflow.errors import StorageError, naming_os_errors
+from shardflow.errors import naming_os_errors
 from shardflow.format.reasons import Reason
 from shardflow.packing.engines.base import Engine, Failure, Task, TaskDone, decode
 from shardflow.packing.inventory import NO_STUDY, UNDECIDED, StudyTable, of_inputs, of_studies
 from shardflow.packing.linking import ReportPlace, ReportTable, link_reports, read_report
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
-from shardflow.packing.sources.report_files import ReportDocument
-from shardflow.packing.sources.reports import BrokenReport, ReportRecord
+from shardflow.packing.sources.placement import DiscoveredFile
+from shardflow.packing.sources.reports import BrokenReport, ReportDocument, ReportRecord
 from shardflow.packing.studies.tasks import DocumentDone, DocumentTask
 from shardflow.packing.versions.scope import (
     NEW,
@@ -227,8 +226,6 @@ class DocumentPass:
         )
 
     def _take(self, done: TaskDone) -> None:
-        if done.failure == "storage":
-            raise StorageError(done.detail)
         waiting: _Waiting = done.task.handle
         waiting.failure = done.failure
         if done.result is not None and isinstance(waiting.record, ReportRecord):

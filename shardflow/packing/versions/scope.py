@@ -2,7 +2,8 @@
 
 A file is recognized by its path, or by its name below the input folders, if size and header are the same; a
 report by its study and text, wherever it moved. A known location with other content is another input. It
-takes the name of the old one if that was never packed (the file was repaired); otherwise it gets a new name.
+takes the name of the old one if that was never packed (the file was repaired); otherwise it gets a new
+name.
 
 A packed study is never touched. *Append* packs every other study with an input that the dataset does not
 know; *retry* packs every quarantined study, and nothing that is new.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from shardflow.packing.deid.pseudonyms import SecretKey
     from shardflow.packing.inventory import FileTable
     from shardflow.packing.linking import ReportTable
-    from shardflow.packing.sources.dicom.discover import DiscoveredFile
+    from shardflow.packing.sources.placement import DiscoveredFile
     from shardflow.packing.versions.base import Base, KnownInputs
 
 NEW: Final = -1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardflow.errors import StorageError
-from shardflow.packing.studies.fragment import AttachmentMark
+from shardflow.packing.studies.assembly import AttachmentMark
 
 pytestmark = pytest.mark.fast
 

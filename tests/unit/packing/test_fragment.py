@@ -13,15 +13,15 @@ from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import END_OF_ARCHIVE
 from shardflow.packing.deid.pixel_text import SEARCH_VERSION
 from shardflow.packing.publish import fragment_basis
-from shardflow.packing.studies.fragment import (
+from shardflow.packing.studies.assembly import (
     DamagedFragmentError,
     Fragment,
     FragmentWriter,
-    StudyOutcome,
     copy_members,
     fragment_path,
     read_fragment,
 )
+from shardflow.packing.studies.tasks import StudyOutcome
 
 pytestmark = pytest.mark.fast
 

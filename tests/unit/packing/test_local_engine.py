@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, StorageError
 from shardflow.packing.engines import local as pool_module
 from shardflow.packing.engines.base import Task, TaskDone, WorkerLimits, WorkerSetup
 from shardflow.packing.engines.local import LocalEngine
@@ -109,7 +109,6 @@ def test_limits_are_taken_before_a_decoder_is_imported(make_pool: MakePool) -> N
         ("kill", "killed", "ended by SIGKILL"),
         ("eat", "out_of_memory", "MemoryError"),
         ("raise", "failed", "ValueError at tests/unit/packing/pool_handlers.py"),
-        ("storage", "storage", "writing must succeed, got: no space."),
     ],
 )
 def test_a_failing_task_fails_alone(make_pool: MakePool, kind: str, failure: str, detail: str) -> None:
@@ -119,6 +118,13 @@ def test_a_failing_task_fails_alone(make_pool: MakePool, kind: str, failure: str
     assert detail in done.detail
     assert "DOE" not in done.detail
     # The next task finds a process that works.
+    assert _do(pool, "echo", number=1).result is not None
+
+
+def test_a_task_without_storage_ends_the_job(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pytest.raises(StorageError, match="no space"):
+        _do(pool, "storage")
     assert _do(pool, "echo", number=1).result is not None
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pkgutil import resolve_name
 
 import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.packing import registry
-from shardflow.packing.registry import ATTACHMENT_KINDS, TASK_HANDLERS, load_attachment_kinds, resolve
+from shardflow.packing.registry import ATTACHMENT_KINDS, TASK_HANDLERS, load_attachment_kinds
 
 
 def test_every_name_resolves() -> None:
-    assert all(callable(resolve(target)) for target in TASK_HANDLERS.values())
+    assert all(callable(resolve_name(target)) for target in TASK_HANDLERS.values())
     for target in ATTACHMENT_KINDS.values():
-        assert all(kind.name and callable(kind.convert) for kind in resolve(target))
+        assert all(kind.name and callable(kind.convert) for kind in resolve_name(target))
 
 
 def test_installed_packages_offer_further_kinds_behind_the_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ from shardflow.packing.header_rows import BATCH_FILES
 from shardflow.packing.inventory import ScannedFile
 from shardflow.packing.progress import Progress, SilentProgress
 from shardflow.packing.scan import AttachmentFinder, HeaderPass, _stated
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.dicom.elements import HeaderLimits
-from shardflow.packing.sources.placement import Placement
+from shardflow.packing.sources.placement import DiscoveredFile, Placement
 from shardflow.packing.studies.tasks import ScanDone
 from shardflow.packing.workspace import CrashLog
 from tests.unit.packing.sources.dicom.factory import make_header

@@ -18,9 +18,9 @@ from shardflow.packing.header_rows import RowPlace
 from shardflow.packing.inventory import Attachment, ItemLinks, ScannedFile, StudyFacts
 from shardflow.packing.linking import ReportPlace
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.sources.report_files import ReportDocument
+from shardflow.packing.sources.reports import ReportDocument
 from shardflow.packing.studies import tasks
-from shardflow.packing.studies.fragment import StudyOutcome
+from shardflow.packing.studies.tasks import StudyOutcome
 
 pytestmark = pytest.mark.fast
 
@@ -98,7 +98,7 @@ def test_every_record_arrives_as_it_was(record: Any) -> None:
 def test_every_record_of_a_task_is_tried_here() -> None:
     known = {one for one in vars(tasks).values() if is_dataclass(one) and one.__module__ == tasks.__name__}
     tried = {type(record) for record in RECORDS} | {tasks.InputFile, tasks.FragmentName}
-    assert known == tried | {tasks.StudyFile, tasks.StudyAttachment}
+    assert known == tried | {tasks.StudyAttachment, tasks.StudyFile, tasks.StudyOutcome}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)

@@ -4,14 +4,3 @@ A reader for each source (`dicom_seg`, `dicom_drawings`, `nifti_mask`, `box_file
 series of a region (`targets`, `geometry`) and passes it to a `region_writer`, which makes the entries of
 ``annotations.json`` and the masks. `kinds` registers the readers with packing. See docs/attachments.md.
 """
-
-from __future__ import annotations
-
-from shardflow.packing.attachments.annotations.kinds import KINDS, AnnotationKind
-from shardflow.packing.attachments.annotations.targets import AnnotationLimits
-
-__all__ = [
-    "KINDS",
-    "AnnotationKind",
-    "AnnotationLimits",
-]

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import csv
 import json
-import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from xml.parsers import expat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import os_reason
+from shardflow.errors import SourceError, os_reason
 from shardflow.format.contents.regions import unite_outlines
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.attachments.annotations.region_writer import (
@@ -38,6 +36,7 @@ from shardflow.packing.attachments.annotations.region_writer import (
 )
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
 from shardflow.packing.sources.attachments import AttachmentItem
+from shardflow.packing.sources.documents.bounded import DocumentLimits, XmlNode, parse_xml, read_bounded
 from shardflow.packing.sources.layouts.table_layout import LIDC_RATINGS
 
 _STUDIES: Final = ("study_instance_uid", "studyinstanceuid", "study_uid", "study_id", "studyid", "study")
@@ -383,10 +382,10 @@ def describe_lidc(path: Path, limits: AnnotationLimits) -> AttachmentItem:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     root = _parse(path, limits)
-    instances = dict.fromkeys(_text(one) for one in root.iter("imageSOP_UID"))
+    instances = dict.fromkeys(_text(one) for one in _all(root, "imageSOP_UID"))
     return AttachmentItem(
-        study_uids=tuple(filter(None, (_text(root.find(".//StudyInstanceUID")),))),
-        series_uids=tuple(filter(None, (_text(root.find(".//SeriesInstanceUid")),))),
+        study_uids=tuple(filter(None, (_text(next(_all(root, "StudyInstanceUID"), None)),))),
+        series_uids=tuple(filter(None, (_text(next(_all(root, "SeriesInstanceUid"), None)),))),
         sop_uids=tuple(filter(None, instances))[:_MAX_REFERENCES],
     )
 
@@ -403,9 +402,9 @@ def read_lidc(path: Path, targets: Targets, writer: RegionWriter) -> None:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
     root = _parse(path, writer.limits)
-    for reader, session in enumerate(root.iter("readingSession")):
+    for reader, session in enumerate(_all(root, "readingSession")):
         for name, tag in (("nodule", "unblindedReadNodule"), ("", "nonNodule")):
-            for drawn in session.iter(tag):
+            for drawn in _all(session, tag):
                 region = writer.open(
                     RegionFacts(
                         kind="contour" if name else "point",
@@ -419,7 +418,7 @@ def read_lidc(path: Path, targets: Targets, writer: RegionWriter) -> None:
                 _read_drawing(drawn, region, targets, writer)
 
 
-def _ratings(drawn: ET.Element) -> Iterator[Mapping[str, Any]]:
+def _ratings(drawn: XmlNode) -> Iterator[Mapping[str, Any]]:
     """Yield what a reader rated of a nodule as measurements without a unit; small nodules have none."""
     for name in LIDC_RATINGS:
         text = _text(drawn.find(f"characteristics/{name}"))
@@ -427,11 +426,11 @@ def _ratings(drawn: ET.Element) -> Iterator[Mapping[str, Any]]:
             yield {"code": {"scheme": "LIDC", "value": name}, "unit": "1", "value": int(text)}
 
 
-def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, writer: RegionWriter) -> None:
+def _read_drawing(drawn: XmlNode, region: OpenRegion, targets: Targets, writer: RegionWriter) -> None:
     kept: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     holes: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     series: dict[int, Target] = {}
-    for roi in [*drawn.iter("roi")] or [drawn]:
+    for roi in [*_all(drawn, "roi")] or [drawn]:
         points = np.array([*_points(roi)], np.float64).reshape(-1, 2) + 0.5
         places = targets.find(_text(roi.find("imageSOP_UID")))
         if not places:
@@ -461,9 +460,9 @@ def _read_drawing(drawn: ET.Element, region: OpenRegion, targets: Targets, write
         region.add_outlines(target, index, [*kept[place], *holes[place]], inside)
 
 
-def _points(roi: ET.Element) -> Iterator[tuple[float, float]]:
+def _points(roi: XmlNode) -> Iterator[tuple[float, float]]:
     for tag in ("edgeMap", "locus"):
-        for point in roi.iter(tag):
+        for point in _all(roi, tag):
             try:
                 x, y = float(_text(point.find("xCoord"))), float(_text(point.find("yCoord")))
             except ValueError:
@@ -472,45 +471,26 @@ def _points(roi: ET.Element) -> Iterator[tuple[float, float]]:
                 yield x, y
 
 
-def _text(element: ET.Element | None) -> str:
-    return "" if element is None or element.text is None else element.text.strip()
+def _text(node: XmlNode | None) -> str:
+    return "" if node is None else node.text().strip()
 
 
-class _Builder(ET.TreeBuilder):
-    """Builds the tree without the names of namespaces, and counts."""
-
-    def __init__(self, limits: AnnotationLimits) -> None:
-        super().__init__()
-        self._limits, self._num_elements, self._depth = limits, 0, 0
-
-    def start(self, tag: str, attrs: dict[str, str]) -> ET.Element:
-        self._num_elements += 1
-        self._depth += 1
-        if self._num_elements > 16 * self._limits.max_items or self._depth > self._limits.max_depth:
-            raise source_error(Reason.LIMIT_EXCEEDED, "too many elements or levels")
-        return super().start(tag.rpartition("}")[2], attrs)
-
-    def end(self, tag: str) -> ET.Element:
-        self._depth -= 1
-        return super().end(tag.rpartition("}")[2])
+def _all(node: XmlNode, name: str) -> Iterator[XmlNode]:
+    return (one for one in node.walk() if one.name == name)
 
 
-def _parse(path: Path, limits: AnnotationLimits) -> ET.Element:
+def _parse(path: Path, limits: AnnotationLimits) -> XmlNode:
     """Parse a file, refusing document types and with them entities.
 
     Raises:
         SourceError: FILE_UNREADABLE, HEADER_UNREADABLE or LIMIT_EXCEEDED.
     """
-    builder = _Builder(limits)
-    parser = expat.ParserCreate(namespace_separator="}")
-    parser.buffer_text = True
-    parser.StartElementHandler, parser.EndElementHandler = builder.start, builder.end
-    parser.CharacterDataHandler = builder.data
-    parser.StartDoctypeDeclHandler = _refuse_doctype
-    with _parsing(path, limits, expat.ExpatError, AssertionError, ValueError), path.open("rb") as file:
-        parser.ParseFile(file)
-        return builder.close()
-
-
-def _refuse_doctype(*_: object) -> None:
-    raise source_error(Reason.HEADER_UNREADABLE, "the XML declares a document type")
+    bounds = DocumentLimits(
+        max_bytes=limits.max_file_bytes, max_depth=limits.max_depth, max_nodes=16 * limits.max_items
+    )
+    try:
+        return parse_xml(read_bounded(path, bounds), bounds)
+    except SourceError as error:
+        if error.reason != Reason.REPORT_UNREADABLE.value:
+            raise
+        raise source_error(Reason.HEADER_UNREADABLE, "no XML that is read") from None

@@ -42,7 +42,8 @@ from shardflow.packing.attachments.annotations.region_writer import (
     RegionWriter,
 )
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target, Targets
-from shardflow.packing.attachments.annotations.vocabulary import allow_code, allow_unit, side_of_code
+from shardflow.packing.attachments.annotations.vocabulary import allow_unit, side_of_code
+from shardflow.packing.attachments.codes import allow_code
 from shardflow.packing.sources.attachments import AttachmentItem
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from shardflow.errors import SourceError, os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats
-from shardflow.packing.attachments.annotations.vocabulary import Code
+from shardflow.packing.attachments.codes import Code
 from shardflow.packing.sources.attachments import AttachmentItem
 from shardflow.packing.sources.dicom.values import is_whole, third_party_silence
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +23,8 @@ from shardflow.format.contents.regions import fill_outlines
 from shardflow.format.keys import mask_field, mask_prefix
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits, Floats, Target
-from shardflow.packing.attachments.annotations.vocabulary import Code, Term, Vocabulary, allow_code
+from shardflow.packing.attachments.annotations.vocabulary import Term, Vocabulary
+from shardflow.packing.attachments.codes import Code, allow_code
 from shardflow.packing.sources.placement import ClassNames
 
 Bits: TypeAlias = NDArray[np.uint8]
@@ -81,29 +83,11 @@ def largest_extent(points: Floats) -> float:
     """Return the largest distance between two of ``(n, 2)`` points, in their unit; 0 for fewer than two."""
     if len(points) < 2:
         return 0.0
-    hull = _hull(points)
+    # As differences, which float32 holds to a ten-millionth of the extent.
+    corners = cv2.convexHull((points - points[0]).astype(np.float32), returnPoints=False).reshape(-1)
+    hull = points[corners[:: max(1, len(corners) // 2048)]]
     gaps = hull[:, None, :] - hull[None, :, :]
     return float(np.sqrt((gaps**2).sum(axis=2).max()))
-
-
-def _hull(points: Floats) -> Floats:
-    """Return the corners of the convex hull (Andrew's monotone chain), thinned if there are very many."""
-    ordered = np.unique(points, axis=0).tolist()
-    if len(ordered) < 3:
-        return np.asarray(ordered, np.float64)
-    chain: list[list[float]] = []
-    for half in (ordered, ordered[::-1]):
-        start = len(chain)
-        for point in half:
-            while len(chain) - start >= 2 and _turn(chain[-2], chain[-1], point) <= 0:
-                chain.pop()
-            chain.append(point)
-        chain.pop()
-    return np.asarray(chain[:: max(1, len(chain) // 2048)], np.float64)
-
-
-def _turn(a: list[float], b: list[float], c: list[float]) -> float:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
 Kind = Literal["segmentation", "contour", "box", "point", "measurement", "key_image", "graphic"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
 
-from shardflow.packing.attachments.check_digits import is_verhoeff
+from shardflow.packing.attachments.codes import Code
 from shardflow.reports.language import Side
 from shardflow.reports.lexicon import Lexicon, load_lexicon, word_set
 from shardflow.reports.tokens import fold_words
@@ -32,20 +32,6 @@ _FILLERS: Final = word_set(
 _TREATMENT_WORDS: Final = frozenset({"body", "couch", "external"})
 """Labels of radiotherapy structure sets that are not anatomy."""
 
-_SCHEMES: Final[dict[str, re.Pattern[str]]] = {
-    "SCT": re.compile(r"\d{6,18}"),
-    "SRT": re.compile(r"[A-Z]-[0-9A-F]{4,5}"),
-    "SNM3": re.compile(r"[A-Z]-[0-9A-F]{4,5}"),
-    "DCM": re.compile(r"1[0-4]\d{4}"),
-    "FMA": re.compile(r"\d{4,6}"),
-    "RADLEX": re.compile(r"RID\d{1,5}"),
-    "LN": re.compile(r"\d{1,5}-\d"),
-    "NCIt": re.compile(r"C\d{4,6}"),
-    "UMLS": re.compile(r"C\d{7}"),
-}
-"""Coding schemes that are kept (PS3.16, table 8-1), with the form of their values."""
-_CONCEPT_PARTITIONS: Final = ("00", "10")
-"""Digits before the check digit of SNOMED CT identifiers that are of concepts."""
 _UNITS: Final = word_set(
     "mm cm m mm2 cm2 mm3 cm3 ml l 1 % deg [hnsf'U] {SUVbw}g/ml {counts} ms s mm2/s um2/s 10-6.mm2/s Bq/ml"
     " kBq/ml HU g Gy cGy {ratio} {pixels} {voxels} /mm /cm"
@@ -56,18 +42,6 @@ _SIDE_CODES: Final[dict[tuple[str, str], Literal["B", "L", "R"]]] = {
     ("SRT", "G-A101"): "L", ("SRT", "G-A100"): "R", ("SRT", "G-A102"): "B",
     ("SNM3", "G-A101"): "L", ("SNM3", "G-A100"): "R", ("SNM3", "G-A102"): "B",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A coded concept as a file states it, unchecked."""
-
-    scheme: str
-    value: str
-    meaning: str = ""
-
-    def __repr__(self) -> str:
-        return "Code()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +95,6 @@ class Vocabulary:
             if concept is not None:
                 return Term(concept.name, is_anatomy=concept.kind == "anatomy", side=side or concept.side)
         return None
-
-
-def allow_code(code: Code | None) -> dict[str, str] | None:
-    """Return a code if its scheme is public and its value has the form of the scheme.
-
-    Returns:
-        ``{"scheme", "value"}``, or None. Private schemes (``99...``) may contain anything, and are dropped.
-
-    Example:
-        >>> allow_code(Code("SCT", "10200004", "Liver"))
-        {'scheme': 'SCT', 'value': '10200004'}
-        >>> allow_code(Code("SCT", "10200005")) is None  # the check digit is wrong
-        True
-    """
-    if code is None or code.scheme not in _SCHEMES or not _SCHEMES[code.scheme].fullmatch(code.value):
-        return None
-    if code.scheme == "SCT" and not (is_verhoeff(code.value) and code.value[-3:-1] in _CONCEPT_PARTITIONS):
-        return None
-    return {"scheme": code.scheme, "value": code.value}
 
 
 def allow_unit(value: str) -> str | None:

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardflow.errors import SourceError, os_reason
-from shardflow.format.reasons import Reason, source_error
+from shardflow.errors import SourceError
+from shardflow.packing.sources.dicom.elements import reading_source
 from shardflow.packing.sources.documents.bounded import (
     HEAD_BYTES,
     DocumentForm,
@@ -100,11 +100,8 @@ def read_resources(path: Path) -> Resources:
     Raises:
         SourceError: It cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            form = recognise_document(file.read(HEAD_BYTES))
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+    with reading_source(), path.open("rb") as file:
+        form = recognise_document(file.read(HEAD_BYTES))
     is_lines = form == "fhir-lines" or (form == "fhir" and path.suffix.lower() == ".ndjson")
     others = _linking_files(path) if is_lines else []
     index = _index(tuple(_stamp(one) for one in [path, *others]), is_lines)
@@ -122,10 +119,8 @@ def _linking_files(path: Path) -> list[Path]:
 
 
 def _stamp(path: Path) -> _Stamp:
-    try:
+    with reading_source():
         status = path.stat()
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     return str(path), status.st_size, status.st_mtime_ns
 
 

@@ -15,7 +15,7 @@ from zoneinfo import ZoneInfo
 
 from shardflow.config import Bounds, check_fields
 from shardflow.errors import ConfigError
-from shardflow.packing.attachments.records.codes import system_name
+from shardflow.packing.attachments.codes import system_name
 from shardflow.packing.attachments.records.record_filter import FreeText
 from shardflow.packing.sources.documents.bounded import XmlNode
 from shardflow.packing.sources.documents.facts import DocumentFacts, parse_moment, uid_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from zoneinfo import ZoneInfo
 
 from shardflow.errors import ConfigError, SourceError
-from shardflow.packing.attachments.records.codes import clean_unit, is_code, system_name
+from shardflow.packing.attachments.codes import clean_unit, is_code, system_name
 from shardflow.packing.sources.attachments import DAY_S
 from shardflow.packing.sources.documents.facts import has_time_of_day, parse_moment
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardflow.packing.sources.attachments import StudyContext
     from shardflow.packing.sources.documents.facts import People
-    from shardflow.packing.sources.report_files import ReportDocument
+    from shardflow.packing.sources.reports import ReportDocument
 
 Fact: TypeAlias = dict[str, Any]
 

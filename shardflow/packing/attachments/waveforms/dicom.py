@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.attachments.codes import Code, allow_code
 from shardflow.packing.attachments.waveforms.recording import (
     MAX_BYTES,
     Channel,
     Recording,
     SampleArray,
-    allow_code,
     allow_label,
     allow_unit,
     attach_recording,
@@ -138,7 +138,8 @@ def _code(sequence: Any) -> dict[str, str] | None:
     if not sequence:
         return None
     item = sequence[0]
-    return allow_code(str(item.get("CodingSchemeDesignator") or ""), str(item.get("CodeValue") or ""))
+    scheme, value = (str(item.get(name) or "").strip() for name in ("CodingSchemeDesignator", "CodeValue"))
+    return allow_code(Code(scheme, value))
 
 
 def _channel(channel: Dataset, padding: int | None) -> Channel:

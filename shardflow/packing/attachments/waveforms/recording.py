@@ -56,16 +56,6 @@ _EVENTS: Final = frozenset(" ".join(text.split()) for text in _EVENT_TEXTS.split
 _RHYTHM: Final = re.compile(
     r"\((AB|AFIB|AFL|B|BII|IVR|N|NOD|P|PREX|SBR|SVTA|T|VFL|VT|VF|ASYS|BI|AT|MISSB|PSE)"
 )
-# Forms of the codes of a scheme: the name of a scheme alone would let any word pass.
-_SCHEMES: Final = {
-    "DCM": re.compile(r"1[0-4]\d{4}"),
-    "LN": re.compile(r"\d{1,5}-\d"),
-    "MDC": re.compile(r"\d{1,3}:\d{1,5}"),
-    "SCPECG": re.compile(r"5(?:\.\d{1,2}){1,4}(?:-\d{1,3}){1,3}"),
-    "SCT": re.compile(r"[1-9]\d{2,14}[01]0\d"),
-    "SNM3": re.compile(r"[A-Z]\d?-[0-9A-F]{4,5}"),
-    "SRT": re.compile(r"[A-Z]\d?-[0-9A-F]{4,5}"),
-}
 
 
 def allow_label(text: str) -> str | None:
@@ -106,14 +96,6 @@ def allow_rhythm(text: str) -> str | None:
     """Return the rhythm that a WFDB note names, such as ``"(AFIB"``, else None."""
     text = text.rstrip("\0").strip()
     return text if _RHYTHM.fullmatch(text) else None
-
-
-def allow_code(scheme: str, value: str) -> dict[str, str] | None:
-    """Return a coded concept of a public scheme, built as that builds them, else None; never its meaning."""
-    scheme, value = scheme.strip(), value.strip()
-    if scheme in _SCHEMES and _SCHEMES[scheme].fullmatch(value):
-        return {"scheme": scheme, "value": value}
-    return None
 
 
 MAX_BYTES: Final = 1 << 31

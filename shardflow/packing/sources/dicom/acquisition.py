@@ -308,7 +308,7 @@ def _ultrasound_regions(elements: FileElements) -> list[dict[str, Any]]:
     """Return the regions of an ultrasound image, each with the unit of its axes."""
     found = []
     for item in elements.items(_REGIONS)[:_MAX_REGIONS]:
-        corners = [_unsigned(item, tag) for tag in (0x00186018, 0x0018601A, 0x0018601C, 0x0018601E)]
+        corners = [values.single(item, tag, "I") for tag in (0x00186018, 0x0018601A, 0x0018601C, 0x0018601E)]
         if any(corner is None or corner > 1 << 16 for corner in corners):
             continue
         x0, y0, x1, y1 = (int(corner or 0) for corner in corners)
@@ -353,9 +353,3 @@ def _bounded(numbers: Sequence[float] | None, low: float, high: float) -> float 
 
 def _floats(text: str) -> tuple[float, ...] | None:
     return tuple(float(part) for part in text.split("\\")) if text else None
-
-
-def _unsigned(item: Elements, tag: int) -> int | None:
-    """Return a value of VR UL."""
-    raw = item.values.get(tag, b"")
-    return int.from_bytes(raw, "little" if item.is_little_endian else "big") if len(raw) == 4 else None

@@ -253,6 +253,19 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 @contextlib.contextmanager
+def reading_source() -> Iterator[None]:
+    """Read an input file inside the block.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, as the operating system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+
+
+@contextlib.contextmanager
 def open_file(path: Path, max_inflated_bytes: int) -> Iterator[int]:
     """Open a file for ``os.pread``.
 
@@ -261,17 +274,18 @@ def open_file(path: Path, max_inflated_bytes: int) -> Iterator[int]:
         max_inflated_bytes: Bound on what it inflates to.
 
     Raises:
-        SourceError: LIMIT_EXCEEDED, or HEADER_UNREADABLE where the compressed stream is damaged.
-        OSError: As from the operating system.
+        SourceError: LIMIT_EXCEEDED; HEADER_UNREADABLE where the compressed stream is damaged;
+            FILE_UNREADABLE, also for reads inside the block.
     """
-    if path.name.lower().endswith(".dcm.gz"):
-        descriptor = _inflate(path, max_inflated_bytes)
-    else:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with reading_source():
+        if path.name.lower().endswith(".dcm.gz"):
+            descriptor = _inflate(path, max_inflated_bytes)
+        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _inflate(path: Path, max_bytes: int) -> int:
@@ -334,8 +348,6 @@ def read_elements(path: Path, wanted: Iterable[int], limits: HeaderLimits) -> Fi
                     return _parse(data, num_bytes, tags, limits.max_inflated_bytes)
                 except NeedMoreError:
                     size = _next_size(len(data), size, num_bytes, limits.max_header_bytes)
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except MalformedError as error:
         raise source_error(Reason.HEADER_UNREADABLE, str(error)) from None
 
@@ -354,8 +366,6 @@ def read_inflated(path: Path, max_inflated_bytes: int) -> bytes:
             file.seek(0)
             data = file.read()
         return _inflate_elements(data[_read_meta(data, len(data), FileElements()) :], max_inflated_bytes)
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
     except (MalformedError, NeedMoreError):
         raise source_error(Reason.HEADER_UNREADABLE, "the file meta information is damaged") from None
 

@@ -1,8 +1,8 @@
 """Header pass: reads the few facts of a DICOM file that packing plans with, and drops everything else.
 
 A header is plain, small and picklable: one per file crosses from the reading process to the planning one.
-Its JSON form, in which a plan keeps headers between the two passes, is exact: floats survive, and tuples are
-restored as tuples.
+Its JSON form, in which a plan keeps headers between the two passes, is exact: floats survive, and tuples
+are restored as tuples.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardflow.packing.sources.dicom.dictionary import (
 )
 from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map, read_reconstruction
-from shardflow.packing.sources.dicom.mosaic import read_mosaic
 from shardflow.packing.sources.dicom.planes import (
     MAX_SPACING_MM,
     PLANE_TAGS,
     PlaneHeader,
+    read_mosaic,
     read_planes,
     read_rescale_types,
 )
@@ -105,7 +105,7 @@ class InstanceHeader:
     """One image instance. Holds identifiers: it never goes into a message, log or dataset as it is."""
 
     file_index: int
-    """The caller's number for the file, such as its place in the list of `discover`."""
+    """The caller's number for the file, such as its place in the list of inputs."""
     patient_id: str
     study_instance_uid: str
     series_instance_uid: str

@@ -15,7 +15,6 @@ pixel data); PS3.16, CID 82, 7180 and 9301 (units).
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -197,11 +196,9 @@ def _mapping(elements: Elements, levels: Sequence[Elements]) -> tuple[float | No
 
 def float_padding(elements: Elements) -> tuple[float, float] | None:
     """Return the value that means "no data" in float pixel data, twice; None where none is stated."""
-    order = "<" if elements.is_little_endian else ">"
-    for tag, kind, size in ((_FLOAT_PADDING, "f", 4), (_DOUBLE_PADDING, "d", 8)):
-        raw = elements.values.get(tag, b"")
-        if len(raw) == size:
-            (number,) = struct.unpack(order + kind, raw)
+    for tag, form in ((_FLOAT_PADDING, "f"), (_DOUBLE_PADDING, "d")):
+        number = values.single(elements, tag, form)
+        if number is not None:
             return number, number
     return None
 

@@ -1,27 +1,35 @@
 """Facts that may differ from frame to frame: position, spacing, rescale, window, phase, diffusion weighting.
 
-An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the shared
-groups, or (wrongly, but often) at its root; the most specific statement wins. The b-value and direction of a
-classic image tell images at one position apart; `acquisition` publishes them. A private
-element counts only where its block has the creator that the vendor documents, so another vendor's element is
-never read.
+An enhanced multi-frame object states each of these in its per-frame functional groups, or once in the
+shared groups, or (wrongly, but often) at its root; the most specific statement wins. The b-value and
+direction of a classic image tell images at one position apart; `acquisition` publishes them. A private
+element counts only where its block has the creator that the vendor documents, so another vendor's element
+is never read.
+
+A Siemens mosaic holds many slices of a volume, tiled into one image. Their number and common normal are in
+the CSA header, a private element with a format of its own. A mosaic states the position of its own first
+pixel as if it were one large slice around the same center, so the position of a tile is found from there. A
+mosaic whose CSA header was removed or is damaged stays as it is.
 
 Source: DICOM PS3.3, C.7.6.16 (multi-frame functional groups), C.7.6.2 (image plane), C.11.1 (modality LUT),
 C.8.13.5.9 (diffusion); the conformance statements of the vendors: SIEMENS MR HEADER, GEMS_PARM_01 and
-GEMS_ACQU_01, Philips Imaging DD 001 and Philips MR Imaging DD 001.
+GEMS_ACQU_01, Philips Imaging DD 001 and Philips MR Imaging DD 001; nibabel's description of CSA headers and
+mosaics (nibabel.nicom.csareader, ``dicom_mosaic``), which follows the Siemens ICE documentation.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Final
 
 from shardflow.packing.sources.dicom import values
-from shardflow.packing.sources.dicom.elements import Elements
+from shardflow.packing.sources.dicom.description import ImageDescription
+from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits, read_elements
 
 _B_VALUE: Final = 0x00189087
 _DIRECTION: Final = 0x00189089
@@ -99,11 +107,8 @@ def _is_of(root: Elements, block: tuple[int, bytes]) -> bool:
 
 def _singles(root: Elements, tag: int) -> tuple[float, ...] | None:
     """One value of VR FL."""
-    raw = root.values.get(tag, b"")
-    if len(raw) != 4:
-        return None
-    (number,) = struct.unpack("<f" if root.is_little_endian else ">f", raw)
-    return (number,) if math.isfinite(number) else None
+    number = values.single(root, tag, "f")
+    return (number,) if number is not None and math.isfinite(number) else None
 
 
 def _text(numbers: tuple[float, ...] | None) -> str:
@@ -250,6 +255,7 @@ def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
     frame_type = next(
         (item for group in _TYPE_GROUPS if (item := nearest(group, _FRAME_TYPE)) is not root), root
     )
+    position = values.single(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX, "I")
     return PlaneHeader(
         position=_triple(values.decimals(nearest(_POSITION_GROUP, _POSITION), _POSITION, 3)),
         orientation=_six(values.decimals(nearest(_ORIENTATION_GROUP, _ORIENTATION), _ORIENTATION, 6)),
@@ -265,7 +271,7 @@ def _enhanced_plane(root: Elements, groups: Sequence[Elements]) -> PlaneHeader:
             values.code(root, _ACQUISITION),
             "",
             _double(nearest(_ECHO_GROUP, _EFFECTIVE_ECHO), _EFFECTIVE_ECHO),
-            _long(nearest(_CONTENT_GROUP, _TEMPORAL_INDEX), _TEMPORAL_INDEX),
+            "" if position is None else str(position),
             _double(nearest(_CARDIAC_GROUP, _CARDIAC_DELAY), _CARDIAC_DELAY),
             _double(diffusion, _B_VALUE),
             _double(direction, _DIRECTION, 3),
@@ -290,11 +296,6 @@ def _type_tail(elements: Elements, tag: int) -> str:
 
 def _double(elements: Elements, tag: int, count: int = 1) -> str:
     return _text(values.doubles(elements, tag, count))
-
-
-def _long(elements: Elements, tag: int) -> str:
-    raw = elements.values.get(tag, b"")
-    return str(int.from_bytes(raw, "little" if elements.is_little_endian else "big")) if len(raw) == 4 else ""
 
 
 def _window(centers: Elements, widths: Elements) -> tuple[float, float] | None:
@@ -334,3 +335,121 @@ def _positive_pair(numbers: tuple[float, ...] | None) -> tuple[float, float] | N
     return (
         (numbers[0], numbers[1]) if numbers and 0 < min(numbers) <= max(numbers) <= MAX_SPACING_MM else None
     )
+
+
+_CREATOR, _HEADER = 0x00290010, 0x00291010
+_NUM_SLICES = (0x00190010, 0x0019100A)
+_BETWEEN_SLICES = 0x00180088
+_MAX_TAGS, _MAX_ITEMS = 1 << 10, 1 << 12
+_PARALLEL = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Mosaic:
+    """A mosaic, taken apart."""
+
+    tiles_per_row: int
+    image: ImageDescription
+    """Of a tile; its frames are the slices."""
+    planes: tuple[PlaneHeader, ...]
+    """Of each slice."""
+
+
+def read_mosaic(
+    path: Path, image: ImageDescription, plane: PlaneHeader, limits: HeaderLimits
+) -> Mosaic | None:
+    """Take a mosaic apart; None where its header does not say how.
+
+    Args:
+        path: The file.
+        image: Of the whole mosaic.
+        plane: Of the whole mosaic, as its header states it.
+        limits: Bounds on what is read.
+    """
+    if (
+        plane.position is None
+        or plane.orientation is None
+        or plane.pixel_spacing is None
+        or image.num_frames > 1
+    ):
+        return None
+    wanted = {_CREATOR, _HEADER, *_NUM_SLICES, _BETWEEN_SLICES}
+    elements = read_elements(path, wanted, limits)
+    if elements.values.get(_CREATOR, b"").strip(b"\0 ").upper() != b"SIEMENS CSA HEADER":
+        return None
+    try:
+        header = dict(_csa_values(elements.values.get(_HEADER, b"")))
+        num_slices = int(header["NumberOfImagesInMosaic"][0])
+        normal = tuple(map(float, header["SliceNormalVector"]))
+    except (KeyError, IndexError, ValueError, struct.error):
+        return None
+    spacing = (values.decimals(elements, _BETWEEN_SLICES, 1) or (plane.slice_thickness,))[0]
+    per_row = math.isqrt(max(num_slices - 1, 0)) + 1
+    stated = _normal(plane.orientation)
+    if (
+        num_slices < 1
+        or spacing is None
+        or spacing <= 0
+        or image.rows % per_row
+        or image.columns % per_row
+        or len(normal) != 3
+        or abs(sum(a * b for a, b in zip(normal, stated, strict=True))) < _PARALLEL
+    ):
+        return None
+    rows, columns = image.rows // per_row, image.columns // per_row
+    # The center of the mosaic is the center of a tile.
+    down = (image.rows - rows) / 2 * plane.pixel_spacing[0]
+    across = (image.columns - columns) / 2 * plane.pixel_spacing[1]
+    along_row, down_column = plane.orientation[:3], plane.orientation[3:]
+    planes = []
+    for index in range(num_slices):
+        x, y, z = (
+            plane.position[axis]
+            + across * along_row[axis]
+            + down * down_column[axis]
+            + index * spacing * normal[axis]
+            for axis in range(3)
+        )
+        planes.append(replace(plane, position=(x, y, z)))
+    tile = replace(image, rows=rows, columns=columns, num_frames=num_slices)
+    return Mosaic(per_row, tile, tuple(planes))
+
+
+def _normal(orientation: tuple[float, ...]) -> tuple[float, float, float]:
+    a, b, c, d, e, f = orientation
+    return b * f - c * e, c * d - a * f, a * e - b * d
+
+
+def _csa_values(data: bytes) -> Iterator[tuple[str, list[str]]]:
+    """Yield the tags of a CSA header of type 1 or 2 with their values as texts.
+
+    Raises:
+        struct.error, ValueError: The header is damaged.
+    """
+    is_second = data[:4] == b"SV10"
+    position = 8 if is_second else 0
+    num_tags, _ = struct.unpack_from("<II", data, position)
+    position += 8
+    if not 1 <= num_tags <= _MAX_TAGS:
+        raise ValueError("number of tags")
+    first_num_items: int | None = None
+    for _ in range(num_tags):
+        raw, num_values, _, _, num_items, _ = struct.unpack_from("<64si4siii", data, position)
+        position += 84
+        if not 0 <= num_items <= _MAX_ITEMS:
+            raise ValueError("number of items")
+        first_num_items = num_items if first_num_items is None else first_num_items
+        found: list[str] = []
+        for item in range(num_items):
+            first, second, _, _ = struct.unpack_from("<4i", data, position)
+            position += 16
+            num_bytes = second if is_second else first - first_num_items
+            if not 0 <= num_bytes <= len(data) - position:
+                if item < num_values:
+                    raise ValueError("length of an item")
+                break  # of a first type, items behind the values hold anything
+            if item < num_values or num_values == 0:
+                text = data[position : position + num_bytes].split(b"\0", 1)[0]
+                found.append(text.decode("latin-1").strip())
+            position += -(-num_bytes // 4) * 4
+        yield raw.split(b"\0", 1)[0].decode("latin-1"), [text for text in found if text]

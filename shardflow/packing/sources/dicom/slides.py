@@ -10,7 +10,6 @@ Source: DICOM PS3.3, A.32.8 and C.8.12.4 (whole slide microscopy image), C.8.12.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import Final
 
@@ -49,8 +48,8 @@ def check_slide(elements: Elements) -> None:
     flavor = values.codes(elements, _IMAGE_TYPE)[2:3]
     if flavor != ("VOLUME",) or values.code(elements, _LABEL_IN_IMAGE).upper() == "YES":
         raise source_error(Reason.SLIDE_LABEL)
-    num_paths = max(_long(elements, _NUM_PATHS) or 1, len(elements.items(_PATHS)))
-    num_planes = _long(elements, _NUM_PLANES) or 1
+    num_paths = max(values.single(elements, _NUM_PATHS, "i") or 1, len(elements.items(_PATHS)))
+    num_planes = values.single(elements, _NUM_PLANES, "i") or 1
     samples, bits = values.short(elements, _SAMPLES), values.short(elements, _ALLOCATED)
     if num_paths > 1 or num_planes > 1 or samples != _COLORS or bits != 8:
         raise source_error(
@@ -76,7 +75,10 @@ def describe_level(elements: Elements, tile: ImageDescription) -> ImageDescripti
     Raises:
         SourceError: INVALID_IMAGE_DESCRIPTION.
     """
-    rows, columns = _long(elements, _TOTAL_ROWS) or 0, _long(elements, _TOTAL_COLUMNS) or 0
+    rows, columns = (
+        values.single(elements, _TOTAL_ROWS, "i") or 0,
+        values.single(elements, _TOTAL_COLUMNS, "i") or 0,
+    )
     if not (0 < rows <= _MAX_SIDE and 0 < columns <= _MAX_SIDE):
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, f"a level of {rows} rows and {columns} columns")
     return replace(tile, rows=rows, columns=columns, num_frames=1)
@@ -138,14 +140,7 @@ def tile_frames(
 def _place(frame: Elements) -> tuple[int, int] | None:
     """Return row and column of a frame's first pixel in its level, from 1; None if not stated."""
     for item in frame.items(_SLIDE_POSITIONS)[:1]:
-        row, column = _long(item, _ROW), _long(item, _COLUMN)
+        row, column = values.single(item, _ROW, "i"), values.single(item, _COLUMN, "i")
         if row is not None and column is not None:
             return row, column
     return None
-
-
-def _long(elements: Elements, tag: int) -> int | None:
-    """Return a number of 32 bits (UL, SL); None where it is absent."""
-    raw = elements.values.get(tag, b"")
-    order = "<" if elements.is_little_endian else ">"
-    return int(struct.unpack_from(f"{order}i", raw)[0]) if len(raw) >= 4 else None

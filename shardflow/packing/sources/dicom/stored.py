@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardflow.errors import os_reason
 from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.description import ImageDescription
@@ -316,7 +315,7 @@ def iter_stored(
     if image.photometric_interpretation == "PALETTE COLOR":
         palette = read_palette(path, limits, is_signed=image.is_signed)
     with (
-        _open(path, limits) as descriptor,
+        open_file(path, limits.max_inflated_bytes) as descriptor,
         contextlib.closing(_raw(path, descriptor, header, frames, limits)) as raw,
     ):
         for array, name in raw:
@@ -339,15 +338,6 @@ def _tiles(
     for frame in frames:
         row, column = frame // per_row * image.rows, frame % per_row * image.columns
         yield np.ascontiguousarray(mosaic[row : row + image.rows, column : column + image.columns]), name
-
-
-@contextlib.contextmanager
-def _open(path: Path, limits: HeaderLimits) -> Iterator[int]:
-    try:
-        with open_file(path, limits.max_inflated_bytes) as descriptor:
-            yield descriptor
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 def _raw(

@@ -2,6 +2,7 @@
 
 A value that does not parse becomes None, and no message quotes it. Warnings, logs and errors of pydicom quote
 values of the file, so they are suppressed. pydicom reads truncated files without complaint; `is_whole` tells.
+Headers of JPEG streams are read here as well, where neither pydicom nor imagecodecs is imported.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import struct
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.packing.sources.dicom.elements import Elements
 
@@ -170,6 +172,13 @@ def integers(elements: Elements, tag: int, *, is_signed: bool = False) -> tuple[
     return struct.unpack(f"{order}{len(raw) // 2}{kind}", raw)
 
 
+def single(elements: Elements, tag: int, form: str) -> Any:
+    """Return the value of a binary element, by its form in `struct`; None unless it has exactly one."""
+    raw = elements.values.get(tag, b"")
+    order = "<" if elements.is_little_endian else ">"
+    return struct.unpack(order + form, raw)[0] if len(raw) == struct.calcsize(order + form) else None
+
+
 _MOMENT = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(?:(\d\d)(?:(\d\d)(\.\d{1,6})?)?)?(?:[+-]\d{4})?", re.ASCII)
 
 
@@ -222,3 +231,60 @@ def _scan_of(data: bytes) -> int:
         if is_scan:
             return position
     return len(data)
+
+
+_START_OF_FRAME: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC} | {0xF7}
+_APP0, _APP14 = 0xE0, 0xEE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodestreamHeader:
+    """Shape of one encoded frame."""
+
+    rows: int
+    columns: int
+    num_components: int
+    precision: int
+    """Bits of a sample."""
+    adobe_transform: int | None = None
+    """JPEG only: color transform of the Adobe marker; 0 none (RGB), 1 YCbCr; None without the marker."""
+    is_jfif: bool = False
+    """JPEG only: a JFIF marker says YCbCr."""
+    component_ids: bytes = b""
+    """JPEG only."""
+
+
+def read_jpeg_header(data: bytes) -> CodestreamHeader | None:
+    """Read the frame header of a JPEG or JPEG-LS stream; None where there is none."""
+    if data[:2] != b"\xff\xd8":
+        return None
+    position, adobe, is_jfif = 2, None, False
+    try:
+        while True:
+            if data[position] != 0xFF:
+                return None
+            marker = data[position + 1]
+            if marker == 0xFF:  # fill byte
+                position += 1
+                continue
+            (length,) = struct.unpack_from(">H", data, position + 2)
+            if length < 2:
+                return None
+            if marker in _START_OF_FRAME:
+                precision, rows, columns, count = struct.unpack_from(">BHHB", data, position + 4)
+                return CodestreamHeader(
+                    rows=rows,
+                    columns=columns,
+                    num_components=count,
+                    precision=precision,
+                    adobe_transform=adobe,
+                    is_jfif=is_jfif,
+                    component_ids=data[position + 10 : position + 10 + 3 * count : 3],
+                )
+            segment = data[position + 4 : position + 2 + length]
+            if marker == _APP14 and segment[:5] == b"Adobe" and len(segment) >= 12:
+                adobe = segment[11]
+            is_jfif = is_jfif or (marker == _APP0 and segment[:4] == b"JFIF")
+            position += 2 + length
+    except (IndexError, struct.error):
+        return None

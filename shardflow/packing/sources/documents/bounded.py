@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from xml.parsers import expat
 
-from shardflow.errors import SourceError, os_reason
+from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason, source_error
+from shardflow.packing.sources.dicom.elements import reading_source
 
 _BOM: Final = b"\xef\xbb\xbf"
 _OPENING, _CLOSING = (b"[", b"{"), (b"]", b"}")
@@ -93,11 +94,8 @@ def read_bounded(path: Path, limits: DocumentLimits = _DEFAULT) -> bytes:
     Raises:
         SourceError: FILE_UNREADABLE or LIMIT_EXCEEDED.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(limits.max_bytes + 1)
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+    with reading_source(), path.open("rb") as file:
+        data = file.read(limits.max_bytes + 1)
     if len(data) > limits.max_bytes:
         raise source_error(Reason.LIMIT_EXCEEDED, f"more than {limits.max_bytes} bytes")
     return data
@@ -176,26 +174,23 @@ def iter_json_lines(path: Path, limits: DocumentLimits = _DEFAULT) -> Iterator[t
     Raises:
         SourceError: FILE_UNREADABLE.
     """
-    try:
-        with path.open("rb") as file:
-            while True:
-                place = file.tell()
-                line = file.readline(limits.max_line_bytes + 1)
-                if not line:
-                    return
-                if len(line) > limits.max_line_bytes:
-                    while line and not line.endswith(b"\n"):
-                        line = file.readline(limits.max_line_bytes)
-                    yield place, source_error(Reason.LIMIT_EXCEEDED, "a line too long")
-                    continue
-                if not line.strip():
-                    continue
-                try:
-                    yield place, parse_json(line, limits)
-                except SourceError as error:
-                    yield place, error
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+    with reading_source(), path.open("rb") as file:
+        while True:
+            place = file.tell()
+            line = file.readline(limits.max_line_bytes + 1)
+            if not line:
+                return
+            if len(line) > limits.max_line_bytes:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(limits.max_line_bytes)
+                yield place, source_error(Reason.LIMIT_EXCEEDED, "a line too long")
+                continue
+            if not line.strip():
+                continue
+            try:
+                yield place, parse_json(line, limits)
+            except SourceError as error:
+                yield place, error
 
 
 def read_json_line(path: Path, place: int, limits: DocumentLimits = _DEFAULT) -> Any:
@@ -209,12 +204,9 @@ def read_json_line(path: Path, place: int, limits: DocumentLimits = _DEFAULT) ->
     Raises:
         SourceError: FILE_UNREADABLE, REPORT_UNREADABLE or LIMIT_EXCEEDED.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(place)
-            line = file.readline(limits.max_line_bytes + 1)
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
+    with reading_source(), path.open("rb") as file:
+        file.seek(place)
+        line = file.readline(limits.max_line_bytes + 1)
     if len(line) > limits.max_line_bytes:
         raise source_error(Reason.LIMIT_EXCEEDED, "a line too long")
     return parse_json(line, limits)

@@ -26,7 +26,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
-from shardflow.packing.sources.report_files import ReportDocument, encoded_document
+from shardflow.packing.sources.reports import ReportDocument, encoded_document
 
 _REPORT_CODES: Final = frozenset({"18748-4"})
 _REPORT_TEMPLATES: Final = frozenset({"1.2.840.10008.9.1", "2.16.840.1.113883.10.20.22.1.5"})

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.attachments import PatientNumber
-from shardflow.packing.sources.report_files import ReportDocument
+from shardflow.packing.sources.reports import ReportDocument
 
 _UID: Final = re.compile(r"(?:0|[1-9]\d*)(?:\.(?:0|[1-9]\d*))+")
 _MAX_UID: Final = 64

@@ -1,8 +1,8 @@
 """Reader of FHIR resources (DSTU2 to R5): their place in a file, people, study links and report text.
 
-Resources are read without validation: exports of real systems seldom pass one. The text of a DiagnosticReport
-is its presented form (PDF or RTF where none is text) and conclusion; the generated narrative (``text.div``)
-repeats header data, is not what the doctor wrote, and is not read.
+Resources are read without validation: exports of real systems seldom pass one. The text of a
+DiagnosticReport is its presented form (PDF or RTF where none is text) and conclusion; the generated
+narrative (``text.div``) repeats header data, is not what the doctor wrote, and is not read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
-from shardflow.packing.sources.report_files import ReportDocument, encoded_document
+from shardflow.packing.sources.reports import ReportDocument, encoded_document
 
 Resource: TypeAlias = Mapping[str, Any]
 

@@ -1,8 +1,8 @@
 """Reader of HL7 version 2 messages: syntax, people and study links, and the texts of ORU^R01 reports.
 
 The parser is lenient, as real messages require: any line end, lines broken inside a field, segments put on
-one line, several messages in a file. A report is the text of the OBX segments below one OBR, or a PDF or RTF
-there (data type ED) where none of them is narrative.
+one line, several messages in a file. A report is the text of the OBX segments below one OBR, or a PDF or
+RTF there (data type ED) where none of them is narrative.
 
 Source: HL7 v2.5.1, chapters 2 (syntax), 3, 4 and 7.
 """
@@ -31,7 +31,7 @@ from shardflow.packing.sources.documents.facts import (
     uid_of,
     unique,
 )
-from shardflow.packing.sources.report_files import ReportDocument, encoded_document
+from shardflow.packing.sources.reports import ReportDocument, encoded_document
 
 _LINE_END: Final = re.compile(r"\r\n|\r|\n")
 _SEGMENT: Final = re.compile(r"[A-Z][A-Z0-9]{2}(?=[^\w\s]|$)")

@@ -29,8 +29,8 @@ from shardflow.packing.sources.documents.facts import NOT_REPORT, DocumentReport
 from shardflow.packing.sources.documents.fhir import FhirIndex, iter_resources, read_fhir_report
 from shardflow.packing.sources.documents.hl7 import read_hl7_reports
 from shardflow.packing.sources.documents.sr import read_sr_report
-from shardflow.packing.sources.report_files import READERS
 from shardflow.packing.sources.reports import (
+    READERS,
     REPORT_FILES,
     BrokenReport,
     ReportRecord,

@@ -4,17 +4,3 @@ A layout assigns an image to a patient and study (`Placement`), reads the report
 study, and knows the official splits. It has no influence on pixels. Installed packages add layouts as entry
 points of the group ``shardflow.layouts``.
 """
-
-from __future__ import annotations
-
-from shardflow.packing.sources.layouts.base import Layout, LayoutConfig, LayoutInputs
-from shardflow.packing.sources.layouts.opening import open_layout
-from shardflow.packing.sources.placement import Placement
-
-__all__ = [
-    "Layout",
-    "LayoutConfig",
-    "LayoutInputs",
-    "Placement",
-    "open_layout",
-]

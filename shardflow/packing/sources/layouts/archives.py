@@ -28,8 +28,8 @@ from shardflow.packing.sources.layouts.base import (
 )
 from shardflow.packing.sources.layouts.table_layout import TableLayout
 from shardflow.packing.sources.placement import ImageForm, Placement
-from shardflow.packing.sources.report_files import MAX_REPORT_BYTES
 from shardflow.packing.sources.reports import (
+    MAX_REPORT_BYTES,
     BrokenReport,
     ReportRecord,
     make_record,

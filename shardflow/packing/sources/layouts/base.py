@@ -13,14 +13,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 from shardflow.config import check_fields
 from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.reports import iter_document_reports
-from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.placement import DiscoveredFile, ImageForm, Placement, discover
 from shardflow.packing.sources.reports import (
     BrokenReport,
     ReportFormat,
@@ -160,26 +160,27 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-LAYOUT_KINDS: Final = (
-    "headers",
-    "folder",
-    "manifest",
-    "mimic-cxr",
-    "chexpert",
-    "openi",
-    "padchest",
-    "ct-rate",
-    "lidc",
-    "rsna",
-    "nnunet",
-    "msd",
-    "pairs",
-    "totalsegmentator",
-    "bids",
-)
-"""``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a pattern.
-``manifest``: a table does. The others are public collections in the form in which their owners distribute
-them; docs/layouts.md describes each."""
+_PACKAGE: Final = "shardflow.packing.sources.layouts"
+LAYOUTS: Final = {
+    "headers": f"{_PACKAGE}.table_layout:Headers",
+    "folder": f"{_PACKAGE}.table_layout:Folder",
+    "manifest": f"{_PACKAGE}.table_layout:Manifest",
+    "mimic-cxr": f"{_PACKAGE}.archives:MimicCxr",
+    "chexpert": f"{_PACKAGE}.archives:Chexpert",
+    "openi": f"{_PACKAGE}.archives:OpenI",
+    "padchest": f"{_PACKAGE}.archives:PadChest",
+    "ct-rate": f"{_PACKAGE}.archives:CtRate",
+    "lidc": f"{_PACKAGE}.table_layout:Lidc",
+    "rsna": f"{_PACKAGE}.table_layout:Rsna",
+    "nnunet": f"{_PACKAGE}.volumes:NnUnet",
+    "msd": f"{_PACKAGE}.volumes:Decathlon",
+    "pairs": f"{_PACKAGE}.volumes:Pairs",
+    "totalsegmentator": f"{_PACKAGE}.volumes:TotalSegmentator",
+    "bids": f"{_PACKAGE}.bids:Bids",
+}
+"""Class of each kind. ``headers``: DICOM headers identify the study of an image. ``folder``: paths do, by a
+pattern. ``manifest``: a table does. The others are public collections in the form in which their owners
+distribute them; docs/layouts.md describes each."""
 
 LAYOUTS_GROUP: Final = "shardflow.layouts"
 """Group of entry points by which installed packages offer further layouts: the name of an entry point is the
@@ -192,9 +193,7 @@ def offered_layouts() -> dict[str, EntryPoint]:
     # Slow to import, and of no use to a job with a built-in layout.
     from importlib.metadata import entry_points
 
-    return {
-        entry.name: entry for entry in entry_points(group=LAYOUTS_GROUP) if entry.name not in LAYOUT_KINDS
-    }
+    return {entry.name: entry for entry in entry_points(group=LAYOUTS_GROUP) if entry.name not in LAYOUTS}
 
 
 _GROUPS = frozenset({"patient", "study", "series", "number", "split"})
@@ -206,7 +205,7 @@ class LayoutConfig:
     """Settings of a layout: how the study and the report of an input are found."""
 
     kind: str = "headers"
-    """Layout of the inputs: one of `LAYOUT_KINDS`, or a layout of an installed package."""
+    """Layout of the inputs: one of `LAYOUTS`, or a layout of an installed package."""
     table: Path | None = None
     """CSV (``.csv``, ``.csv.gz``) or Parquet table of the images; which kinds have one: docs/layouts.md."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -244,8 +243,8 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.kind not in LAYOUT_KINDS and self.kind not in (offered := offered_layouts()):
-            known = ", ".join(map(repr, [*LAYOUT_KINDS, *sorted(offered)]))
+        if self.kind not in LAYOUTS and self.kind not in (offered := offered_layouts()):
+            known = ", ".join(map(repr, [*LAYOUTS, *sorted(offered)]))
             raise ConfigError(f"kind must be one of {known}, got {self.kind!r}; correct it.")
         if self.kind == "folder":
             self._check_pattern()
@@ -526,3 +525,34 @@ def patient_attributes(
         "ViewPosition": view.upper(),
     }
     return {keyword: (text,) for keyword, text in said.items() if text}
+
+
+def open_layout(inputs: LayoutInputs, splits: Sequence[str]) -> Layout:
+    """Open the layout of a job; its tables and the first report of a table are read.
+
+    Args:
+        inputs: The settings of the inputs.
+        splits: Names of the dataset's splits.
+
+    Raises:
+        ConfigError: A table is missing, damaged or contradicts itself, a setting does not fit, or the layout
+            of another package cannot be imported.
+    """
+    kind = inputs.layout.kind
+    layout: Layout = (resolve_name(LAYOUTS[kind]) if kind in LAYOUTS else _load(kind))(inputs, splits)
+    source = inputs.reports
+    if source is not None and not source.is_dir() and inputs.reports_format != "documents":
+        # The first line of a table shows whether it has its columns, before any image is read.
+        next(iter(layout.reports()), None)
+    return layout
+
+
+def _load(kind: str) -> Callable[[LayoutInputs, Sequence[str]], Layout]:
+    try:
+        factory: Callable[[LayoutInputs, Sequence[str]], Layout] = offered_layouts()[kind].load()
+    except Exception as error:
+        raise ConfigError(
+            f"layout {kind!r} (entry point group {LAYOUTS_GROUP}) must be importable, got "
+            f"{type(error).__name__}; repair or remove the package that offers it."
+        ) from error
+    return factory

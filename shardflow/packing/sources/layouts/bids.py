@@ -5,8 +5,8 @@ JSON sidecars, also of those above it (the inheritance principle). ``participant
 sessions become an attached table. Masks and discrete segmentations, in the dataset or in its
 ``derivatives``, become regions where they lie on the voxels of an image of their session.
 
-Source: The Brain Imaging Data Structure specification 1.10, chapters "Common principles", "Magnetic resonance
-imaging", "Positron emission tomography" and "Imaging data types" of the derivatives.
+Source: The Brain Imaging Data Structure specification 1.10, chapters "Common principles", "Magnetic
+resonance imaging", "Positron emission tomography" and "Imaging data types" of the derivatives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, Final
 
 from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
     LabelTable,
     LayoutInputs,
@@ -32,7 +31,7 @@ from shardflow.packing.sources.layouts.base import (
     read_reports,
 )
 from shardflow.packing.sources.layouts.volumes import NAME, class_of
-from shardflow.packing.sources.placement import Attributes, ClassNames, ImageForm, Placement
+from shardflow.packing.sources.placement import Attributes, ClassNames, DiscoveredFile, ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
 from shardflow.reports.lexicon import word_set
 

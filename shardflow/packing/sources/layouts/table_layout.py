@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Final
 
 from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import DiscoveredFile, discover
 from shardflow.packing.sources.documents.bounded import parse_xml, read_bounded
 from shardflow.packing.sources.layouts.base import (
     LabelTable,
@@ -29,7 +28,7 @@ from shardflow.packing.sources.layouts.base import (
     read_table,
     restored,
 )
-from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.placement import DiscoveredFile, ImageForm, Placement, discover
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord, ReportRole, make_record
 
 Values = Mapping[str, str]

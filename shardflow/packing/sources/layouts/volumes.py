@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Final
 
 from shardflow.errors import ConfigError, os_reason
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
     LayoutInputs,
     PlacedLayout,
@@ -30,7 +29,7 @@ from shardflow.packing.sources.layouts.base import (
     read_reports,
     read_table,
 )
-from shardflow.packing.sources.placement import ClassNames, ImageForm, Placement
+from shardflow.packing.sources.placement import ClassNames, DiscoveredFile, ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport, ReportRecord
 from shardflow.reports.lexicon import word_set
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardflow.errors import SourceError
 from shardflow.packing.attachments.annotations.dicom_drawings import read_structure_set
 from shardflow.packing.attachments.annotations.targets import AnnotationLimits
-from shardflow.packing.attachments.annotations.vocabulary import Code, Vocabulary, allow_code, allow_unit
+from shardflow.packing.attachments.annotations.vocabulary import Vocabulary, allow_unit
+from shardflow.packing.attachments.codes import Code, allow_code
 from shardflow.reports.lexicon import load_lexicon
 from tests.unit.packing.annotations.made_objects import make_structure_set
 from tests.unit.packing.annotations.scene import make_target, read

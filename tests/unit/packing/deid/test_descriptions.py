@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardflow.packing.deid.allowlist import allow_technical
-from shardflow.packing.deid.descriptions import description_class
+from shardflow.packing.deid.allowlist import allow_technical, description_class
 
 _CT = {
     "non_contrast": "Thorax native 1.0|CT W/O CONTRAST|CHEST WITHOUT CONTRAST|SANS INJECTION|Ohne KM"

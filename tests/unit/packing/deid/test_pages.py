@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shardflow.packing.deid.pages import is_page
+from shardflow.packing.deid.pixel_text import is_page
 from tests.phantoms import head, scan
 
 LINES = (

@@ -8,8 +8,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.packing.deid.known_values import KnownValues
-from shardflow.packing.deid.report_text import scrub
-from shardflow.packing.deid.text_model import TextModel
+from shardflow.packing.deid.report_text import TextModel, scrub
 from shardflow.packing.settings import DeidConfig
 from shardflow.reports.token_classifier import model_digest
 from tests.tiny_classifier import save_classifier

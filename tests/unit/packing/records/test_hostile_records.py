@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardflow.config import dump_config, load_config
 from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
-from shardflow.packing.attachments.records.codes import clean_unit, is_code
+from shardflow.packing.attachments.codes import clean_unit, is_code
 from shardflow.packing.attachments.records.kinds import record_kinds
 from shardflow.packing.attachments.records.mapping import FieldMapping, RecordMapping, RecordsConfig
 from tests.record_case import (

@@ -29,9 +29,8 @@ from shardflow.packing.sources.dicomweb.client import (
     Pace,
     check_address,
 )
-from shardflow.packing.sources.dicomweb.listing import Instance, Listing, instance_uid
 from shardflow.packing.sources.dicomweb.multipart import MultipartError, PartReader, boundary_of
-from shardflow.packing.sources.dicomweb.retrieval import Archive, _differs
+from shardflow.packing.sources.dicomweb.retrieval import Archive, Instance, Listing, _differs, instance_uid
 from shardflow.storage.requests import RetryPolicy
 from tests.dicom_factory import make_study
 from tests.dicomweb_server import Fault, WebArchive, basic, serving

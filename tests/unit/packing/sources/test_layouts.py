@@ -15,16 +15,15 @@ from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
 from shardflow.packing import PackConfig
 from shardflow.packing.config import InputsConfig
-from shardflow.packing.sources.dicom.discover import DiscoveredFile
 from shardflow.packing.sources.layouts.base import (
-    LAYOUT_KINDS,
+    LAYOUTS,
     LAYOUTS_GROUP,
     Layout,
     LayoutConfig,
     PlacedLayout,
+    open_layout,
 )
-from shardflow.packing.sources.layouts.opening import open_layout
-from shardflow.packing.sources.placement import ImageForm, Placement
+from shardflow.packing.sources.placement import DiscoveredFile, ImageForm, Placement
 from shardflow.packing.sources.reports import BrokenReport
 from tests.layout_trees import write_table
 
@@ -41,13 +40,13 @@ RECIPES = sorted(
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_whole(recipe: Path) -> None:
-    assert load_config(PackConfig, recipe).inputs.layout.kind in LAYOUT_KINDS
+    assert load_config(PackConfig, recipe).inputs.layout.kind in LAYOUTS
 
 
 def test_every_kind_has_a_recipe_and_a_row_on_the_page() -> None:
-    assert {load_config(PackConfig, recipe).inputs.layout.kind for recipe in RECIPES} == set(LAYOUT_KINDS)
+    assert {load_config(PackConfig, recipe).inputs.layout.kind for recipe in RECIPES} == set(LAYOUTS)
     page = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
-    assert all(f"| `{kind}`" in page for kind in LAYOUT_KINDS)
+    assert all(f"| `{kind}`" in page for kind in LAYOUTS)
     assert all(recipe.name in page for recipe in RECIPES)
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from shardflow.errors import ConfigError, SourceError
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources import report_files
+from shardflow.packing.sources import reports
 from shardflow.packing.sources.documents.reports import iter_document_reports
-from shardflow.packing.sources.report_files import read_pdf, read_rtf
-from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports
+from shardflow.packing.sources.reports import BrokenReport, ReportRecord, iter_reports, read_pdf, read_rtf
 from tests.record_case import make_pdf
 
 pypdf = pytest.importorskip("pypdf")
@@ -64,7 +63,7 @@ def test_a_pdf_that_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert reason(make_pdf("", "")) == Reason.REPORT_WITHOUT_TEXT
     assert reason(b"%PDF-1.4 and nothing else") == Reason.REPORT_UNREADABLE
     assert reason(b"") == Reason.REPORT_UNREADABLE
-    monkeypatch.setattr(report_files, "MAX_PAGES", 1)
+    monkeypatch.setattr(reports, "MAX_PAGES", 1)
     assert reason(make_pdf("One.", "Two.")) == Reason.LIMIT_EXCEEDED
 
 

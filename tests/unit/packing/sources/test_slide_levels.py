@@ -19,9 +19,8 @@ from pydicom.uid import JPEGBaseline8Bit
 from shardflow.errors import SourceError
 from shardflow.packing.settings import SlidesConfig
 from shardflow.packing.sources.dicom.elements import HeaderLimits
-from shardflow.packing.sources.slides.levels import Array, DicomLevel, Place, plain_jpeg
-from shardflow.packing.sources.slides.tiff import open_levels
-from shardflow.packing.studies.fragment import FragmentWriter
+from shardflow.packing.sources.slides import Array, DicomLevel, Place, open_levels, plain_jpeg
+from shardflow.packing.studies.assembly import FragmentWriter
 from shardflow.packing.studies.slides import write_slide
 from tests.slide_cases import PLANTED, dicom_level, make_slide_pixels
 from tests.unit.packing.sources.dicom.factory import header_of

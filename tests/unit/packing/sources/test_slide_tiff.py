@@ -13,7 +13,7 @@ from shardflow.errors import SourceError
 from shardflow.packing.sources.dicom.elements import HeaderLimits
 from shardflow.packing.sources.dicom.stacks import split_series
 from shardflow.packing.sources.placement import Placement
-from shardflow.packing.sources.slides.tiff import open_levels, read_tiff
+from shardflow.packing.sources.slides import open_levels, read_tiff
 
 pytestmark = pytest.mark.fast
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardflow.packing.attachments.codes import Code, allow_code
 from shardflow.packing.attachments.waveforms.recording import (
-    allow_code,
     allow_event,
     allow_filter,
     allow_label,
@@ -36,12 +36,12 @@ def test_units_filters_events_rhythms_and_codes_are_closed_lists() -> None:
     assert allow_filter("none by Smith") is None
     assert [allow_event(text) for text in ("Sleep stage W", "Called Mrs Smith")] == ["Sleep stage W", None]
     assert [allow_rhythm(text) for text in ("(AFIB\0", "(SMITH", "note")] == ["(AFIB", None, None]
-    assert allow_code("MDC", "2:1") == {"scheme": "MDC", "value": "2:1"}
-    assert allow_code("99ACME", "2:1") is None
-    assert allow_code("MDC", "John Smith") is None
+    assert allow_code(Code("MDC", "2:1")) == {"scheme": "MDC", "value": "2:1"}
+    assert allow_code(Code("99ACME", "2:1")) is None
+    assert allow_code(Code("MDC", "John Smith")) is None
 
 
 @pytest.mark.parametrize("scheme", ["DCM", "LN", "MDC", "SCPECG", "SCT", "SNM3", "SRT", "UCUM"])
 @pytest.mark.parametrize("value", ["SMITH_JOHN", "Anna-Miller", "SMITH", "smith:anna", "19171113", "J.D."])
 def test_a_word_is_no_code_whatever_its_scheme_is_called(scheme: str, value: str) -> None:
-    assert allow_code(scheme, value) is None
+    assert allow_code(Code(scheme, value)) is None

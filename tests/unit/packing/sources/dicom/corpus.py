@@ -15,8 +15,8 @@ import pydicom
 from pydicom.pixels import pixel_array
 
 from shardflow.errors import SourceError
-from shardflow.packing.sources.dicom.discover import discover
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
+from shardflow.packing.sources.placement import discover
 
 BUNDLED = Path(pydicom.__file__).parent / "data" / "test_files"
 """The data that comes inside pydicom's wheel."""

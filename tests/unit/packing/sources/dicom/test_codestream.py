@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardflow.packing.sources.dicom.decoders import read_jpeg2000_header, read_jpeg_header
+from shardflow.packing.sources.dicom.decoders import read_jpeg2000_header
+from shardflow.packing.sources.dicom.values import read_jpeg_header
 
 pytestmark = pytest.mark.fast
 

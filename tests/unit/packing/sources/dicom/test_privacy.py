@@ -23,7 +23,6 @@ from shardflow.format.reasons import PHASE_NAMES
 from shardflow.packing.deid.allowlist import KEYWORDS, allow_patient, allow_technical
 from shardflow.packing.sources.dicom.attributes import read_attributes
 from shardflow.packing.sources.dicom.dictionary import ENCAPSULATED_SYNTAXES
-from shardflow.packing.sources.dicom.discover import discover
 from shardflow.packing.sources.dicom.elements import HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.headers import _WANTED, BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.pixels import (
@@ -35,6 +34,7 @@ from shardflow.packing.sources.dicom.pixels import (
 from shardflow.packing.sources.dicom.planes import DIFFUSION_TAGS
 from shardflow.packing.sources.dicom.stacks import build_studies
 from shardflow.packing.sources.dicom.values import third_party_silence
+from shardflow.packing.sources.placement import discover
 from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.factory import make_dataset, write
 

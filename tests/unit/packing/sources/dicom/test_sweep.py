@@ -28,7 +28,7 @@ from shardflow.packing.sources.dicom.pixels import (
     iter_slices,
 )
 from shardflow.packing.sources.dicom.stacks import Stack, build_studies
-from shardflow.packing.sources.slides.levels import DicomLevel
+from shardflow.packing.sources.slides import DicomLevel
 from tests.stacks import iter_stack
 from tests.unit.packing.sources.dicom.corpus import BUNDLED, MORE, Corpus, read_corpus, reference_frames
 

@@ -2,18 +2,51 @@
 
 These are allowlists: a code of an unlisted system is dropped, and so is one that is not built as its system
 builds them. LOINC and SNOMED CT have check digits, so that a patient number does not pass for a code. Units
-are expressions of UCUM and the usual spellings of laboratories. An annotation in braces is removed; an
-expression with unknown atoms is no unit, and its number is dropped as well, because it would mean something
-else.
+of records are expressions of UCUM and the usual spellings of laboratories. An annotation in braces is
+removed; an expression with unknown atoms is no unit, and its number is dropped as well, because it would
+mean something else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from shardflow.packing.attachments.check_digits import is_mod_10, is_verhoeff
+_PERMUTED: Final = (1, 5, 7, 6, 2, 8, 3, 0, 9, 4)
+
+
+def is_verhoeff(digits: str) -> bool:
+    """Return whether the last digit checks the others (Verhoeff), as in SNOMED CT identifiers.
+
+    The check is a product in the dihedral group of order 10, of digits permuted by their place.
+
+    Source: SNOMED CT Technical Implementation Guide, 5.4.
+    """
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        for _ in range(place % 8):
+            digit = _PERMUTED[digit]
+        total = _multiply(total, digit)
+    return total == 0
+
+
+def _multiply(a: int, b: int) -> int:
+    turned = (a + b) % 5 if a < 5 else (a - b) % 5
+    return turned + 5 * ((a < 5) != (b < 5))
+
+
+def is_mod_10(digits: str, check: int) -> bool:
+    """Return whether ``check`` is the mod 10 digit of the others, as in LOINC codes.
+
+    Source: LOINC Users' Guide, appendix C.
+    """
+    total = sum(
+        int(digit) if place % 2 else sum(divmod(2 * int(digit), 10))
+        for place, digit in enumerate(reversed(digits))
+    )
+    return -total % 10 == check
 
 
 class _System(NamedTuple):
@@ -159,6 +192,54 @@ def is_code(system: str, code: str) -> bool:
         return False
     check = _SYSTEMS[system].check
     return check is None or check(code)
+
+
+_SCHEMES: Final = {
+    "DCM": re.compile(r"1[0-4]\d{4}"),
+    "FMA": re.compile(r"\d{4,6}"),
+    "LN": re.compile(r"\d{1,5}-\d"),
+    "MDC": re.compile(r"\d{1,3}:\d{1,5}"),
+    "NCIt": re.compile(r"C\d{4,6}"),
+    "RADLEX": re.compile(r"RID\d{1,5}"),
+    "SCPECG": re.compile(r"5(?:\.\d{1,2}){1,4}(?:-\d{1,3}){1,3}"),
+    "SCT": re.compile(r"[1-9]\d{2,14}[01]0\d"),
+    "SNM3": re.compile(r"[A-Z]\d?-[0-9A-F]{4,5}"),
+    "SRT": re.compile(r"[A-Z]\d?-[0-9A-F]{4,5}"),
+    "UMLS": re.compile(r"C\d{7}"),
+}
+"""Coding schemes of DICOM objects (PS3.16, table 8-1), with the form of their values: the name of a scheme
+alone would let any word pass. Identifiers of SNOMED CT are those of concepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A coded concept as a file states it, unchecked."""
+
+    scheme: str
+    value: str
+    meaning: str = ""
+
+    def __repr__(self) -> str:
+        return "Code()"
+
+
+def allow_code(code: Code | None) -> dict[str, str] | None:
+    """Return a code of a DICOM object if its scheme is public and its value has the form of the scheme.
+
+    Returns:
+        ``{"scheme", "value"}``, or None. Private schemes (``99...``) may contain anything, and are dropped.
+
+    Example:
+        >>> allow_code(Code("SCT", "10200004", "Liver"))
+        {'scheme': 'SCT', 'value': '10200004'}
+        >>> allow_code(Code("SCT", "10200005")) is None  # the check digit is wrong
+        True
+    """
+    if code is None or code.scheme not in _SCHEMES or not _SCHEMES[code.scheme].fullmatch(code.value):
+        return None
+    if code.scheme == "SCT" and not is_verhoeff(code.value):
+        return None
+    return {"scheme": code.scheme, "value": code.value}
 
 
 _ANNOTATION: Final = re.compile(r"\{[^{}]*\}")

@@ -9,7 +9,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.discover import discover
+from shardflow.packing.sources.placement import discover
 
 pytestmark = pytest.mark.fast
 
