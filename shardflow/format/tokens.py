@@ -40,6 +40,8 @@ _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
 _MAX_OPEN_TABLES: Final = 128
+_MAX_SPREAD: Final = 4
+"""Tokens that may be copied for each one that is wanted, so that all rows are copied at once."""
 MAX_JOINED_BYTES: Final = 256 << 20
 """Bytes of tables, fewer than `MIN_COLLECTED_SHARDS`, up to which they are joined: half a second, once."""
 logger = logging.getLogger(__name__)
@@ -283,38 +285,57 @@ class TokenPlaces:
 class _IdsFile:
     """An open table. Safe for many threads, which at worst repeat work."""
 
-    __slots__ = ("_bounds", "_table")
+    __slots__ = ("_first_token", "_table")
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._bounds: NDArray[Any] | None = None
+        self._first_token: NDArray[np.int64] | None = None
 
-    def bounds(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Return where the tokens of some rows begin and end, ``(n, 2)``."""
-        if self._bounds is None:
+    def bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the tokens of some rows begin and end, ``(n,)`` each."""
+        if self._first_token is None:
             first_token = self._table.whole("first_token")
             if first_token is None:
-                found = self._table.gather("first_token", np.concatenate((rows, rows + 1)))
-                return found.reshape(2, -1).T
-            self._bounds = self._checked_bounds(first_token)
-        bounds: NDArray[Any] = self._bounds[rows]
-        return bounds
+                found = self._table.gather("first_token", np.concatenate((rows, rows + 1))).view(np.int64)
+                return found[: len(rows)], found[len(rows) :]
+            self._first_token = self._checked(first_token)
+        return self._first_token[rows], self._first_token[rows + 1]
 
     def ids(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
         """Return all ids, of which the given spans are checked."""
         ids = self._table.whole("token_ids")
-        if ids is not None and self._bounds is not None:
+        if ids is not None and self._first_token is not None:
             return ids
         return self._table.spans("token_ids", starts, stops)
 
-    def _checked_bounds(self, first_token: NDArray[Any]) -> NDArray[Any]:
+    def _checked(self, first_token: NDArray[Any]) -> NDArray[np.int64]:
         num_tokens = self._table.num_rows("token_ids")
         if (first_token[1:] < first_token[:-1]).any() or first_token[-1] > num_tokens:
             raise FormatError(
                 f"{self._table.name} must place its texts one behind another in {num_tokens} tokens, got "
                 "other places; delete the folder and tokenize again."
             )
-        return np.lib.stride_tricks.sliding_window_view(first_token, 2)
+        return first_token.view(np.int64)
+
+
+def _concatenated(ids: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
+    """Return spans of ids, one after another; of bytes that takes a third of the time of arrays."""
+    data, size = ids.view(np.uint8).data, ids.itemsize
+    spans = zip((starts * size).tolist(), (stops * size).tolist(), strict=True)
+    return np.frombuffer(b"".join([data[start:stop] for start, stop in spans]), ids.dtype)
+
+
+def _windows(
+    ids: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64], width: int
+) -> NDArray[Any]:
+    """Return spans of ids as rows, ``(n, width)``, in one copy; behind each span is what follows it."""
+    last = len(ids) - width
+    found: NDArray[Any] = np.ndarray((last + 1, width), ids.dtype, ids, 0, 2 * ids.strides)[
+        np.minimum(starts, last)
+    ]
+    for row in np.flatnonzero(starts > last).tolist():
+        found[row, : stops[row] - starts[row]] = ids[starts[row] : stops[row]]
+    return found
 
 
 class TokenIds:
@@ -391,22 +412,18 @@ class TokenIds:
         num_rows = int(self._first_rows[-1])
         if rows.max(initial=-1) >= num_rows:
             raise IndexError(f"text rows must lie below {num_rows}, got others.")
-        numbers = np.searchsorted(self._first_rows, rows, side="right") - 1  # -1 for a row of -1
-        texts = np.argsort(numbers, kind="stable")
-        numbers = numbers[texts]
-        num_empty = int(np.searchsorted(numbers, 0))
-        texts, numbers = texts[num_empty:], numbers[num_empty:]
-        local = rows[texts] - self._first_rows[numbers]
-        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
-        bounds = np.empty((len(texts), 2), np.int64)
-        files: list[tuple[int, slice]] = []
-        for first, stop in pairwise(cuts):
-            if first == stop:
-                continue
-            number, here = int(numbers[first]), slice(first, stop)
-            files.append((number, here))
-            bounds[here] = self._file(number).bounds(local[here])
-        starts, stops = bounds[:, 0], bounds[:, 1]
+        texts = np.flatnonzero(rows >= 0)
+        inside, cuts, numbers = rows[texts], [0, len(texts)], np.zeros(1, np.int64)
+        if len(self._first_rows) > 2:  # the texts of each table follow each other
+            numbers = np.searchsorted(self._first_rows, inside, side="right") - 1
+            order = np.argsort(numbers, kind="stable")
+            texts, inside, numbers = texts[order], inside[order], numbers[order]
+            inside -= self._first_rows[numbers]
+            cuts[1:1] = (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+        files = [(int(numbers[first]), slice(first, stop)) for first, stop in pairwise(cuts) if first < stop]
+        starts, stops = np.empty((2, len(texts)), np.int64)
+        for number, here in files:
+            starts[here], stops[here] = self._file(number).bounds(inside[here])
         if max_tokens is not None:
             stops = np.minimum(stops, starts + max_tokens)
         return TokenPlaces(files=files, texts=texts, starts=starts, stops=stops)
@@ -424,15 +441,47 @@ class TokenIds:
             FormatError: A table is another one than the manifest's.
         """
         targets = offsets[places.texts]
+        ends = targets + (places.stops - places.starts)
         for number, here in places.files:
-            starts, stops, to = places.starts[here], places.stops[here], targets[here]
+            starts, stops, to, until = (each[here] for each in (places.starts, places.stops, targets, ends))
             ids = self._file(number).ids(starts, stops)
-            ends = to + (stops - starts)
+            if (to[1:] == until[:-1]).all():
+                out[to[0] : until[-1]] = _concatenated(ids, starts, stops)
+                continue
             # Copying a slice per text costs a quarter of indexing each token.
             for start, stop, first, end in zip(
-                starts.tolist(), stops.tolist(), to.tolist(), ends.tolist(), strict=True
+                starts.tolist(), stops.tolist(), to.tolist(), until.tolist(), strict=True
             ):
                 out[first:end] = ids[start:stop]
+
+    def read_rows(
+        self, places: TokenPlaces, rows: NDArray[np.int64], mask: NDArray[np.uint8], out: NDArray[Any]
+    ) -> None:
+        """Copy tokens into rows of an output array, with zeros behind each text.
+
+        Args:
+            places: From `find`.
+            rows: ``(n,)``; text ``i`` goes to ``out[rows[i]]``.
+            mask: ``(B, m)``, 1 where a token belongs, 0 behind the text.
+            out: ``(B, m)``.
+
+        Raises:
+            ChecksumError: A block that holds one of the texts is damaged; some of ``out`` may be written.
+            FormatError: A table is another one than the manifest's.
+        """
+        for number, here in places.files:
+            starts, stops, to = places.starts[here], places.stops[here], rows[places.texts[here]]
+            ids = self._file(number).ids(starts, stops)
+            lengths = stops - starts
+            width = int(lengths.max())
+            if width * len(starts) > _MAX_SPREAD * int(lengths.sum()):
+                out[to] = 0
+                for row, start, stop in zip(to.tolist(), starts.tolist(), stops.tolist(), strict=True):
+                    out[row, : stop - start] = ids[start:stop]
+                continue
+            found = _windows(ids, starts, stops, width)
+            found *= mask[to, :width]
+            out[to, :width], out[to, width:] = found, 0
 
     def _join(self, manifest: TokensManifest) -> None:
         """Replace the tables by a node file that holds all of them; keep them where there can be none."""

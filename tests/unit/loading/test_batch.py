@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shardflow.fields.field import ArraySpec
 from shardflow.loading import Batch
@@ -58,14 +59,22 @@ def test_arrays_are_aligned_views_of_one_buffer_and_do_not_overlap() -> None:
     assert ends <= batch.buffer.nbytes
 
 
-def test_keys_kept_as_bytes_are_those_of_the_descriptor() -> None:
-    plain = _batch()
-    keys = SlotKeys(np.array([b"a"]), np.array([True, False]))
-    lazy = Batch(plain.buffer, {**plain.descriptor, "keys": None}, keys=keys)
+def test_what_is_looked_up_late_is_that_of_the_descriptor() -> None:
+    plain, asked = _batch(), []
+
+    def look_up(rows: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        asked.append(rows.tolist())
+        return np.array([b"a"])
+
+    keys, layout = SlotKeys(look_up, np.array([7, -1])), _layout()
+    described = {**plain.descriptor, "keys": None, "arrays": None}
+    lazy = Batch(plain.buffer, described, arrays=layout.views(plain.buffer), layout=layout, keys=keys)
     assert lazy.num_slots == 2
+    assert asked == []
     assert lazy.sample_keys == ["a", None]
     assert list(lazy.descriptor.items()) == list(plain.descriptor.items())
     assert [keys[0], keys[1]] == ["a", None]
+    assert asked == [[7]]
 
 
 def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
