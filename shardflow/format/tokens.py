@@ -16,26 +16,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.errors import ConfigError, FormatError, NotFoundError, ShardflowError
+from shardflow.errors import FormatError, ShardflowError
 from shardflow.format.dataset import Dataset
 from shardflow.format.dataset_index import MIN_COLLECTED_SHARDS
-from shardflow.format.keys import DIGEST_PATTERN, Json
-from shardflow.format.sidecars import SidecarManifest
+from shardflow.format.keys import Json
 from shardflow.format.table import StreamedColumn, Table, encode_table, stream_table
+from shardflow.format.token_manifest import (
+    COUNTS_NAME,
+    TokensManifest,
+    ids_name,
+    open_manifest,
+    tokens_folder,
+)
 from shardflow.storage import LocalStore
 from shardflow.storage.node_files import named_bytes, node_file
 
 COUNT_COLUMN: Final = "text_tokens"
-COUNTS_NAME: Final = "counts.tbl"
-"""Name of the table of counts in its folder."""
 _FORMAT_VERSION: Final = 1
 _COUNTS_KIND: Final = "token-counts"
 _IDS_KIND: Final = "token-ids"
@@ -45,82 +49,6 @@ _MAX_SPREAD: Final = 4
 MAX_JOINED_BYTES: Final = 256 << 20
 """Bytes of tables, fewer than `MIN_COLLECTED_SHARDS`, up to which they are joined: half a second, once."""
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFile:
-    """A table of token ids: the consecutive rows of the samples table that belong to one shard."""
-
-    num_rows: int
-    num_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if min(self.num_rows, self.num_bytes) < 0 or not DIGEST_PATTERN.fullmatch(self.sha256):
-            raise FormatError("a table of tokens has a size, a number of rows and a SHA-256; got others.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokensManifest(SidecarManifest):
-    """Manifest of the tables of one tokenizer."""
-
-    root = "tokens"
-    file_name = "manifest.json"
-    head: ClassVar[Mapping[str, Json]] = {"format": "shardflow-tokens", "format_version": _FORMAT_VERSION}
-    remedy = "tokenize again"
-
-    dataset_id: str
-    tokenizer: str
-    """SHA-256 of ``tokenizer.json``."""
-    num_samples: int
-    counts_sha256: str
-    files: tuple[TokenFile, ...]
-    """One per shard, in the order of the samples table."""
-
-    def body(self) -> dict[str, Json]:
-        """Return the entries beside `head` and the digest."""
-        # `asdict` would take seconds for the files of 100,000 shards.
-        files: list[Json] = [
-            {"num_bytes": file.num_bytes, "num_rows": file.num_rows, "sha256": file.sha256}
-            for file in self.files
-        ]
-        return {
-            "counts_sha256": self.counts_sha256,
-            "dataset_id": self.dataset_id,
-            "files": files,
-            "num_samples": self.num_samples,
-            "tokenizer": self.tokenizer,
-        }
-
-    @classmethod
-    def from_body(cls, body: dict[str, Any]) -> TokensManifest:
-        """Make a manifest of its entries."""
-        return cls(**{**body, "files": tuple(TokenFile(**file) for file in body["files"])})
-
-    def tables(self) -> dict[str, tuple[int | None, str]]:
-        """Return size and SHA-256 of each table; the size of the counts is not recorded."""
-        ids = {ids_name(number): (file.num_bytes, file.sha256) for number, file in enumerate(self.files)}
-        return {COUNTS_NAME: (None, self.counts_sha256), **ids}
-
-    def belongs_in(self, name: str, owner: str) -> bool:
-        """Return whether this is the manifest of a tokenizer and an owner."""
-        return (self.tokenizer, self.dataset_id) == (name, owner)
-
-
-def tokens_folder(tokenizer: str, dataset_id: str) -> str:
-    """Return where the tokens of a tokenizer are stored in a dataset.
-
-    Args:
-        tokenizer: SHA-256 of its ``tokenizer.json``, 64 hexadecimal digits.
-        dataset_id: Digest of the manifest that is open, or of the entity view: rows of another one are other
-            rows.
-    """
-    return f"tokens/{tokenizer}/{dataset_id}"
-
-
-def ids_name(number: int) -> str:
-    """Return the name of a table of ids in the folder."""
-    return f"ids-{number:06d}.tbl"
 
 
 def encode_counts(counts: NDArray[np.uint32], *, tokenizer: str, dataset_id: str) -> bytes:
@@ -165,34 +93,6 @@ def ids_table(table: Table, *, first_row: int, num_rows: int, tokenizer: str, da
             "folder and tokenize again."
         )
     return table
-
-
-def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
-    """Return the manifest of a tokenizer's tokens.
-
-    Args:
-        dataset: The dataset, any store.
-        tokenizer: SHA-256 of its ``tokenizer.json``.
-
-    Raises:
-        ConfigError: This version of the dataset has no tokens of this tokenizer.
-        FormatError: The tokens are another dataset's, or cannot be trusted.
-    """
-    owner, num_samples = dataset.text_id, dataset.num_texts
-    try:
-        manifest = TokensManifest.load(dataset.store, tokenizer, owner)
-    except NotFoundError:
-        raise ConfigError(
-            f"the dataset must be tokenized with tokenizer {tokenizer[:12]}, got no tokens of it beside "
-            f"version {dataset.manifest_version}; run: shardflow tokenize DATASET --tokenizer FILE (and "
-            "--view for the entities of a view)"
-        ) from None
-    if {manifest.num_samples, sum(file.num_rows for file in manifest.files)} != {num_samples}:
-        raise FormatError(
-            f"the manifest in {tokens_folder(tokenizer, owner)} names {manifest.num_samples} samples, but "
-            f"this dataset has {num_samples}; delete the folder and tokenize again."
-        )
-    return manifest
 
 
 def open_counts(dataset: Dataset, tokenizer: str) -> NDArray[Any]:
@@ -362,10 +262,10 @@ class TokenIds:
         self.digest = manifest.digest
         self.counts = _counts_of(dataset, manifest)
         self._files = manifest.files
-        self._first_rows = np.cumsum([0, *(file.num_rows for file in manifest.files)])
+        self._first_rows = np.concatenate(([0], np.cumsum(manifest.files.num_rows)))
         self._open_files: OrderedDict[int, _IdsFile] = OrderedDict()
         self._lock = threading.Lock()
-        num_bytes = sum(file.num_bytes for file in manifest.files)
+        num_bytes = int(manifest.files.num_bytes.sum())
         is_joined = len(manifest.files) > 1 and (
             len(manifest.files) >= MIN_COLLECTED_SHARDS or num_bytes <= MAX_JOINED_BYTES
         )
@@ -502,7 +402,6 @@ class TokenIds:
             return
         self._first_rows = np.array([0, manifest.num_samples])
         self._open_files[0] = _IdsFile(table)
-        self._files = ()
 
     def _joined(self) -> Iterator[bytes]:
         """Yield one table of the ids of all shards."""

@@ -17,7 +17,8 @@ from shardflow.format import Dataset
 from shardflow.format import tokens as tokens_module
 from shardflow.format.checks.verification import verify
 from shardflow.format.table import Table
-from shardflow.format.tokens import TokenIds, open_counts, tokens_folder
+from shardflow.format.token_manifest import tokens_folder
+from shardflow.format.tokens import TokenIds, open_counts
 from shardflow.loading import Loader, select
 from shardflow.sampling import BatchSpec, CostRule, LoaderState, TokenBudget
 from shardflow.training.text import ReportTokenizer, train_tokenizer
