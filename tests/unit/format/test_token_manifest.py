@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from shardflow.format.token_manifest import (
     TokenFile,
     TokenFiles,
     TokensManifest,
+    _load,
     open_manifest,
     tokens_folder,
 )
+from shardflow.storage import LocalStore
 from tests.factories import make_dataset
 
 pytestmark = pytest.mark.fast
@@ -117,6 +120,23 @@ def test_it_is_parsed_once_on_a_node(dataset: Dataset, node: Path, monkeypatch: 
     monkeypatch.undo()
     assert _told(shared) == expected
     assert not any(column.flags.writeable for column in (shared.files.num_rows, shared.files.sha256))
+
+
+def test_a_process_holds_no_more_than_a_piece_of_a_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    large = _manifest("ef" * 32, [1] * 40_000)
+    store = LocalStore(tmp_path / "data")
+    store.put_new(f"{tokens_folder(TOKENIZER, large.dataset_id)}/manifest.json", large.encode())
+    assert _load(store, TOKENIZER, large.dataset_id).digest == large.digest
+    tracemalloc.start()
+    try:
+        found = _load(store, TOKENIZER, large.dataset_id)
+        assert found.digest == large.digest
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20  # its bytes are 4.4 MB, its entries 12 MB
+    finally:
+        tracemalloc.stop()
 
 
 def test_other_bytes_are_another_manifest(dataset: Dataset) -> None:
