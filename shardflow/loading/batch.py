@@ -161,8 +161,8 @@ class Batch(Mapping[str, Any]):
         self._arrays = arrays
 
     def __reduce__(self) -> tuple[type[Batch], tuple[NDArray[np.uint8], dict[str, Any]]]:
-        """Cross a process boundary as buffer and descriptor."""
-        return type(self), (self.buffer, self.descriptor)
+        """Cross a process boundary as a plain batch: buffer and descriptor."""
+        return Batch, (self.buffer, self.descriptor)
 
     @property
     def descriptor(self) -> dict[str, Any]:

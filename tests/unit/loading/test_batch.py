@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -91,3 +92,15 @@ def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
 def test_a_batch_says_what_it_holds() -> None:
     assert "report list" in repr(_batch())
     assert _batch()["report"] == ["ja, ", "né"]
+
+
+def test_a_copy_that_crosses_a_process_boundary_is_the_same_batch() -> None:
+    plain, layout = _batch(), _layout()
+    described = {**plain.descriptor, "keys": None, "arrays": None}
+    keys = SlotKeys(lambda _: np.array([b"a"]), np.array([7, -1]))
+    lazy = Batch(plain.buffer, described, arrays=layout.views(plain.buffer), layout=layout, keys=keys)
+    again = pickle.loads(pickle.dumps(lazy))
+    assert again.descriptor == plain.descriptor
+    for name, array in again.arrays.items():
+        assert np.shares_memory(array, again.buffer) or not array.size
+        assert np.array_equal(array, plain.arrays[name])
