@@ -27,6 +27,7 @@ from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import SampleEntry, SampleFacts, SamplesTable
 from shardflow.format.table import crc32c
 from shardflow.format.tar import BLOCK_NUM_BYTES, END_OF_ARCHIVE, encode_member
+from shardflow.format.token_manifest import TokenFile, TokenFiles, TokensManifest, ids_name, tokens_folder
 from shardflow.storage import LocalStore
 
 __all__ = [
@@ -215,22 +216,23 @@ def _write_tokens(dataset: Dataset, rng: np.random.Generator) -> None:
     """Write what ``shardflow tokenize`` would, with drawn numbers for tokens."""
     store = dataset.store
     names = {"tokenizer": TOKENIZER, "dataset_id": dataset.dataset_id}
-    where = tokens.tokens_folder(TOKENIZER, dataset.dataset_id)
+    where = tokens_folder(TOKENIZER, dataset.dataset_id)
     files = []
     first_row = 0
     for number, shard in enumerate(dataset.manifest.shards):
         ids = rng.integers(0, 1 << 16, shard.num_samples * TOKENS_PER_TEXT, dtype=np.uint16)
         counts = np.full(shard.num_samples, TOKENS_PER_TEXT, np.uint32)
         data = tokens.encode_ids(ids, counts, first_row=first_row, **names)
-        store.put_new(f"{where}/{tokens.ids_name(number)}", data)
-        files.append(
-            tokens.TokenFile(num_rows=shard.num_samples, num_bytes=len(data), sha256=sha256_hex(data))
-        )
+        store.put_new(f"{where}/{ids_name(number)}", data)
+        files.append(TokenFile(num_rows=shard.num_samples, num_bytes=len(data), sha256=sha256_hex(data)))
         first_row += shard.num_samples
     counts_data = tokens.encode_counts(np.full(first_row, TOKENS_PER_TEXT, np.uint32), **names)
     store.put_new(f"{where}/counts.tbl", counts_data)
-    manifest = tokens.TokensManifest(
-        num_samples=first_row, counts_sha256=sha256_hex(counts_data), files=tuple(files), **names
+    manifest = TokensManifest(
+        num_samples=first_row,
+        counts_sha256=sha256_hex(counts_data),
+        files=TokenFiles.of(files),
+        **names,
     )
     store.put_new(f"{where}/manifest.json", manifest.encode())
 

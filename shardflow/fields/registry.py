@@ -10,7 +10,7 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -346,32 +346,32 @@ class FieldSet:
             found[name] = np.concatenate([found[name], found[name][-1:]])
         return found, bool(varying or longer)
 
-    @property
+    @cached_property
     def num_crops(self) -> int:
         """Neighboring slots that each sample fills, see `Field.num_crops`."""
         return max((one.num_crops for one in self.specs.values()), default=1)
 
-    @property
+    @cached_property
     def reads_shards(self) -> bool:
         """Whether any field is read from shards."""
         return len(self.beside) + len(self.derived) < len(self.bound)
 
-    @property
+    @cached_property
     def reads_own(self) -> bool:
         """Whether any field is read from the shard of the sample itself."""
         return len(self.beside) < len(self.own)
 
-    @property
+    @cached_property
     def reads_members(self) -> bool:
         """Whether more than the report is read of each sample, so that samples are read one by one."""
         return self.reads_shards and self.report is None
 
-    @property
+    @cached_property
     def has_pictures(self) -> bool:
         """Whether a field delivers images or slices of series."""
         return any(one.has_pictures for one in self.bound)
 
-    @property
+    @cached_property
     def report(self) -> BoundText | None:
         """The field of reports, if nothing else is read from shards; it has a fast path."""
         read = [one for one in self.bound if not (one.is_beside or one.is_derived)]

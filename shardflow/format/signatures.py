@@ -302,8 +302,12 @@ class Trust:
         Raises:
             SignatureError: It is not on a signed list, or is another one.
         """
+        self.check_digest(path, hashlib.sha256(data).hexdigest())
+
+    def check_digest(self, path: str, sha256: str) -> None:
+        """Check the manifest of a sidecar by its SHA-256; raises what `check` raises."""
         expected = self._files.get(path)
-        if expected == hashlib.sha256(data).hexdigest():
+        if expected == sha256:
             return
         problem = "was added after the dataset was signed" if expected is None else "is not the signed one"
         raise SignatureError(

@@ -192,14 +192,16 @@ class MicroBatchTask:
         self._micro = source.schedule.micro(source.rank, slot)
         planned = source.plan.micro_batch(step, self._micro)
         self._num_crops = source.fields.num_crops
-        self._rows = np.repeat(planned.rows, self._num_crops)
-        self._weights = np.repeat(planned.weights, self._num_crops)
+        self._rows, self._weights = planned.rows, planned.weights
+        if self._num_crops > 1:
+            self._rows = np.repeat(planned.rows, self._num_crops)
+            self._weights = np.repeat(planned.weights, self._num_crops)
         self._bad: dict[int, QuarantineRow] = {}
         self._is_sample = self._rows >= 0
-        at = self._rows[self._is_sample]
-        self._keys = self._study_keys = SlotKeys(source.selection.key_bytes(at), self._is_sample)
+        at = self._rows if self._is_sample.all() else self._rows[self._is_sample]
+        self._keys = self._study_keys = SlotKeys(source.selection.key_bytes, self._rows)
         if source.selection.has_derived_keys:
-            self._study_keys = SlotKeys(source.selection.study_key_bytes(at), self._is_sample)
+            self._study_keys = SlotKeys(source.selection.study_key_bytes, self._rows)
         self._modalities: list[str] = []
         if source.fields.has_pictures:
             self._modalities = [""] * len(self._rows)
@@ -208,8 +210,8 @@ class MicroBatchTask:
                 self._modalities[place] = modality
         self._table_rows, self._components = self._rows, None
         if source.selection.is_blend:
-            self._table_rows = self._padded(source.selection.table_rows(at))
-            self._components = self._padded(source.selection.components_of(at))
+            self._table_rows = self._by_slot(source.selection.table_rows(at), PADDING_ROW)
+            self._components = self._by_slot(source.selection.components_of(at), PADDING_ROW)
         nothing = np.zeros_like(self._rows)
         is_read = source.fields.reads_shards
         self._shard = self._column("shard", at) if is_read else nothing
@@ -217,7 +219,7 @@ class MicroBatchTask:
         self._offset = self._column("offset_bytes", at) if is_read else nothing
         self._num_bytes = self._column("num_bytes", at) if source.fields.reads_members else nothing
         self._mask_known()
-        self._slots = self._read_slots()
+        self._slots = self._read_slots(self._by_slot(source.selection.study_rows(at)))
         self._previous = self._open_previous()
         self._transforming = source.fields.transform
         # What is made of all fields of a sample needs those beside the shards in any part.
@@ -309,8 +311,9 @@ class MicroBatchTask:
         if self._source.reads is not None:
             per_rank = self._source.schedule.num_micro_batches_per_rank
             self._source.reads.finished(self._step * per_rank + self._slot)
-        blank = sorted({*np.flatnonzero(~self._is_sample).tolist(), *self._bad})
-        for slot in blank:
+        has_padding = not self._is_sample.all()
+        blank = {*np.flatnonzero(~self._is_sample).tolist()} if has_padding else set()
+        for slot in sorted(blank | self._bad.keys()):
             self._arrays["weight"][slot] = 0
             if self._transforming is None:
                 self._source.fields.blank(self._arrays, slot)
@@ -327,7 +330,7 @@ class MicroBatchTask:
                 "step": self._step,
                 "micro": self._micro,
                 "slot": self._slot,
-                "arrays": self._layout.to_json(),
+                "arrays": None,
                 **self._units(),
                 "entries": described,
                 **({"named": named} if named else {}),
@@ -335,6 +338,8 @@ class MicroBatchTask:
                 **({"modalities": self._modalities} if self._source.fields.has_pictures else {}),
                 "quarantined": [self._bad[slot].to_json() for slot in sorted(self._bad)],
             },
+            arrays=self._arrays,
+            layout=self._layout,
             keys=self._keys,
         )
 
@@ -555,18 +560,15 @@ class MicroBatchTask:
 
     def _column(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return a column of the samples table, ``(B,)`` int64, zero in padding slots."""
-        found = self._source.selection.column(name, rows)
+        return self._by_slot(self._source.selection.column(name, rows))
+
+    def _by_slot(self, found: NDArray[np.int64], padding: int = 0) -> NDArray[np.int64]:
+        """Return numbers of samples by slot, ``(B,)`` int64."""
         if len(found) == len(self._rows):
             return found
-        values = np.zeros(len(self._rows), np.int64)
+        values = np.full(len(self._rows), padding, np.int64)
         values[self._is_sample] = found
         return values
-
-    def _padded(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return one number per slot, -1 in padding slots."""
-        padded = np.full(len(self._rows), PADDING_ROW, np.int64)
-        padded[self._is_sample] = values
-        return padded
 
     def _mask_known(self) -> None:
         if not self._source.known_masks:
@@ -576,25 +578,21 @@ class MicroBatchTask:
             if known is not None:
                 self._bad[slot] = known
 
-    def _read_slots(self) -> Slots:
+    def _read_slots(self, studies: NDArray[np.int64]) -> Slots:
         """Return the samples that fields are laid out for; a slot that is masked already has none."""
-        rows, nothing = self._rows, np.zeros(len(self._rows), np.int64)
-        plan, selection = self._source.plan, self._source.selection
-        place = (self._step, self._micro) if selection.repeats else None
-        inside = np.maximum(self._table_rows, 0)
-        rows = rows.copy()
-        rows[list(self._bad)] = PADDING_ROW
-        studies = nothing.copy()
-        studies[rows >= 0] = selection.study_rows(rows[rows >= 0])
-        components = nothing if self._components is None else np.maximum(self._components, 0)
+        rows, plan = self._rows, self._source.plan
+        if self._bad:
+            rows, studies, masked = rows.copy(), studies.copy(), list(self._bad)
+            rows[masked], studies[masked] = PADDING_ROW, 0
+        components = np.zeros_like(rows) if self._components is None else np.maximum(self._components, 0)
         return Slots(
             rows,
             studies,
             components,
-            inside,
+            np.maximum(self._table_rows, 0),
             plan.seed,
             plan.epoch,
-            place,
+            (self._step, self._micro) if self._source.selection.repeats else None,
             self._num_crops,
             is_planned=self._is_sample,
         )
@@ -622,19 +620,22 @@ class MicroBatchTask:
     def _cut_parts(self) -> list[NDArray[np.int64]]:
         """Divide the slots that must be read into parts."""
         fields = self._source.fields
-        beside = []
-        if fields.beside or (self._needs_beside and not fields.reads_shards):
-            beside.append(np.flatnonzero(self._slots.rows >= 0))
+        is_wanted = self._is_sample
+        if self._bad:
+            is_wanted = is_wanted.copy()
+            is_wanted[list(self._bad)] = False
+        slots = np.flatnonzero(is_wanted)
+        is_beside = fields.beside or (self._needs_beside and not fields.reads_shards)
+        beside = [slots] if is_beside else []
         if not fields.reads_shards:
             return beside
-        is_wanted = self._is_sample.copy()
-        is_wanted[list(self._bad)] = False
-        slots = np.flatnonzero(is_wanted)
         # The crops of a sample stay together, so that it is read once.
         num_crops = self._num_crops
-        firsts = np.unique(slots // num_crops) * num_crops
+        firsts = slots if num_crops == 1 else np.unique(slots // num_crops) * num_crops
         parts = self._source.part_size.cut(
             firsts, shards=self._shard, offsets=self._offset, num_bytes=self._num_bytes
         )
-        together = [(part[:, None] + np.arange(num_crops)).reshape(-1) for part in parts]
-        return beside + [part[is_wanted[part]] for part in together]
+        if num_crops > 1:
+            together = [(part[:, None] + np.arange(num_crops)).reshape(-1) for part in parts]
+            parts = [part[is_wanted[part]] for part in together]
+        return beside + parts

@@ -21,7 +21,7 @@ from shardflow.fields.quarantine import QuarantineRow
 from shardflow.fields.registry import present_entries
 from shardflow.fields.types.findings import FINDING_ENTRIES
 from shardflow.format.facts.units import Unit, parse_unit_key
-from shardflow.loading.layout import view_of
+from shardflow.loading.layout import BatchLayout, view_of
 
 if TYPE_CHECKING:
     from shardflow.loading.tensors import Device
@@ -29,40 +29,49 @@ if TYPE_CHECKING:
 
 
 class SlotKeys:
-    """Sample keys by slot; immutable.
+    """Sample keys by slot, looked up when the first of them is asked for. Safe for many threads.
 
     Args:
-        keys: ``(n,)`` byte strings, keys of the slots that hold a sample.
-        is_sample: ``(B,)`` bool, whether a slot holds a sample.
+        look_up: Returns the keys of rows as byte strings.
+        rows: ``(B,)``, the sample of each slot; -1 in padding.
     """
 
-    __slots__ = ("_is_sample", "_keys")
+    __slots__ = ("_keys", "_look_up", "_rows")
 
-    def __init__(self, keys: NDArray[Any], is_sample: NDArray[np.bool_]) -> None:
-        self._is_sample = is_sample
-        self._keys = keys
-        if len(keys) != len(is_sample):
-            self._keys = np.zeros(len(is_sample), keys.dtype)
-            self._keys[is_sample] = keys
+    def __init__(
+        self, look_up: Callable[[NDArray[np.int64]], NDArray[np.bytes_]], rows: NDArray[np.int64]
+    ) -> None:
+        self._look_up, self._rows = look_up, rows
+        self._keys: NDArray[np.bytes_] | None = None
 
     def __len__(self) -> int:
         """Number of slots, padding included."""
-        return len(self._is_sample)
+        return len(self._rows)
 
     def __getitem__(self, slot: int) -> str | None:
         """Return the key of a slot; None in padding."""
-        return self._keys[slot].decode("ascii") if self._is_sample[slot] else None
+        return self._by_slot()[slot].decode("ascii") if self._rows[slot] >= 0 else None
 
-    def of(self, slots: NDArray[np.int64]) -> NDArray[Any]:
+    def of(self, slots: NDArray[np.int64]) -> NDArray[np.bytes_]:
         """Return the keys of some slots as byte strings, ``(n,)``."""
-        keys: NDArray[Any] = self._keys[slots]
+        keys: NDArray[np.bytes_] = self._by_slot()[slots]
         return keys
 
     def to_list(self) -> list[str | None]:
         """Return the key of each slot."""
-        keys: list[str | None] = self._keys.astype("U").tolist()
-        for slot in np.flatnonzero(~self._is_sample).tolist():
+        keys: list[str | None] = self._by_slot().astype("U").tolist()
+        for slot in np.flatnonzero(self._rows < 0).tolist():
             keys[slot] = None
+        return keys
+
+    def _by_slot(self) -> NDArray[np.bytes_]:
+        keys = self._keys
+        if keys is None:  # two threads may look them up at once, and find the same ones
+            is_sample = self._rows >= 0
+            found = self._look_up(self._rows[is_sample])
+            keys = np.zeros(len(self._rows), found.dtype)
+            keys[is_sample] = found
+            self._keys = keys
         return keys
 
 
@@ -109,14 +118,17 @@ class Batch(Mapping[str, Any]):
 
     Args:
         buffer: ``(num_bytes,)`` uint8, the memory of all arrays.
-        descriptor: JSON-able; see `descriptor`.
-        keys: The descriptor's ``keys``, if they are None in it because they were not needed yet.
+        descriptor: JSON-able; see `descriptor`. ``arrays`` and ``keys`` are None in it where they are
+            given as follows, because they were not needed yet.
+        arrays: The arrays that ``descriptor`` describes.
+        layout: Where they are in the buffer.
+        keys: Of the samples.
 
     Attributes:
         buffer: The flat buffer.
     """
 
-    __slots__ = ("_arrays", "_descriptor", "_keys", "_values", "buffer")
+    __slots__ = ("_arrays", "_descriptor", "_keys", "_layout", "_values", "buffer")
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:  # noqa: ARG004
         """Return a new batch; of a mapping alone a dict.
@@ -129,16 +141,28 @@ class Batch(Mapping[str, Any]):
         return super().__new__(cls)
 
     def __init__(
-        self, buffer: NDArray[np.uint8], descriptor: dict[str, Any], *, keys: SlotKeys | None = None
+        self,
+        buffer: NDArray[np.uint8],
+        descriptor: dict[str, Any],
+        *,
+        arrays: dict[str, NDArray[Any]] | None = None,
+        layout: BatchLayout | None = None,
+        keys: SlotKeys | None = None,
     ) -> None:
         self.buffer = buffer
         self._descriptor = descriptor
-        self._keys = keys
+        self._layout, self._keys = layout, keys
         self._values: Mapping[str, Any] | None = None
-        self._arrays = {
-            entry["name"]: view_of(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
-            for entry in descriptor["arrays"]
-        }
+        if arrays is None:
+            arrays = {
+                entry["name"]: view_of(buffer, np.dtype(entry["dtype"]), entry["shape"], entry["offset"])
+                for entry in descriptor["arrays"]
+            }
+        self._arrays = arrays
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[NDArray[np.uint8], dict[str, Any]]]:
+        """Cross a process boundary as a plain batch: buffer and descriptor."""
+        return Batch, (self.buffer, self.descriptor)
 
     @property
     def descriptor(self) -> dict[str, Any]:
@@ -147,7 +171,9 @@ class Batch(Mapping[str, Any]):
         ``version``, ``epoch``, ``step``, ``micro``, ``slot``, ``arrays`` (``name``, ``dtype``, ``shape``,
         ``offset`` each), ``keys`` and ``quarantined``.
         """
-        if self._descriptor["keys"] is None and self._keys is not None:
+        if self._layout is not None and self._descriptor["arrays"] is None:
+            self._descriptor["arrays"] = self._layout.to_json()
+        if self._keys is not None and self._descriptor["keys"] is None:
             self._descriptor["keys"] = self._keys.to_list()
         return self._descriptor
 

@@ -66,6 +66,13 @@ class Pool(Protocol):
         """Change how much memory may be idle; the rest returns to the system."""
 
 
+class Memory(mmap.mmap):
+    """Memory of a buffer."""
+
+    address = 0
+    """Where it begins; set once, because NumPy takes longer to say it than a buffer to be lent."""
+
+
 class BufferPool:
     """Pool of batch buffers, returned when the last view of one is garbage-collected.
 
@@ -79,11 +86,11 @@ class BufferPool:
     def __init__(self, max_free_bytes: int) -> None:
         self._max_free_bytes = max_free_bytes
         self._lock = threading.Lock()
-        self._free: dict[int, list[mmap.mmap]] = {}  # in the order of last use
+        self._free: dict[int, list[Memory]] = {}  # in the order of last use
         self._free_bytes = 0
         # A lease may be freed anywhere, even while this thread is inside the pool, so it only appends here,
         # which needs no lock.
-        self._returned: deque[mmap.mmap] = deque()
+        self._returned: deque[Memory] = deque()
         self._num_allocated = 0
 
     @property
@@ -114,10 +121,10 @@ class BufferPool:
             ``(num_bytes,)`` uint8, page-aligned. The memory returns to the pool when its last view is freed.
         """
         memory = self._take(self.size_of(num_bytes))
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        return np.asarray(Lease(address, len(memory), partial(self.take_back, memory)))[:num_bytes]
+        lease = Lease(memory.address, len(memory), partial(self.take_back, memory))
+        return np.asarray(lease)[:num_bytes]
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _take(self, size: int) -> Memory:
         with self._lock:
             self._drain()
             memory = self._pop(size)
@@ -125,10 +132,11 @@ class BufferPool:
         self._settle()  # buffers returned while the lock was held
         return self._allocate(size) if memory is None else memory
 
-    def _allocate(self, size: int) -> mmap.mmap:
-        memory = mmap.mmap(-1, size, **_PRIVATE)
+    def _allocate(self, size: int) -> Memory:
+        memory = Memory(-1, size, **_PRIVATE)
         if size >= _MIN_HUGE_BYTES:
             _ask_for_huge_pages(memory)
+        memory.address = np.frombuffer(memory, np.uint8).ctypes.data
         return memory
 
     def bound(self, max_free_bytes: int) -> None:
@@ -139,7 +147,7 @@ class BufferPool:
             self._trim(0)
         self._settle()
 
-    def take_back(self, memory: mmap.mmap) -> None:
+    def take_back(self, memory: Memory) -> None:
         """Take memory back from a freed lease; safe in any thread and inside a garbage collection."""
         self._returned.append(memory)
         self._settle()
@@ -158,7 +166,7 @@ class BufferPool:
         while self._returned:
             self._keep(self._returned.popleft())
 
-    def _keep(self, memory: mmap.mmap) -> None:
+    def _keep(self, memory: Memory) -> None:
         size = len(memory)
         self._free[size] = [*self._free.pop(size, ()), memory]
         self._free_bytes += size
@@ -171,7 +179,7 @@ class BufferPool:
             if not self._free[oldest]:
                 del self._free[oldest]
 
-    def _pop(self, size: int) -> mmap.mmap | None:
+    def _pop(self, size: int) -> Memory | None:
         """Take a free buffer of a size, which becomes the most recently requested one."""
         stack = self._free.pop(size, None)
         if stack is None:

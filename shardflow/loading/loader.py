@@ -211,7 +211,7 @@ class Loader:
         weakref.finalize(self, self._runtime.close)
         if batch.budget is None:
             self._plan_of(0)  # costs nothing, and raises at once if no step can be formed
-        self._position = self._state.position
+        self._reached: Position | tuple[int, int] = self._state.position
         self._quarantine = Quarantine(self.config.max_bad_samples, self.config.max_bad_share)
         self._active: weakref.ref[EpochIterator] | None = None
         self._lock: dict[str, Any] | None = None
@@ -327,7 +327,7 @@ class Loader:
         """
         self.check_world()
         self._retire()
-        start = self._position.step * self.num_micro_batches_per_rank
+        start = self.position.step * self.num_micro_batches_per_rank
         numbers = range(start, len(self))
         stream = self._open(self.epoch, numbers)
         self._runtime.close_retired()
@@ -428,12 +428,21 @@ class Loader:
     @property
     def epoch(self) -> int:
         """Epoch of the position."""
-        return self._position.epoch
+        return self.position.epoch
 
     @property
     def position(self) -> Position:
         """The first step that is not consumed yet."""
-        return self._position
+        reached = self._reached
+        if isinstance(reached, Position):
+            return reached
+        epoch, num_consumed = reached
+        return Position.after(
+            epoch=epoch,
+            num_consumed=num_consumed,
+            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
+            num_steps=self.num_steps_in(epoch),
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the start of an epoch; does nothing if the position is in it already.
@@ -443,7 +452,7 @@ class Loader:
         """
         if epoch != self.epoch:
             self._retire()
-            self._position = Position(epoch, 0)
+            self._reached = Position(epoch, 0)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position and the run it belongs to: under 1 KB of JSON, equal on all ranks.
@@ -451,7 +460,7 @@ class Loader:
         After the last micro-batch of step k the position is k + 1; inside a step it is that step; after the
         last step of an epoch it is step 0 of the next one.
         """
-        state = self._state.at(self._position).to_json()
+        state = self._state.at(self.position).to_json()
         content_id = self._fields.content_id[:_DIGITS]
         return {**state, "content_id": content_id, "lock": lock_digest(self.lock())[:_DIGITS]}
 
@@ -483,7 +492,7 @@ class Loader:
                 f"{LOCK_NAME} beside the checkpoint as lock=, and the first that differs is named."
             )
         self._retire()
-        self._position = loaded.position
+        self._reached = loaded.position
 
     def meanings(self) -> dict[str, str]:
         """Return a digest of what each entry of a batch means, by its name: columns, classes and dtypes."""
@@ -503,7 +512,7 @@ class Loader:
         loaded = LoaderState.from_json(known)
         loaded.check_adopted_by(self._state)
         self._retire()
-        self._position = loaded.position
+        self._reached = loaded.position
 
     def _check_content(self, content_id: object) -> None:
         """Refuse a state whose batches held something else."""
@@ -574,12 +583,8 @@ class Loader:
             num_slots = self._plan_of(epoch).num_samples * self._fields.num_crops
             num_samples = -(-num_slots // self.world.world_size)
             self._quarantine.record(quarantined, num_samples, self.world.world_size)
-        self._position = Position.after(
-            epoch=epoch,
-            num_consumed=number + 1,
-            num_micro_batches_per_rank=self.num_micro_batches_per_rank,
-            num_steps=self.num_steps_in(epoch),
-        )
+        # The position that follows is asked for once a step at most.
+        self._reached = epoch, number + 1
 
     def _plan_of(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch.

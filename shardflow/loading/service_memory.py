@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.loading.engine import BufferPool
+from shardflow.loading.engine import BufferPool, Memory
 
 try:
     import fcntl
@@ -53,7 +53,7 @@ def is_of_this_host(address: str) -> bool:
     return True
 
 
-class _SharedMemory(mmap.mmap):
+class _SharedMemory(Memory):
     """Anonymous file in memory, mapped."""
 
     descriptor = -1
@@ -89,12 +89,12 @@ class SharedBuffers(BufferPool):
         """Never lend a buffer again."""
         self._by_address[buffer.ctypes.data].is_lost = True
 
-    def take_back(self, memory: mmap.mmap) -> None:
+    def take_back(self, memory: Memory) -> None:
         """Take memory back from a freed lease, unless it is to be forgotten."""
         if not (isinstance(memory, _SharedMemory) and memory.is_lost):
             super().take_back(memory)
 
-    def _allocate(self, size: int) -> mmap.mmap:
+    def _allocate(self, size: int) -> Memory:
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
@@ -105,7 +105,8 @@ class SharedBuffers(BufferPool):
             os.close(descriptor)
             raise
         memory.descriptor = descriptor
-        self._by_address[np.frombuffer(memory, np.uint8).ctypes.data] = memory
+        memory.address = np.frombuffer(memory, np.uint8).ctypes.data
+        self._by_address[memory.address] = memory
         return memory
 
 

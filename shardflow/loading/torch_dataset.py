@@ -417,7 +417,10 @@ class _WholeBatch(Batch):
     @classmethod
     def of(cls, batch: Batch) -> _WholeBatch:
         """Return the same micro-batch."""
-        return cls(batch.buffer, batch.descriptor)
+        whole = cls.__new__(cls)
+        for name in Batch.__slots__:
+            setattr(whole, name, getattr(batch, name))
+        return whole
 
     def __copy__(self) -> _WholeBatch:
         return self
@@ -479,9 +482,6 @@ class _HandedOut(Batch, ExceptionWrapper):
             "This batch was not handed out by the DataLoader itself, so it could not be counted; leave out "
             "collate_fn, and iterate the DataLoader directly."
         )
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return Batch, (self.buffer, self.descriptor)
 
 
 def _refuse_to_collate(_batch: Any, **_: Any) -> NoReturn:

@@ -33,7 +33,7 @@ from shardflow.format.manifest import latest_version, versions
 from shardflow.format.manifest_table import load_shared
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.signatures import trust_only
-from shardflow.format.tokens import TokensManifest
+from shardflow.format.token_manifest import TokensManifest
 from shardflow.loading.rows.selection import FULL_STUDY
 from shardflow.logs import EventLog, read_events
 from shardflow.storage import ByteStore, fsync_directory, open_store

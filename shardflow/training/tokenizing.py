@@ -47,18 +47,16 @@ from shardflow.format.entities import EntityDataset
 from shardflow.format.foreign.places import local_folder
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.table import Table, crc32c
-from shardflow.format.tokens import (
+from shardflow.format.token_manifest import (
     COUNTS_NAME,
     TokenFile,
+    TokenFiles,
     TokensManifest,
-    encode_counts,
-    encode_ids,
     ids_name,
-    ids_table,
-    open_counts,
     open_manifest,
     tokens_folder,
 )
+from shardflow.format.tokens import encode_counts, encode_ids, ids_table, open_counts
 from shardflow.loading.counting import TemplateCounter
 from shardflow.processes import group_signals_held_back, ignore_group_signals
 from shardflow.storage import ByteRange, LocalStore, write_atomic
@@ -188,7 +186,7 @@ def tokenize_dataset(
         tokenizer=tokenizer.digest,
         num_samples=len(counts),
         counts_sha256=sha256_hex(table),
-        files=tuple(files),
+        files=TokenFiles.of(files),
     )
     write_atomic(folder / COUNTS_NAME, [table], replace=True)
     write_atomic(folder / _MANIFEST, [manifest.encode()], replace=True)

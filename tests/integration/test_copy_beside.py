@@ -18,7 +18,8 @@ from shardflow.format import Dataset, verify
 from shardflow.format.copies.copying import Sidecar, copy_dataset, find_sidecars
 from shardflow.format.entities import EntityDataset, EntityRules, view_folder
 from shardflow.format.manifest import commit
-from shardflow.format.tokens import TokensManifest, open_counts
+from shardflow.format.token_manifest import TokensManifest
+from shardflow.format.tokens import open_counts
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore, open_store
 from tests.object_stores import WebServer, s3_bucket

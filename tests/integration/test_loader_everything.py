@@ -18,7 +18,7 @@ import shardflow as sf
 from shardflow.format import Dataset
 from shardflow.format.facts.making import attach_facts
 from shardflow.format.keys import STUDY_FIELD
-from shardflow.format.tokens import tokens_folder
+from shardflow.format.token_manifest import tokens_folder
 from shardflow.loading import Loader
 from shardflow.sampling import BatchSpec
 from shardflow.training.text import train_tokenizer

@@ -17,6 +17,7 @@ from benchmarks.stream.many_shards import few_open, make, read
 from shardflow.errors import StorageError
 from shardflow.format import Dataset, dataset_index, manifest_table, tokens
 from shardflow.format.manifest_table import SharedShards
+from shardflow.format.token_manifest import TokenFiles
 from shardflow.format.tokens import TokenIds
 from shardflow.sampling import BatchSpec
 from shardflow.storage import node_files
@@ -115,7 +116,7 @@ def test_no_index_or_table_is_opened_again(
     assert opened == []
 
 
-@pytest.mark.parametrize("content", ["texts", "images"])
+@pytest.mark.parametrize("content", ["texts", "tokens", "images"])
 def test_no_entry_of_the_manifest_is_made_for_a_sample(
     source: tuple[Path, str], content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_no_entry_of_the_manifest_is_made_for_a_sample(
     right = _epoch(source[0], fields)
     with open_loader(str(source[0]), SPEC, fields) as loader:
         monkeypatch.setattr(SharedShards, "_entries", lambda *_: pytest.fail("an entry was made"))
+        monkeypatch.setattr(TokenFiles, "__getitem__", lambda *_: pytest.fail("an entry was made"))
         assert [digest_of(batch) for batch in loader] == right
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import shardflow as sf
 from shardflow.errors import ConfigError, SampleError, StateError
 from shardflow.format import Dataset
-from shardflow.format.tokens import tokens_folder
+from shardflow.format.token_manifest import tokens_folder
 from shardflow.loading import Loader, Selection, open_blend
 from shardflow.sampling import BatchSpec
 from shardflow.training.text import train_tokenizer

@@ -14,10 +14,17 @@ import pytest
 import shardflow as sf
 from shardflow.cli import main as cli
 from shardflow.errors import ConfigError, NotFoundError, ShardflowError, SignatureError
-from shardflow.format import Dataset, verify
+from shardflow.format import Dataset, manifest_table, verify
 from shardflow.format.copies.signing import sign_dataset
 from shardflow.format.manifest import commit, load
 from shardflow.format.signatures import fingerprint, read_keys
+from shardflow.format.token_manifest import (
+    TokenFile,
+    TokenFiles,
+    TokensManifest,
+    open_manifest,
+    tokens_folder,
+)
 from shardflow.packing.tables.joining import TableSettings, attach_table
 from shardflow.sampling import BatchSpec
 from shardflow.storage import CacheConfig, LocalStore, open_store
@@ -194,6 +201,35 @@ def test_a_changed_table_and_a_next_version_are_refused(data: Path, keys: Path) 
     with pytest.raises(SignatureError, match="version 2 of the dataset is not signed"):
         sf.open(data, signed_by=keys / "ours.pub")
     assert sf.open(data, version=1, signed_by=keys / "ours.pub")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_other_tokens_than_the_signed_ones_are_refused(
+    data: Path, keys: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_table, "MIN_SHARED_BYTES", 1 if is_shared else 1 << 30)
+    tokenizer, dataset_id = "ab" * 32, Dataset.open(data).dataset_id
+    path = data / tokens_folder(tokenizer, dataset_id) / TokensManifest.file_name
+    path.parent.mkdir(parents=True)
+
+    def write(counts_sha256: str) -> None:
+        file = TokenFile(num_rows=8, num_bytes=1, sha256="cd" * 32)
+        path.write_bytes(
+            TokensManifest(
+                dataset_id=dataset_id,
+                tokenizer=tokenizer,
+                num_samples=8,
+                counts_sha256=counts_sha256,
+                files=TokenFiles.of([file]),
+            ).encode()
+        )
+
+    write("12" * 32)
+    _sign(data, keys)
+    assert open_manifest(sf.open(data, signed_by=keys / "ours.pub"), tokenizer).files[0].num_rows == 8
+    write("34" * 32)
+    with pytest.raises(SignatureError, match="is not the signed one"):
+        open_manifest(sf.open(data, signed_by=keys / "ours.pub"), tokenizer)
 
 
 def test_training_and_blends_refuse_what_is_not_signed(data: Path, keys: Path, tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ from shardflow.format.samples import SamplesTable
 from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.table import Table
 from shardflow.format.tables import TableManifest, open_columns_table
-from shardflow.format.tokens import TokensManifest, counts_column, ids_table
+from shardflow.format.token_manifest import TokensManifest
+from shardflow.format.tokens import counts_column, ids_table
 from shardflow.storage import ByteStore
 
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def _check_tokens(
     store: ByteStore, sidecar: Sidecar, tokens: TokensManifest, num_rows: int | None, damages: list[Damage]
 ) -> None:
     expected = tokens.num_samples if num_rows is None else num_rows
-    for found in (tokens.num_samples, sum(file.num_rows for file in tokens.files)):
+    for found in (tokens.num_samples, int(tokens.files.num_rows.sum())):
         if found != expected:
             numbers = f"{found} samples instead of {expected}"
             damages.append(Damage(sidecar.manifest_path, "num_samples", numbers))

@@ -55,7 +55,7 @@ from shardflow.format.manifest import (
 from shardflow.format.samples import SamplesTable
 from shardflow.format.signatures import list_path, signature_numbers
 from shardflow.format.tables import TableManifest
-from shardflow.format.tokens import TokensManifest
+from shardflow.format.token_manifest import TokensManifest
 from shardflow.storage import ByteStore, open_store
 from shardflow.storage.node_files import object_pieces
 

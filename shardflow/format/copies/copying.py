@@ -42,7 +42,7 @@ from shardflow.format.sidecars import SidecarManifest
 from shardflow.format.signatures import SignedList, list_path, signature_numbers, stored_signature
 from shardflow.format.tables import TableManifest
 from shardflow.format.tar import HashedStream
-from shardflow.format.tokens import TokensManifest
+from shardflow.format.token_manifest import TokensManifest
 from shardflow.storage import ByteStore
 
 FACTS_KINDS: Final[tuple[type[SeriesManifest | StudiesManifest | VoxelsManifest], ...]] = (

@@ -31,7 +31,7 @@ from shardflow.format.facts.voxels import attach_voxels, copy_voxels
 from shardflow.format.manifest import SAMPLES_BLOCKS, Manifest, ShardEntry, commit, versions
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.shard_files import SplitFiles, write_samples
-from shardflow.format.tokens import TokensManifest
+from shardflow.format.token_manifest import TokensManifest
 from shardflow.storage import LocalStore, write_atomic
 
 _SHARD_BYTES: Final = 512 << 20

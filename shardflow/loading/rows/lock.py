@@ -20,7 +20,7 @@ from shardflow.format import Dataset
 from shardflow.format.keys import canonical_json, sha256_hex
 from shardflow.format.manifest import load
 from shardflow.format.signatures import read_keys, trust_of
-from shardflow.format.tokens import open_manifest
+from shardflow.format.token_manifest import open_manifest
 from shardflow.loading.rows.selection import Selection
 from shardflow.sampling import LoaderState
 from shardflow.sampling.blend import Blend, ComponentState

@@ -16,7 +16,8 @@ from shardflow.format.entities import EntityDataset, EntityManifest, EntityRules
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import commit
 from shardflow.format.table import Table, encode_table
-from shardflow.format.tokens import encode_counts, tokens_folder
+from shardflow.format.token_manifest import tokens_folder
+from shardflow.format.tokens import encode_counts
 from shardflow.reports.entity_views import build_view
 from shardflow.storage import LocalStore
 from tests.entity_datasets import make_entity_dataset

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shardflow.fields.field import ArraySpec
 from shardflow.loading import Batch
@@ -58,14 +60,22 @@ def test_arrays_are_aligned_views_of_one_buffer_and_do_not_overlap() -> None:
     assert ends <= batch.buffer.nbytes
 
 
-def test_keys_kept_as_bytes_are_those_of_the_descriptor() -> None:
-    plain = _batch()
-    keys = SlotKeys(np.array([b"a"]), np.array([True, False]))
-    lazy = Batch(plain.buffer, {**plain.descriptor, "keys": None}, keys=keys)
+def test_what_is_looked_up_late_is_that_of_the_descriptor() -> None:
+    plain, asked = _batch(), []
+
+    def look_up(rows: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        asked.append(rows.tolist())
+        return np.array([b"a"])
+
+    keys, layout = SlotKeys(look_up, np.array([7, -1])), _layout()
+    described = {**plain.descriptor, "keys": None, "arrays": None}
+    lazy = Batch(plain.buffer, described, arrays=layout.views(plain.buffer), layout=layout, keys=keys)
     assert lazy.num_slots == 2
+    assert asked == []
     assert lazy.sample_keys == ["a", None]
     assert list(lazy.descriptor.items()) == list(plain.descriptor.items())
     assert [keys[0], keys[1]] == ["a", None]
+    assert asked == [[7]]
 
 
 def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
@@ -82,3 +92,15 @@ def test_a_batch_is_rebuilt_from_bytes_and_json() -> None:
 def test_a_batch_says_what_it_holds() -> None:
     assert "report list" in repr(_batch())
     assert _batch()["report"] == ["ja, ", "né"]
+
+
+def test_a_copy_that_crosses_a_process_boundary_is_the_same_batch() -> None:
+    plain, layout = _batch(), _layout()
+    described = {**plain.descriptor, "keys": None, "arrays": None}
+    keys = SlotKeys(lambda _: np.array([b"a"]), np.array([7, -1]))
+    lazy = Batch(plain.buffer, described, arrays=layout.views(plain.buffer), layout=layout, keys=keys)
+    again = pickle.loads(pickle.dumps(lazy))
+    assert again.descriptor == plain.descriptor
+    for name, array in again.arrays.items():
+        assert np.shares_memory(array, again.buffer) or not array.size
+        assert np.array_equal(array, plain.arrays[name])

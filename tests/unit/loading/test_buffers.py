@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from shardflow.loading import engine
 from shardflow.loading.engine import BufferPool
 
 pytestmark = pytest.mark.fast
@@ -117,12 +118,12 @@ def test_threads_that_lend_and_drop_never_share_memory() -> None:
 def test_large_buffers_ask_for_huge_pages_and_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    class Refusing(mmap.mmap):
+    class Refusing(engine.Memory):
         def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
             asked.append(option)
             raise OSError(errno.EINVAL, "no such pages")
 
-    monkeypatch.setattr(mmap, "mmap", Refusing)
+    monkeypatch.setattr(engine, "Memory", Refusing)
     pool = BufferPool(64 * MIB)
     assert pool.lend(MIB).nbytes == MIB
     assert not asked

@@ -17,7 +17,8 @@ from shardflow.format import Dataset
 from shardflow.format import tokens as tokens_module
 from shardflow.format.checks.verification import verify
 from shardflow.format.table import Table
-from shardflow.format.tokens import TokenIds, open_counts, tokens_folder
+from shardflow.format.token_manifest import tokens_folder
+from shardflow.format.tokens import TokenIds, open_counts
 from shardflow.loading import Loader, select
 from shardflow.sampling import BatchSpec, CostRule, LoaderState, TokenBudget
 from shardflow.training.text import ReportTokenizer, train_tokenizer
@@ -180,6 +181,34 @@ def test_few_tables_are_joined_and_the_ids_are_the_same(
     assert [one.tolist() for one in found] == [one.tolist() for one in expected]
     with pytest.raises(IndexError):
         each.gather(np.array([27]))
+
+
+@pytest.mark.parametrize("max_joined_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("max_spread", [0, 4])
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_rows_hold_the_tokens_of_their_text_and_zeros(
+    dataset: Dataset,
+    tokenizer: Path,
+    max_joined_bytes: int,
+    max_spread: int,
+    max_tokens: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last text ends where the table does, and few texts of a table make it look uneven."""
+    monkeypatch.setattr(tokens_module, "MAX_JOINED_BYTES", max_joined_bytes)
+    monkeypatch.setattr(tokens_module, "_MAX_SPREAD", max_spread)
+    tokens = TokenIds(dataset, tokenize_dataset(dataset, TextTokenizer(tokenizer)).tokenizer)
+    rows = np.append(np.random.default_rng(0).permutation(27), -1)
+    expected, offsets = tokens.gather(rows, max_tokens)
+    lengths, order = np.diff(offsets), np.random.default_rng(1).permutation(28)
+    out = np.full((28, int(lengths.max()) + 3), -9)
+    mask = np.zeros(out.shape, np.uint8)
+    mask[order] = np.arange(out.shape[1]) < lengths[:, None]
+    tokens.read_rows(tokens.find(rows, max_tokens), order, mask, out)
+    assert out[order[-1]].tolist() == [-9] * out.shape[1]  # no text
+    for text, row in enumerate(order[:-1].tolist()):
+        own = expected[offsets[text] : offsets[text + 1]].tolist()
+        assert out[row].tolist() == own + [0] * (out.shape[1] - len(own))
 
 
 def test_two_tokenizers_stand_side_by_side(dataset: Dataset, tokenizer: Path, tmp_path: Path) -> None:
