@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardflow.cli.common import (
     add_json,
@@ -28,17 +29,11 @@ from shardflow.monitoring.goodput import goodput_of
 from shardflow.monitoring.history import MetricsTail, RunFile, damage_note, read_settings, refuse_dataset
 from shardflow.monitoring.verdict.judging import judge_each
 from shardflow.telemetry import Verdict
-from shardflow.training.ledger import LedgerStep, compare_ledgers, read_records
-from shardflow.training.ledger_index import (
-    Draws,
-    LedgerIndex,
-    check_whole,
-    keys_of_person,
-    keys_of_shard,
-    open_versions,
-    read_step,
-)
 from shardflow.viewing.web import new_token, read_token
+
+if TYPE_CHECKING:
+    from shardflow.training.ledger import LedgerStep
+    from shardflow.training.ledger_index import Draws
 
 GOODPUT_DESCRIPTION = """\
 Splits the time of a training run, over all its starts, into steps that count, waiting for data, checkpoints,
@@ -307,6 +302,9 @@ def run_ledger(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace) -> int:
+    # The ledger opens datasets, which the other commands of this module need not import.
+    from shardflow.training.ledger_index import LedgerIndex, check_whole
+
     (run,) = arguments.runs
     if not run.is_dir():
         raise ConfigError(
@@ -326,6 +324,8 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _show_step(run: Path, arguments: argparse.Namespace) -> int:
+    from shardflow.training.ledger_index import read_step
+
     record = read_step(run, arguments.step)
     if record is None:
         raise ConfigError(
@@ -340,6 +340,8 @@ def _show_step(run: Path, arguments: argparse.Namespace) -> int:
 
 def _wanted(run: Path, arguments: argparse.Namespace) -> tuple[list[str], int | None]:
     """Return the requested sample keys, and the newest version if it holds samples of a person."""
+    from shardflow.training.ledger_index import keys_of_person, keys_of_shard, open_versions
+
     if arguments.sample:
         bad = [key for key in arguments.sample if not SAMPLE_KEY_PATTERN.fullmatch(key)]
         if bad:
@@ -411,6 +413,8 @@ def _prove(draws: Draws, num_keys: int, newest: int | None, arguments: argparse.
 
 
 def _read_ledger(path: Path) -> list[LedgerStep]:
+    from shardflow.training.ledger import read_records
+
     if not path.exists():
         raise ConfigError(
             f"RUN must be a run folder or a file of ledger lines, got {path.name!r}; correct it."
@@ -432,6 +436,8 @@ def _show_ledger(records: list[LedgerStep], arguments: argparse.Namespace) -> No
 
 
 def _diff_ledgers(first: list[LedgerStep], second: list[LedgerStep], arguments: argparse.Namespace) -> int:
+    from shardflow.training.ledger import compare_ledgers
+
     differences = list(compare_ledgers(first, second))
     described = differences[: arguments.limit]
     kinds = Counter(difference.kind for difference in differences)

@@ -19,7 +19,6 @@ from shardflow.cli.common import (
 )
 from shardflow.errors import ConfigError, NoListingError, os_reason
 from shardflow.logs import counted, human_bytes
-from shardflow.storage import LocalStore, open_store
 
 if TYPE_CHECKING:
     from shardflow.format import Damage, VerifyReport
@@ -93,6 +92,7 @@ def _check_signature(url: str, keys: str) -> Signature:
     from shardflow.format.copies.copying import find_sidecars
     from shardflow.format.manifest import load, manifest_path
     from shardflow.format.signatures import trust_only
+    from shardflow.storage import open_store
 
     store, trust = trust_only(open_store(url), keys)
     manifest = load(store)
@@ -177,6 +177,7 @@ def add_sign_arguments(parser: argparse.ArgumentParser) -> None:
 def run_sign(arguments: argparse.Namespace) -> int:
     """Run ``shardflow sign``; the exit code is 0, or an error is raised."""
     from shardflow.format.copies.signing import sign_dataset
+    from shardflow.storage import open_store
 
     store = open_store(existing_dataset(arguments.dataset))
     report = sign_dataset(store, arguments.key, version=arguments.version, with_digests=arguments.fields)
@@ -237,6 +238,8 @@ def _local_dataset(url: str) -> Path:
     Raises:
         ConfigError: There is none, or it is the URL of a store.
     """
+    from shardflow.storage import LocalStore, open_store
+
     store = open_store(existing_dataset(url))
     if not isinstance(store, LocalStore):
         raise ConfigError("DATASET must be a local folder for this command, got an address; copy it first.")

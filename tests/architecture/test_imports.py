@@ -51,12 +51,14 @@ STARTS = {
     ),
     # What finds people in texts is imported for the first text, because its patterns take long to compile.
     "packing process before its first text": ("import shardflow.packing.handlers", {"blosc2", "rapidfuzz"}),
-    "shardflow plan --help": ("from shardflow.cli.main import build_parser; build_parser('plan')", NUMERICS),
-    "shardflow train --help": (
-        "from shardflow.cli.main import build_parser; build_parser('train')",
+    "help of commands that import what they need when they run": (
+        "from shardflow.cli import main; [*map(main.build_parser, 'doctor info plan train verify'.split())]",
         NUMERICS,
     ),
-    "shardflow info --help": ("from shardflow.cli.main import build_parser; build_parser('info')", NUMERICS),
+    "shardflow metrics, which reads a run and no dataset": (
+        "import sys, shardflow.cli.runs; assert 'shardflow.format.dataset' not in sys.modules",
+        {*MODELS, "blosc2", "pydicom", "imagecodecs", "cv2"},
+    ),
 }
 
 
