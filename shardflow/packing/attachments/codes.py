@@ -209,6 +209,7 @@ _SCHEMES: Final = {
 }
 """Coding schemes of DICOM objects (PS3.16, table 8-1), with the form of their values: the name of a scheme
 alone would let any word pass. Identifiers of SNOMED CT are those of concepts."""
+_CHECKS: Final[Mapping[str, Callable[[str], bool]]] = {"LN": _is_loinc, "SCT": is_verhoeff}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,8 @@ def allow_code(code: Code | None) -> dict[str, str] | None:
     """
     if code is None or code.scheme not in _SCHEMES or not _SCHEMES[code.scheme].fullmatch(code.value):
         return None
-    if code.scheme == "SCT" and not is_verhoeff(code.value):
+    check = _CHECKS.get(code.scheme)
+    if check is not None and not check(code.value):
         return None
     return {"scheme": code.scheme, "value": code.value}
 

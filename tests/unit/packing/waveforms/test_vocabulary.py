@@ -39,9 +39,14 @@ def test_units_filters_events_rhythms_and_codes_are_closed_lists() -> None:
     assert allow_code(Code("MDC", "2:1")) == {"scheme": "MDC", "value": "2:1"}
     assert allow_code(Code("99ACME", "2:1")) is None
     assert allow_code(Code("MDC", "John Smith")) is None
+    assert allow_code(Code("LN", "8867-4")) == {"scheme": "LN", "value": "8867-4"}
+    assert allow_code(Code("LN", "8867-5")) is None  # the check digit is wrong
 
 
-@pytest.mark.parametrize("scheme", ["DCM", "LN", "MDC", "SCPECG", "SCT", "SNM3", "SRT", "UCUM"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["DCM", "FMA", "LN", "MDC", "NCIt", "RADLEX", "SCPECG", "SCT", "SNM3", "SRT", "UCUM", "UMLS"],
+)
 @pytest.mark.parametrize("value", ["SMITH_JOHN", "Anna-Miller", "SMITH", "smith:anna", "19171113", "J.D."])
 def test_a_word_is_no_code_whatever_its_scheme_is_called(scheme: str, value: str) -> None:
     assert allow_code(Code(scheme, value)) is None
