@@ -493,4 +493,4 @@ def _parse(path: Path, limits: AnnotationLimits) -> XmlNode:
     except SourceError as error:
         if error.reason != Reason.REPORT_UNREADABLE.value:
             raise
-        raise source_error(Reason.HEADER_UNREADABLE, "no XML that is read") from None
+        raise source_error(Reason.HEADER_UNREADABLE, "no XML, or one with a document type") from None
