@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from shardflow.packing.engines.base import Task, WorkerLimits, WorkerSetup
+from shardflow.packing.engines.base import Answer, Task, WorkerLimits, WorkerSetup, decode, encode
 from tests.dicom_factory import make_study, truncate
 from tests.pack_case import PATIENCE_S, PackCase, tree_digests
 from tests.pack_faults import HANDLERS as FAULTY
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
-from shardflow.packing.engines.ray import RayEngine
+from shardflow.packing.engines.ray import PackingWorker, RayEngine
 from tests.ray_cluster import descendants, foreign_listeners, packing_workers, ray_cluster
 
 Expected = tuple[Path, dict[str, str], list[str]]
@@ -70,6 +71,23 @@ def _on(cluster: Any, num_processes: int) -> list[str]:
         f"execution.ray_address={cluster.address}",
         f"execution.num_processes={num_processes}",
     ]
+
+
+def test_a_worker_says_that_a_task_lacked_storage_and_runs_the_next(tmp_path: Path) -> None:
+    setup = WorkerSetup(
+        limits=WorkerLimits(memory_bytes=1 << 30, task_s=30.0, file_bytes=1 << 20, open_files=64),
+        handlers="tests.unit.packing.pool_handlers:make_handler",
+        setup={},
+        log_path=tmp_path / "processes.log",
+    )
+    worker = PackingWorker(json.dumps(encode(setup)), str(Path.cwd()))
+    tasks = [Task(kind=kind, payload={}, timeout_s=300.0) for kind in ("storage", "echo")]
+    with worker._pool:
+        answers = [json.loads(worker.run(json.dumps(encode(task)))) for task in tasks]
+    lacking, other = (decode(Answer, answer) for answer in answers)
+    assert (lacking.failure, lacking.cannot_start) == ("storage", None)
+    assert lacking.detail == "writing must succeed, got: no space."
+    assert other.result is not None
 
 
 def _once(happened: Callable[[], bool], then: Callable[[], None]) -> threading.Thread:
