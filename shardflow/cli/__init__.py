@@ -1,1 +1,1 @@
-"""Command line: related commands in a module; `main` has the table of commands."""
+"""Command line: each module holds related commands, and `main` the table of all."""

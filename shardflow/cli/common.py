@@ -258,7 +258,10 @@ def write_json(value: Any) -> None:
 def choose_samples(
     dataset: Dataset, split: str | None, where: str | None, keys: str | None
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the rows that ``--split``, ``--where`` and ``--keys`` select, and how many lack a value of it.
+    """Return the rows that ``--split``, ``--where`` and ``--keys`` select.
+
+    Returns:
+        The rows, ``(n,)``, and the number of others that lack a value that ``--where`` compares.
 
     Raises:
         ConfigError: One of them cannot be read, or no sample is left.

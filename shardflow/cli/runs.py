@@ -1,4 +1,4 @@
-"""Commands that read a training run: ``goodput``, ``verdict`` and ``metrics``, and ``ledger`` its samples."""
+"""Commands that read a training run: ``goodput``, ``verdict``, ``metrics``, and ``ledger`` of its samples."""
 
 from __future__ import annotations
 

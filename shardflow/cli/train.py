@@ -1,4 +1,4 @@
-"""``shardflow train``: torchrun, with an exit code that schedulers can act on; ``doctor``, to call before it.
+"""``shardflow train``: torchrun, with an exit code that schedulers can act on; ``doctor``: a check before it.
 
 torchrun turns every exit code of a rank into 1; this launcher exits with the code that the failed ranks of
 this machine share (2, 75), so that Kubernetes and SLURM can tell whether to restart the job. It passes

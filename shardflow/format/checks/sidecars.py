@@ -131,7 +131,7 @@ def _expected_tables(sidecar: Sidecar, manifest: SidecarManifest) -> list[Expect
 
 
 def _open(store: ByteStore, expected: ExpectedFile, wrap: Callable[[Table], T]) -> T:
-    """Return a table, all of it checked, as what it is of."""
+    """Check all of a table, and return what ``wrap`` makes of it; its errors are damage of the file."""
     table = open_table(store, expected)
     with checking(expected.path):
         return wrap(table)

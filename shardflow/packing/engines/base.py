@@ -357,7 +357,7 @@ class Engine(Protocol):
 
 
 def run_each(engine: Engine, tasks: Iterable[Task]) -> Iterator[TaskDone]:
-    """Hand each task to the first idle process, and yield the tasks as they end; none may run before.
+    """Hand each task to the first idle process, and yield tasks as they end; none may run at the start.
 
     Raises:
         ShardflowError: As `Engine.wait`.
