@@ -77,7 +77,7 @@ class XmlNode:
         while stack:
             node = stack.pop()
             yield node
-            stack += reversed(list(node.elements()))
+            stack += [child for child in reversed(node.children) if isinstance(child, XmlNode)]
 
     def get(self, attribute: str) -> str:
         """Return the value of an attribute without the space around it; ``""`` where absent."""
@@ -138,8 +138,9 @@ class _Builder:
         if len(self._open) > self._limits.max_depth or self._num_nodes > self._limits.max_nodes:
             raise source_error(Reason.LIMIT_EXCEEDED, "elements too deep or too many")
         local = name.rpartition("\n")[2]
-        known = {key.rpartition("\n")[2]: value for key, value in attributes.items()}
-        node = XmlNode(local, known)
+        if attributes:
+            attributes = {key.rpartition("\n")[2]: value for key, value in attributes.items()}
+        node = XmlNode(local, attributes)
         self._open[-1].children.append(node)
         self._open.append(node)
 
