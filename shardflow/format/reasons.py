@@ -12,11 +12,13 @@ renamed either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from shardflow.errors import SourceError
+from shardflow.errors import SourceError, os_reason
 
 _LOOK_UP: Final = "Find the inputs in the private ledger by their surrogates, and look at one of them."
 _AGAIN: Final = (
@@ -380,6 +382,19 @@ def source_error(reason: Reason, detail: str = "") -> SourceError:
     """
     sentence = REASONS[reason].sentence
     return SourceError(reason.value, f"{sentence} ({detail})" if detail else sentence)
+
+
+@contextmanager
+def reading_source() -> Iterator[None]:
+    """Read an input file inside the block.
+
+    Raises:
+        SourceError: FILE_UNREADABLE, as the operating system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 _REMEDIES: Final[dict[Reason, str]] = {

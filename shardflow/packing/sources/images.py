@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardflow.format.reasons import Reason, source_error
+from shardflow.format.reasons import Reason, reading_source, source_error
 from shardflow.packing.sources.dicom.acquisition import AcquisitionFacts, read_acquisition
 from shardflow.packing.sources.dicom.attributes import (
     read_attributes,
@@ -28,7 +28,7 @@ from shardflow.packing.sources.dicom.attributes import (
     read_frame_attributes,
 )
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits, reading_source
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, read_header
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.dicom.stored import iter_stored

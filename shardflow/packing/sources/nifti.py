@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import numpy as np
 
 from shardflow.errors import SourceError, os_reason
-from shardflow.format.reasons import PHASE_NAMES, Reason, source_error
+from shardflow.format.reasons import PHASE_NAMES, Reason, reading_source, source_error
 from shardflow.packing.sources.dicom.description import ImageDescription
-from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits, reading_source
+from shardflow.packing.sources.dicom.elements import HeaderLimits, check_limits
 from shardflow.packing.sources.dicom.headers import InstanceHeader
 from shardflow.packing.sources.dicom.planes import PlaneHeader
 from shardflow.packing.sources.placement import make_header

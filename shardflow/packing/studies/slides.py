@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from shardflow.errors import FormatError
 from shardflow.format.keys import level_field
-from shardflow.format.reasons import Reason, source_error
+from shardflow.format.reasons import Reason, reading_source, source_error
 from shardflow.format.volumes.encoder import LevelWriter
 from shardflow.format.volumes.tiles import TileForm, decode_tile, encode_tile
 from shardflow.packing.engines.base import step
-from shardflow.packing.sources.dicom.elements import reading_source
 from shardflow.packing.sources.slides import TIFF, DicomLevel, Place, SlideLevel, open_levels
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardflow.errors import SourceError
-from shardflow.packing.sources.dicom.elements import reading_source
+from shardflow.format.reasons import reading_source
 from shardflow.packing.sources.documents.bounded import (
     HEAD_BYTES,
     DocumentForm,

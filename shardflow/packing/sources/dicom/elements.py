@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from shardflow.errors import os_reason
-from shardflow.format.reasons import Reason, source_error
+from shardflow.format.reasons import Reason, reading_source, source_error
 from shardflow.packing.sources.dicom.dictionary import (
     DEFLATED,
     EXPLICIT_BIG,
@@ -250,19 +249,6 @@ class Walk:
 
 
 _CHUNK_BYTES: Final = 1 << 20
-
-
-@contextlib.contextmanager
-def reading_source() -> Iterator[None]:
-    """Read an input file inside the block.
-
-    Raises:
-        SourceError: FILE_UNREADABLE, as the operating system says.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise source_error(Reason.FILE_UNREADABLE, os_reason(error)) from None
 
 
 @contextlib.contextmanager

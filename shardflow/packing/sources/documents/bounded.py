@@ -16,8 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 from xml.parsers import expat
 
 from shardflow.errors import SourceError
-from shardflow.format.reasons import Reason, source_error
-from shardflow.packing.sources.dicom.elements import reading_source
+from shardflow.format.reasons import Reason, reading_source, source_error
 
 _BOM: Final = b"\xef\xbb\xbf"
 _OPENING, _CLOSING = (b"[", b"{"), (b"]", b"}")
