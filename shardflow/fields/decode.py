@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import array_header, decode_array
-from shardflow.format.contents.pictures import HEAD_NUM_BYTES, decode_picture, image_header, opencv
+from shardflow.format.contents.pictures import decode_picture, file_header, opencv
 from shardflow.format.slice_codecs import b2nd
 
 # Loaded here, so that neither the first batch nor each forked worker waits for them.
@@ -74,14 +74,19 @@ class Scratch:
 class ThreadState:
     """Scratch memory of one thread, and its current activity. Only the thread itself writes.
 
+    Attributes:
+        payloads: Memory of the payloads that were read last, with room around them, see `decode_arrays`; None
+            if there is no room.
+
     Other threads may read the activity at any time and see a consistent triple, because it is stored with one
     assignment, so that a wait that takes too long can name what it waits for (contract S8).
     """
 
-    __slots__ = ("_now", "scratch")
+    __slots__ = ("_now", "payloads", "scratch")
 
     def __init__(self) -> None:
         self.scratch = Scratch()
+        self.payloads: NDArray[np.uint8] | None = None
         self._now = ("idle", "", time.monotonic())
 
     def enter(self, stage: str, place: str) -> None:
@@ -228,7 +233,7 @@ def decode_file(payload: NDArray[np.uint8]) -> NDArray[Any]:
     Raises:
         FormatError: It cannot be decoded, or its pixels are not those of its header.
     """
-    header = image_header(payload[:HEAD_NUM_BYTES].tobytes())
+    header = file_header(payload.data)
     if header is None:
         raise FormatError("no JPEG or PNG of a known size")
     cv2 = opencv()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -34,14 +34,13 @@ WINDOWS: Final = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """Image or slice to deliver."""
 
     series: int
     """Number of its series in the sample."""
-    index: int
-    """Position in the series."""
+    position: int
+    """In the series."""
     shape: tuple[int, int]
     """Stored rows and columns."""
     size: tuple[int, int] | None = None
@@ -166,6 +165,18 @@ class PictureLayout:
         )
         flat: NDArray[Any] = arrays[f"{self.name}.data"][start : start + int(shape.prod())]
         return flat.reshape(shape.tolist())
+
+    def places(self, arrays: Arrays, slot: int, places: slice) -> NDArray[Any] | None:
+        """Return adjacent places as one array ``(n, C, H, W)``, without a copy; None if sizes differ."""
+        if self.size is not None:
+            found: NDArray[Any] = arrays[self.name][slot, places]
+            return found
+        shapes = arrays[f"{self.name}_shape"][slot, places]
+        if (shapes != shapes[0]).any():
+            return None
+        start = int(arrays[f"{self.name}.start"][slot, places.start])
+        flat: NDArray[Any] = arrays[f"{self.name}.data"][start : start + len(shapes) * int(shapes[0].prod())]
+        return flat.reshape(len(shapes), *shapes[0].tolist())
 
 
 def present_pictures(entry: Mapping[str, Any], arrays: Arrays) -> Any:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -22,7 +22,7 @@ from shardflow.errors import ChecksumError, FormatError, ShortReadError
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.quarantine import BadSample, BadSampleReason
 from shardflow.format import Dataset, ShardIndex
-from shardflow.format.codecs import codec_rank
+from shardflow.format.codecs import ROOM_BEFORE, codec_rank, room_behind
 from shardflow.format.keys import (
     STUDY_FIELD,
     parse_mask_field,
@@ -39,9 +39,6 @@ from shardflow.storage.cache.store import CachedStore, read_afresh
 from shardflow.telemetry import StageCounters
 
 _MAX_RANGES = 512
-# Smaller reads cost more Python between the slices; larger ones leave the processor's cache before they are
-# checked and decoded.
-_LOCAL_READ_BYTES = 2 << 20
 # Two fields are separated by a tar header and padding. Other stores get each field as a range of its own,
 # since they know what a gap costs.
 _LOCAL_GAP_BYTES = 4096
@@ -251,6 +248,13 @@ class Shard:
             return "npy"
         return self.names.codecs[int(self.index.field_name_ids[field])]
 
+    def codecs(self, fields: Sequence[int]) -> set[str]:
+        """Return the codecs of slices or masks."""
+        if max(fields) >= self.index.num_fields:
+            return {self.codec(field) for field in fields}
+        names = self.index.field_name_ids[np.array(fields, np.int64)].tolist()
+        return {self.names.codecs[name] for name in names}
+
     def num_bytes(self, field: int) -> int:
         """Return the size of a field."""
         return int(self.index.field_num_bytes[field])
@@ -267,8 +271,20 @@ class Shard:
 
     def _find(self, row: int, name: int) -> int | None:
         start, stop = self._span(row)
-        found = np.flatnonzero(self.index.field_name_ids[start:stop] == name)
-        return start + int(found[0]) if len(found) else None
+        is_name = self.index.field_name_ids[start:stop] == name
+        place = int(is_name.argmax()) if start < stop else 0
+        return start + place if start < stop and is_name[place] else None
+
+
+class _Stored(NamedTuple):
+    """Field to read, as the index of its shard has it."""
+
+    position: int
+    """Among the fields to read."""
+    number: int
+    offset: int
+    num_bytes: int
+    crc32c: int
 
 
 class Samples(Protocol):
@@ -369,27 +385,27 @@ class FieldReader:
         Raises:
             StorageError: The store cannot read the shard.
         """
-        is_stored = fields < shard.index.num_fields
-        order = np.flatnonzero(is_stored)
-        offsets = shard.index.field_offsets[fields[order]]
-        sorting = np.argsort(offsets, kind="stable")
-        order, offsets = order[sorting], offsets[sorting]
-        sizes = shard.index.field_num_bytes[fields[order]].tolist()
-        max_bytes = self.read_bytes
-        if max_bytes > _LOCAL_READ_BYTES and sum(sizes) > _LOCAL_READ_BYTES:
-            span = ByteRange(int(offsets[0]), int(offsets[-1]) + sizes[-1] - int(offsets[0]))
-            if _is_on_this_node(shard, span):
-                max_bytes = _LOCAL_READ_BYTES
-        first = 0
-        while first < len(order):
-            stop, num_bytes = first + 1, sizes[first]
-            while stop < len(order) and stop - first < _MAX_RANGES and num_bytes + sizes[stop] <= max_bytes:
-                num_bytes += sizes[stop]
-                stop += 1
-            yield from self._read_group(shard, fields, order[first:stop], sizes[first:stop], thread)
-            first = stop
-        if not is_stored.all():  # after the annotations, which say what their masks are
-            yield from self._read_slabs(shard, fields, np.flatnonzero(~is_stored), thread)
+        index = shard.index
+        positions = np.arange(len(fields))
+        in_bricks = positions[fields >= index.num_fields]
+        if len(in_bricks):
+            positions = positions[fields < index.num_fields]
+        positions = positions[index.field_offsets[fields[positions]].argsort(kind="stable")]
+        numbers = fields[positions]
+        columns = index.field_offsets, index.field_num_bytes, index.field_crc32c
+        values = (each.tolist() for each in (positions, numbers, *(column[numbers] for column in columns)))
+        group: list[_Stored] = []
+        num_bytes, max_bytes = 0, self.read_bytes
+        for field in map(_Stored._make, zip(*values, strict=True)):
+            if group and (num_bytes + field.num_bytes > max_bytes or len(group) == _MAX_RANGES):
+                yield from self._read_group(shard, group, thread)
+                group, num_bytes = [], 0
+            group.append(field)
+            num_bytes += field.num_bytes
+        if group:
+            yield from self._read_group(shard, group, thread)
+        if len(in_bricks):  # after the annotations, which say what their masks are
+            yield from self._read_slabs(shard, fields, in_bricks, thread)
 
     def _read_slabs(
         self, shard: Shard, fields: NDArray[np.int64], positions: NDArray[np.int64], thread: ThreadState
@@ -463,79 +479,72 @@ class FieldReader:
     def _read_group(
         self,
         shard: Shard,
-        fields: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        sizes: list[int],
+        group: Sequence[_Stored],
         thread: ThreadState,
     ) -> Iterator[list[Payload]]:
-        numbers = fields[positions]
-        wanted = positions.tolist()
-        offsets = shard.index.field_offsets[numbers].tolist()
-        checksums = shard.index.field_crc32c[numbers].tolist()
         is_local = isinstance(shard.store, LocalStore)
-        spans, places = _joined(offsets, sizes, _LOCAL_GAP_BYTES if is_local else -1)
-        memory = thread.scratch.bytes("read", places[-1] + sizes[-1])
-        buffers, begin = [], 0
+        spans, places = _joined(group, _LOCAL_GAP_BYTES if is_local else -1)
+        memory = thread.scratch.bytes("read", places[-1] + group[-1].num_bytes + room_behind(len(group)))
+        thread.payloads = memory
+        buffers, begin = [], ROOM_BEFORE
         for span in spans:
             buffers.append(memory[begin : begin + span.num_bytes].data)
             begin += span.num_bytes
-        payloads = [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
+        payloads = [memory[at : at + field.num_bytes] for at, field in zip(places, group, strict=True)]
+        num_bytes = sum(field.num_bytes for field in group)
         where = shard.place
         thread.enter("read", where)
         try:
-            with self._counters.timed("read", sum(sizes), len(sizes)):
+            with self._counters.timed("read", num_bytes, len(group)):
                 shard.store.read_ranges(shard.path, spans, buffers)
         except ShortReadError:
-            if len(positions) == 1:
-                yield [(wanted[0], shard.bad(BadSampleReason.FIELD_TRUNCATED, int(numbers[0])))]
+            if len(group) == 1:
+                bad = shard.bad(BadSampleReason.FIELD_TRUNCATED, group[0].number)
+                yield [(group[0].position, bad)]
                 return
             # The shard ends inside one of the fields; the earlier ones are complete.
-            for place in range(len(positions)):
-                one = slice(place, place + 1)
-                yield from self._read_group(shard, fields, positions[one], sizes[one], thread)
+            for field in group:
+                yield from self._read_group(shard, [field], thread)
             return
         thread.enter("check", where)
-        with self._counters.timed("check", sum(sizes), len(sizes)):
-            are_right = [
-                google_crc32c.value(payload) == checksum
-                for payload, checksum in zip(payloads, checksums, strict=True)
+        with self._counters.timed("check", num_bytes, len(group)):
+            wrong = [
+                place
+                for place, payload in enumerate(payloads)
+                if google_crc32c.value(payload) != group[place].crc32c
             ]
-        found: list[Payload] = list(zip(wanted, payloads, strict=True))
-        for place, is_right in enumerate(are_right):
+        found: list[Payload] = [
+            (field.position, payload) for field, payload in zip(group, payloads, strict=True)
+        ]
+        for place in wrong:
             # Retry once at the origin: a cache or the transfer may have corrupted the data.
-            if not is_right:
-                span = ByteRange(offsets[place], sizes[place])
-                if not self._read_again(shard, span, payloads[place], checksums[place]):
-                    number = int(numbers[place])
-                    found[place] = wanted[place], shard.bad(BadSampleReason.CHECKSUM_MISMATCH, number)
+            field = group[place]
+            if not self._read_again(shard, field, payloads[place]):
+                bad = shard.bad(BadSampleReason.CHECKSUM_MISMATCH, field.number)
+                found[place] = field.position, bad
         yield found
 
-    def _read_again(self, shard: Shard, span: ByteRange, payload: NDArray[np.uint8], checksum: int) -> bool:
+    def _read_again(self, shard: Shard, field: _Stored, payload: NDArray[np.uint8]) -> bool:
         try:
+            span = ByteRange(field.offset, field.num_bytes)
             read_afresh(shard.store, shard.path, [span], [payload.data])
         except ShortReadError:
             return False
-        return bool(google_crc32c.value(payload) == checksum)
+        return bool(google_crc32c.value(payload) == field.crc32c)
 
 
-def _is_on_this_node(shard: Shard, span: ByteRange) -> bool:
-    """Return whether bytes of a shard are read without a network, as far as is known."""
-    if isinstance(shard.store, CachedStore):
-        return shard.store.is_kept(shard.path, span)
-    return isinstance(shard.store, LocalStore)
-
-
-def _joined(offsets: list[int], sizes: list[int], max_gap: int) -> tuple[list[ByteRange], list[int]]:
+def _joined(group: Sequence[_Stored], max_gap: int) -> tuple[list[ByteRange], list[int]]:
     """Join ascending fields that are close together.
 
     Returns:
-        The spans to read, and the offset of each field in their concatenated bytes.
+        The spans to read, and the place of each field in the memory that they are read into, one behind
+        another, after `ROOM_BEFORE` bytes.
     """
     spans: list[ByteRange] = []
     places: list[int] = []
-    start = stop = offsets[0]
-    begin = 0  # of the current span
-    for offset, size in zip(offsets, sizes, strict=True):
+    start = stop = group[0].offset
+    begin = ROOM_BEFORE  # of the current span
+    for _, _, offset, size, _ in group:
         if not 0 <= offset - stop <= max_gap and places:
             spans.append(ByteRange(start, stop - start))
             begin += stop - start

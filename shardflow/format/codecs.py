@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,19 @@ ArrayHeader = tuple[tuple[int, ...], "np.dtype[Any]"]
 DEFAULT_CODEC = "b2nd"
 FAST = "fast"
 """Encoding of slices that are stored as ``b2nd``, and decode 2 to 3 times as fast."""
+ROOM_BEFORE: Final = b2nd.HEAD_NUM_BYTES
+"""Bytes before payloads in memory, see `decode_arrays`."""
+room_behind = b2nd.tail_num_bytes  # of a number of payloads
 SLICE_CODEC: Final = "slice_codec"
 """Entry of a manifest's ``extra``: codec of the slices, where their names do not tell it."""
+
+
+Outs: TypeAlias = Sequence[NDArray[Any]] | NDArray[Any]
+"""Where slices are decoded to: an array each, or one of all."""
+# Of payloads, where to decode them to, and the memory that holds them.
+_DecodeAll: TypeAlias = Callable[
+    [Sequence[memoryview], Outs, NDArray[np.uint8] | None], dict[int, FormatError]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +54,15 @@ class Codec:
         read_header: Shape and dtype, without decoding.
         decode: Into a C-contiguous array of exactly that shape and dtype.
         holds: Whether it can store an array of a shape and dtype.
-        decode_all: Several slices as `decode`, where that is faster than one by one; returns what is wrong
-            with some, by their places.
+        decode_all: Several slices as `decode`, where that is faster than one by one, see `decode_arrays`;
+            returns what is wrong with some, by their places.
     """
 
     encode: Callable[[NDArray[Any]], bytes]
     read_header: Callable[[memoryview], ArrayHeader]
     decode: Callable[[memoryview, NDArray[Any]], None]
     holds: Callable[[tuple[int, ...], np.dtype[Any]], bool]
-    decode_all: Callable[[Sequence[memoryview], Sequence[NDArray[Any]]], dict[int, FormatError]] | None = None
+    decode_all: _DecodeAll | None = None
 
 
 def codec_for(wanted: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
@@ -136,21 +147,27 @@ def decode_array(codec: str, payload: Payload, out: NDArray[Any] | None = None) 
 
 
 def decode_arrays(
-    codec: str, payloads: Sequence[Payload], outs: Sequence[NDArray[Any]]
+    codec: str,
+    payloads: Sequence[Payload],
+    outs: Outs,
+    memory: NDArray[np.uint8] | None = None,
 ) -> dict[int, FormatError]:
     """Decode several slices; one that cannot be decoded does not affect the others.
 
     Args:
         codec: As of `decode_array`.
         payloads: As of `decode_array`, of one codec.
-        outs: Where to decode them to; C-contiguous, writable, each of its payload's shape and dtype.
+        outs: Where to decode them to; C-contiguous, writable, each of its payload's shape and dtype. Places
+            in one array ``(n, ...)`` may be faster.
+        memory: What holds the payloads, with `ROOM_BEFORE` bytes before the first and `room_behind` bytes
+            behind the last, which a decoder may overwrite; None if there is no room.
 
     Returns:
         What is wrong with a slice, by its place in ``payloads``.
     """
     functions = _reader(codec)
     if functions.decode_all is not None:
-        return functions.decode_all([_view(payload) for payload in payloads], outs)
+        return functions.decode_all([_view(payload) for payload in payloads], outs, memory)
     errors: dict[int, FormatError] = {}
     for place, (payload, out) in enumerate(zip(payloads, outs, strict=True)):
         try:

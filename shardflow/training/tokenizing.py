@@ -403,6 +403,8 @@ def count_dataset(
     ]
     parts: list[ConversationCounts] = []
     num_kept = 0
+    # A process imports transformers, which takes longer than a chunk of texts.
+    num_processes = max(1, min(num_processes, sum(-(-len(rows) // _CHUNK) for rows in shards)))
     with _counting(job, counter, num_processes) as count:
         waiting: deque[tuple[int, ConversationCounts | None, list[Future[ConversationCounts]]]] = deque()
         for number, rows in enumerate(shards):

@@ -234,7 +234,10 @@ def test_counts_are_bound_to_the_tables_that_the_template_reads(
 
 
 @pytest.mark.slow
-def test_processes_count_as_one_does(dataset: Path, processors: Mapping[str, Path]) -> None:
+def test_processes_count_as_one_does(
+    dataset: Path, processors: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.training.tokenizing._CHUNK", NUM_SAMPLES // 4)  # enough for two
     fields = fields_of(processors["qwen2_5_vl"], TURNS, packed=True)
     count(dataset, fields, num_processes=2)
     counter = TemplateCounter(sf.open(dataset), fields, "talk")

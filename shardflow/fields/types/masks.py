@@ -216,7 +216,7 @@ class BoundMask(BoundRegions, MaskPlanes):
         found = super()._fields(shard, request, pictures)
         if found:
             numbers, names = shard.masks(request.row_in_shard)
-            wanted = {(picture.series, picture.index) for picture in pictures}
+            wanted = {(picture.series, picture.position) for picture in pictures}
             in_bricks = []
             for number, (series, _, index) in zip(numbers.tolist(), names.tolist(), strict=True):
                 if (series, index) in wanted:
@@ -246,7 +246,7 @@ class _SlotMasks:
         self.fields = fields
         self._shown: dict[tuple[int, int], list[Shown]] = {}
         for one in shown if fields else ():
-            self._shown.setdefault((one.picture.series, one.picture.index), []).append(one)
+            self._shown.setdefault((one.picture.series, one.picture.position), []).append(one)
         self._regions: dict[tuple[int, int], Region] = {}
         self._readers: dict[int, list[int | None]] = {}
         """Readers of each series, of whom a bit of a pixel is each's until the slot is closed."""

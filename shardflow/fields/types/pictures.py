@@ -41,6 +41,7 @@ from shardflow.fields.types.pixels import (
     check_fill,
     packed_variants,
 )
+from shardflow.format.contents.pictures import opencv
 from shardflow.format.foreign.places import ImageFacts, image_facts, num_samples_with
 from shardflow.sampling import ImageBucket, Permutation
 from shardflow.sampling.image_sizes import MAX_BUCKETS, BucketDraw
@@ -330,9 +331,8 @@ class BoundSlices(BoundPixels):
             most, rows, columns, _ = self.spec.sizes[int(drawn[0])]
             size = rows, columns
         for one in self.selected.of_row(component, row)[:1]:
-            return [
-                Picture(one.series, index, one.shape[1:], size) for index in self._sample(one, most, draw)
-            ]
+            shape = one.shape[1:]
+            return [Picture(one.series, index, shape, size) for index in self._sample(one, most, draw)]
         return []
 
     # ---- augmented variants ----------------------------------------------------------------------
@@ -562,7 +562,10 @@ class BoundImageMember(BoundMember):
             self._loss.warn(stored)
         arrays[f"{self.name}_mask"][slot] = 1
         arrays[f"{self.name}_index"][slot] = 0
-        # Gray is the same in all channels.
+        if decoded.shape == target.shape[1:] and decoded.dtype == target.dtype:
+            # Gray is the same in all channels, and still in the processor's cache.
+            arrays[f"{self.name}_range"][slot] = opencv().minMaxLoc(decoded)[:2]
+            return
         pixels = target[:1] if decoded.ndim == 2 else target
         arrays[f"{self.name}_range"][slot] = pixels.min(), pixels.max()
 

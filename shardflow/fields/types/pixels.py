@@ -45,7 +45,7 @@ from shardflow.fields.reader import Shard
 from shardflow.fields.series_rows import ImageSet, Limits
 from shardflow.fields.types.pixel_field import DEFAULT_SERIES, PixelField
 from shardflow.format import Dataset, array_header, decode_array
-from shardflow.format.codecs import decode_arrays
+from shardflow.format.codecs import Outs, decode_arrays
 from shardflow.sampling import Permutation, TileRule
 
 _LOGGER = logging.getLogger(__name__)
@@ -387,19 +387,16 @@ class BoundPixels(BoundField):
 
     def _fields(self, shard: Shard, request: SlotRequest, pictures: Sequence[Picture]) -> list[int]:
         """Return the numbers of the stored fields of pictures, and behind them that of the study."""
-        found: list[int] = []
         by_series: dict[int, list[int]] = {}
-        for picture in pictures:
-            stored = by_series.get(picture.series)
-            if stored is None:
-                stored = self.stored(shard, request, picture.series)[0].tolist()
-                by_series[picture.series] = stored
-            if picture.index >= len(stored):
-                detail = (
-                    f"image {picture.index} of series {picture.series}, of which {len(stored)} are stored"
-                )
-                raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail)
-            found.append(stored[picture.index])
+        for series in dict.fromkeys([picture.series for picture in pictures]):
+            by_series[series] = self.stored(shard, request, series)[0].tolist()
+        try:
+            found = [by_series[picture.series][picture.position] for picture in pictures]
+        except IndexError:
+            missing = next(one for one in pictures if one.position >= len(by_series[one.series]))
+            num_stored = len(by_series[missing.series])
+            detail = f"image {missing.position} of series {missing.series}, of which {num_stored} are stored"
+            raise shard.bad(BadSampleReason.FIELD_MISSING, "", detail) from None
         study = shard.study(request.row_in_shard) if found else None
         return found if study is None else [*found, study]
 
@@ -458,7 +455,7 @@ class BoundPixels(BoundField):
         shard: Shard,
         numbers: Sequence[int],
         payloads: Sequence[NDArray[np.uint8]],
-        targets: Sequence[NDArray[Any]],
+        targets: Outs,
         thread: ThreadState,
     ) -> None:
         """Decode pictures into their places ``(C, H, W)``; those stored as they are delivered all at once.
@@ -467,10 +464,14 @@ class BoundPixels(BoundField):
             BadSample: As of `decode`.
         """
         left: Sequence[int] = range(len(numbers))
-        codecs = {shard.codec(number) for number in numbers}
-        is_direct = self.channels == 1 and all(target.flags.c_contiguous for target in targets)
-        if is_direct and len(codecs) == 1:
-            left = self._decode_together(shard, codecs.pop(), payloads, [one[0] for one in targets], thread)
+        codecs = shard.codecs(numbers)
+        if self.channels == 1 and len(codecs) == 1:
+            if isinstance(targets, np.ndarray):
+                planes: Outs = targets[:, 0]
+            else:
+                planes = [target[0] for target in targets]
+            if all(plane.flags.c_contiguous for plane in planes):
+                left = self._decode_together(shard, codecs.pop(), payloads, planes, thread)
         for place in left:
             self.decode(shard, numbers[place], payloads[place], targets[place], thread)
 
@@ -479,7 +480,7 @@ class BoundPixels(BoundField):
         shard: Shard,
         codec: str,
         payloads: Sequence[NDArray[np.uint8]],
-        planes: Sequence[NDArray[Any]],
+        planes: Outs,
         thread: ThreadState,
     ) -> Sequence[int]:
         """Decode pictures of the size and dtype of their places; returns the places of those that are not."""
@@ -489,7 +490,7 @@ class BoundPixels(BoundField):
                 return every
         thread.enter("decode", f"shard {shard.name}")
         started_s = time.perf_counter()
-        left = decode_arrays(codec, payloads, planes).keys()
+        left = decode_arrays(codec, payloads, planes, thread.payloads).keys()
         num_bytes = sum(plane.nbytes for place, plane in enumerate(planes) if place not in left)
         self._counters.add("decode", time.perf_counter() - started_s, num_bytes, len(planes) - len(left))
         return sorted(left)
@@ -532,7 +533,7 @@ class SlotPixels(StackContent):
         self._spans: Sequence[slice] | None = None  # of the tiles of each picture, where pictures are cut
         name, slot, rule = field.name, request.slot, field.tile_rule
         num_places = len(pictures)
-        indexes = [picture.index for picture in pictures]
+        indexes = [picture.position for picture in pictures]
         if rule is not None and pictures:
             shapes = np.array([picture.shape for picture in pictures], np.int64)
             counts = rule.num_places(shapes[:, 0], shapes[:, 1])
@@ -573,7 +574,7 @@ class SlotPixels(StackContent):
                 self._shard,
                 [self.fields[place] for place, _ in pictures],
                 [payload for _, payload in pictures],
-                [self._target(place) for place, _ in pictures],
+                self._targets([place for place, _ in pictures]),
                 thread,
             )
         for place, payload in payloads if len(pictures) < len(payloads) else ():
@@ -619,6 +620,15 @@ class SlotPixels(StackContent):
             top, left, height, width = arrays[f"{name}_box"][slot, place].tolist()
             return target[:, top : top + height, left : left + width]
         return target
+
+    def _targets(self, places: Sequence[int]) -> Outs:
+        """Return the places of pictures, ``(C, H, W)`` each; as one array where they are adjacent."""
+        first, stop = places[0], places[0] + len(places)
+        if self._field.spec.fit != "letterbox" and places == [*range(first, stop)]:
+            found = self._field.layout.places(self._arrays, self._request.slot, slice(first, stop))
+            if found is not None:
+                return found
+        return [self._target(place) for place in places]
 
     def _read_study(self, payload: NDArray[np.uint8]) -> None:
         try:

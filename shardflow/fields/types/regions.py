@@ -407,7 +407,7 @@ class _SlotBoxes:
     def _boxes(self, regions: Sequence[Region]) -> Iterator[tuple[Box, int, int]]:
         for shown in self.shown:
             for region in regions:
-                place = region.places.get(shown.picture.index)
+                place = region.places.get(shown.picture.position)
                 if region.series != shown.picture.series or place is None or place.box is None:
                     continue
                 carried = shown.carry(place.box)

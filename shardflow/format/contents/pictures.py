@@ -19,10 +19,13 @@ from shardflow.errors import ConfigError, FormatError
 
 HEAD_NUM_BYTES: Final = 1 << 18
 """Enough for a JPEG whose size follows a thumbnail and a color profile."""
+_SHORT_HEAD_NUM_BYTES: Final = 1 << 12
+"""Enough for most files."""
 # Color types of PNG without color: gray, and gray with alpha.
 _PNG_GRAY: Final = (0, 4)
 # Start of frame, all processes; between them lie DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_SEQUENTIAL: Final = frozenset({0xC0, 0xC1})
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNK: Final = struct.Struct(">I4s")
@@ -74,6 +77,8 @@ class ImageHeader(NamedTuple):
     """Whether it stores color, a palette too."""
     num_bits: int
     """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
+    has_one_scan: bool
+    """Whether a decoder takes no second scan: of a JPEG that is sequential and gray."""
 
     @property
     def is_gray(self) -> bool:
@@ -88,10 +93,16 @@ def image_header(head: bytes) -> ImageHeader | None:
     return header if header and 0 < header.rows * header.columns <= _MAX_PIXELS else None
 
 
+def file_header(payload: bytes | memoryview) -> ImageHeader | None:
+    """Read the header of a PNG or JPEG from as much of the file as it takes, `HEAD_NUM_BYTES` at most."""
+    header = image_header(bytes(payload[:_SHORT_HEAD_NUM_BYTES]))
+    return header or image_header(bytes(payload[:HEAD_NUM_BYTES]))
+
+
 def _stated(head: bytes) -> ImageHeader | None:
     if head.startswith(PNG_SIGNATURE) and len(head) >= 26 and head[12:16] == b"IHDR":
         columns, rows, num_bits, color_type = struct.unpack_from(">IIBB", head, 16)
-        return ImageHeader(rows, columns, color_type not in _PNG_GRAY, 16 if num_bits > 8 else 8)
+        return ImageHeader(rows, columns, color_type not in _PNG_GRAY, 16 if num_bits > 8 else 8, False)
     if not head.startswith(b"\xff\xd8"):
         return None
     at = 2
@@ -103,7 +114,8 @@ def _stated(head: bytes) -> ImageHeader | None:
             at += 2
         elif marker in _FRAMES:
             num_bits, rows, columns, num_samples = struct.unpack_from(">BHHB", head, at + 4)
-            return ImageHeader(rows, columns, num_samples > 1, 16 if num_bits > 8 else 8)
+            is_single = num_samples == 1 and marker in _SEQUENTIAL
+            return ImageHeader(rows, columns, num_samples > 1, 16 if num_bits > 8 else 8, is_single)
         else:
             at += 2 + int(struct.unpack_from(">H", head, at + 2)[0])
     return None
@@ -143,18 +155,16 @@ def decode_picture(
 
 def picture_size(payload: bytes | memoryview) -> tuple[int, int] | None:
     """Read ``(rows, columns)`` of a JPEG, PNG or WebP from its header; None where it states none."""
-    head = bytes(payload[:HEAD_NUM_BYTES])
-    header = image_header(head)
-    return _webp_size(head) if header is None else header[:2]
+    header = file_header(payload)
+    return _webp_size(bytes(payload[:_WEBP_NUM_BYTES])) if header is None else header[:2]
 
 
 def _check(payload: memoryview) -> tuple[int, int]:
     """Return rows and columns of a file that can hold what it states."""
-    size = picture_size(payload)
-    start = bytes(payload[:2])
-    if size is None and start == _JPEG_START:  # behind large metadata
+    start, header = bytes(payload[:2]), file_header(payload)
+    if header is None and start == _JPEG_START:  # behind large metadata
         header = image_header(bytes(payload))
-        size = header and header[:2]
+    size = _webp_size(bytes(payload[:_WEBP_NUM_BYTES])) if header is None else header[:2]
     if size is None:
         raise FormatError("a picture must be a JPEG, PNG or WebP that states its size, got another file.")
     most = min(_MAX_PIXELS, len(payload) * _MAX_PIXELS_PER_BYTE.get(start, _MAX_PIXELS))
@@ -163,7 +173,8 @@ def _check(payload: memoryview) -> tuple[int, int]:
             f"a picture of {len(payload)} bytes must have up to {most} pixels, got {size[0]} x {size[1]} in "
             "its header: it is cut, or made to take memory."
         )
-    if start == _JPEG_START and (num_scans := _num_scans(payload)) > _MAX_SCANS:
+    has_scans = start == _JPEG_START and not (header is not None and header.has_one_scan)
+    if has_scans and (num_scans := _num_scans(payload)) > _MAX_SCANS:
         raise FormatError(f"a JPEG must have up to {_MAX_SCANS} scans, got {num_scans}.")
     if bytes(payload[:8]) == PNG_SIGNATURE and not holds_its_chunks(payload):
         raise FormatError("a PNG must hold the chunks that it states, got one that ends early.")

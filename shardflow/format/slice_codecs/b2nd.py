@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +49,15 @@ _NUM_BYTES = struct.Struct(">q")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 # Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
 _CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS, _SPECIAL_NO_VALUES = 31, 0x70, 0x10, 0x40
+_CHUNK_FILTERS = slice(16, 31)  # with their settings, and those of the codec
 ZEROS_OFFSET = -(1 << 63) + (1 << 56)
 """Offset of a chunk of zeros, which has no bytes in a frame."""
 _METALAYER_MARK = b"\xa4b2nd\xd2"
 # Of frames of other writers, whose blocks have some 10 KB and more.
 _MIN_PARTS, _PART_NUM_BYTES = 1024, 1024
 _MIN_CHUNK_NUM_BYTES, _MAX_PADDING = 1 << 22, 8
+HEAD_NUM_BYTES: Final = 256
+"""Room before the chunks of a frame for its header, which has under 200 bytes."""
 DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
 
 
@@ -136,12 +139,20 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
 
 
-def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> dict[int, FormatError]:
+def decode_all(
+    payloads: Sequence[memoryview],
+    outs: Sequence[NDArray[Any]] | NDArray[Any],
+    memory: NDArray[np.uint8] | None = None,
+) -> dict[int, FormatError]:
     """Decode several slices as `decode` does, and return by their places what is wrong with some.
 
-    All frames are taken apart first: between two slices the processor's cache holds pixels, and each step of
-    Python there has to be fetched again.
+    Slices of one shape in one memory, with places one behind another, are decoded by one call of the C
+    library: each call takes the GIL back, and another thread may hold it. Of others, all frames are taken
+    apart first: between two slices the processor's cache holds pixels, and each step of Python there has to
+    be fetched again.
     """
+    if memory is not None and isinstance(outs, np.ndarray) and _decode_together(payloads, outs, memory):
+        return {}
     chunks: list[tuple[int, memoryview, NDArray[Any]]] = []
     errors: dict[int, FormatError] = {}
     for place, (payload, out) in enumerate(zip(payloads, outs, strict=True)):
@@ -159,6 +170,117 @@ def decode_all(payloads: Sequence[memoryview], outs: Sequence[NDArray[Any]]) -> 
         except FormatError as error:
             errors[place] = error
     return errors
+
+
+def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: NDArray[np.uint8]) -> bool:
+    """Decode slices by one call; False, with undefined content of ``out``, where that cannot be done."""
+    num_slices, flags = len(payloads), out.flags
+    if library() is None or num_slices != len(out) or not (flags.c_contiguous and flags.writeable):
+        return False
+    try:
+        frame = _parse(payloads[0])
+        if (frame.shape, frame.dtype) != (out.shape[1:], out.dtype) or not _is_one_chunk_in_c_order(frame):
+            return False
+        chunks = _places_of_chunks(payloads, frame, out.nbytes // num_slices, memory)
+        stop = memory.nbytes - tail_num_bytes(num_slices)
+        if chunks is None or stop < HEAD_NUM_BYTES:
+            return False
+        header, ending = frame_around(
+            out.shape,
+            out.dtype,
+            (1, *frame.shape),
+            (1, *frame.block_shape),
+            chunks - HEAD_NUM_BYTES,
+            stop - HEAD_NUM_BYTES,
+            is_fast=False,
+        )
+        start = HEAD_NUM_BYTES - len(header)
+        if start < 0:
+            return False
+        memory[start:HEAD_NUM_BYTES] = np.frombuffer(header, np.uint8)
+        memory[stop : stop + len(ending)] = np.frombuffer(ending, np.uint8)
+        _decompress_chunks(memory[start : stop + len(ending)], out)
+    except (FormatError, RuntimeError):  # `decode` says what is wrong with which
+        return False
+    return True
+
+
+def _places_of_chunks(
+    payloads: Sequence[memoryview], frame: _Frame, num_bytes: int, memory: NDArray[np.uint8]
+) -> NDArray[np.int64] | None:
+    """Return where the chunks of frames lie in a memory, ``(n,)``.
+
+    Args:
+        payloads: The frames.
+        frame: The first one.
+        num_bytes: Size of each chunk, decoded.
+        memory: Holds the frames, between the room that `frame_around` needs.
+
+    Returns:
+        None if a frame is not like the first one, does not hold its chunk, or is elsewhere.
+    """
+    dtype = _heads_dtype(frame.chunk_start)
+    joined = b"".join([payload[: dtype.itemsize] for payload in payloads])
+    if len(joined) != len(payloads) * dtype.itemsize:
+        return None
+    heads = np.frombuffer(joined, dtype)
+    sizes = np.array([payload.nbytes for payload in payloads])
+    try:
+        addresses = [ctypes.addressof(ctypes.c_uint8.from_buffer(payload)) for payload in payloads]
+    except TypeError:  # read-only
+        return None
+    starts = np.array(addresses) - memory.ctypes.data
+    first_stop = memory.nbytes - tail_num_bytes(len(payloads))
+    stored = heads["chunk_num_bytes"]
+    is_right = (
+        (heads["begin"] == heads["begin"][0])
+        & (heads["layout"] == heads["layout"][0])
+        & (heads["frame_num_bytes"] == sizes)
+        & (heads["told_chunk_num_bytes"] == stored)
+        & (stored > _CHUNK_SPECIAL)
+        & (stored <= sizes - frame.chunk_start)
+        & (heads["num_bytes"] == num_bytes)
+        & (heads["block_num_bytes"] > 0)
+        & (heads["filters"] == heads["filters"][0])
+        & (heads["special"] & _SPECIAL_MASK != _SPECIAL_NO_VALUES)
+        & (starts >= HEAD_NUM_BYTES)
+        & (starts <= first_stop - sizes)
+    )
+    # A frame around a chunk may say what its filters leave open, and alone it is refused.
+    is_known = heads["filters"][0].tobytes() in _known_filters(frame.dtype.itemsize)
+    return starts + frame.chunk_start if is_known and is_right.all() else None
+
+
+@functools.lru_cache(maxsize=16)
+def _known_filters(itemsize: int) -> frozenset[bytes]:
+    """Return what chunks of `encode` and `encode_fast` say of their filters and codecs."""
+    values = np.arange(1 << 12).astype(f"<u{itemsize}").reshape(64, 64)
+    frames = [memoryview(encode(values, is_fast=is_fast)) for is_fast in (False, True)]
+    return frozenset(bytes(frame[_parse(frame).chunk_start :][_CHUNK_FILTERS]) for frame in frames)
+
+
+@functools.lru_cache(maxsize=64)
+def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
+    """Return the dtype of what precedes the first block of a frame of one chunk."""
+    fields: dict[str, tuple[str, int]] = {
+        "begin": (f"V{_FRAME_NUM_BYTES_AT}", 0),
+        "frame_num_bytes": (">i8", _FRAME_NUM_BYTES_AT),
+        "told_chunk_num_bytes": (">i8", _COMPRESSED_NUM_BYTES_AT),
+        "layout": (f"V{chunk_start - _AFTER_LENGTHS}", _AFTER_LENGTHS),
+        "num_bytes": ("<i4", chunk_start + 4),
+        "block_num_bytes": ("<i4", chunk_start + 8),
+        "chunk_num_bytes": ("<i4", chunk_start + 12),
+        "filters": (f"V{_CHUNK_FILTERS.stop - _CHUNK_FILTERS.start}", chunk_start + _CHUNK_FILTERS.start),
+        "special": ("u1", chunk_start + _CHUNK_SPECIAL),
+    }
+    return np.dtype(
+        {
+            "names": [*fields],
+            "formats": [kind for kind, _ in fields.values()],
+            "offsets": [place for _, place in fields.values()],
+            "itemsize": chunk_start + _CHUNK_SPECIAL + 1,
+        }
+    )
 
 
 def load() -> None:
@@ -308,6 +430,29 @@ def _decompress(chunk: memoryview, out: NDArray[Any]) -> None:
         raise FormatError(f"a chunk must decode to {out.nbytes} bytes, got {found} from blosc2.")
 
 
+def _decompress_chunks(frame: NDArray[np.uint8], out: NDArray[Any]) -> None:
+    """Decode all chunks of a frame, one behind another, by one call without the GIL.
+
+    Args:
+        frame: As `frame_around` has it, of chunks that `check_chunks` would accept.
+        out: C-contiguous, of the frame's shape and dtype.
+
+    Raises:
+        FormatError: It is no frame, or a chunk cannot be decoded.
+    """
+    loaded = library()
+    chunks = loaded.blosc2_schunk_from_buffer(frame.ctypes.data, frame.nbytes, False)
+    if not chunks:
+        raise FormatError("a frame around chunks must open, got an error from blosc2.")
+    try:
+        # It decodes whole chunks where they belong; `b2nd_get_slice_cbuffer` would copy them.
+        code = loaded.blosc2_schunk_get_slice_buffer(chunks, 0, out.size, out.ctypes.data)
+    finally:
+        loaded.blosc2_schunk_free(chunks)
+    if code < 0:
+        raise FormatError(f"chunks must decode, got error {code} from blosc2.")
+
+
 class OpenFrame:
     """A frame in memory whose chunks are decoded many at once, without the GIL.
 
@@ -396,6 +541,11 @@ def frame_around(
     _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))
     _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, chunks_num_bytes)
     return bytes(header), ending
+
+
+def tail_num_bytes(num_chunks: int) -> int:
+    """Return the room for what follows the chunks of a frame."""
+    return 256 + 8 * num_chunks
 
 
 def read_frame_around(

@@ -137,6 +137,10 @@ def _declare(loaded: ctypes.CDLL) -> bool:
     loaded.b2nd_from_cframe.argtypes = [pointer, num_bytes, ctypes.c_bool, pointer]
     loaded.b2nd_get_slice_cbuffer.argtypes = [pointer, pointer, pointer, pointer, pointer, num_bytes]
     loaded.b2nd_free.argtypes = [pointer]
+    loaded.blosc2_schunk_from_buffer.argtypes = [pointer, num_bytes, ctypes.c_bool]
+    loaded.blosc2_schunk_from_buffer.restype = pointer
+    loaded.blosc2_schunk_get_slice_buffer.argtypes = [pointer, num_bytes, num_bytes, pointer]
+    loaded.blosc2_schunk_free.argtypes = [pointer]
     return True
 
 

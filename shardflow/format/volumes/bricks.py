@@ -39,10 +39,6 @@ BRICK_COLUMNS: Final = {
 }
 """Columns of a brick and their dtypes."""
 _MIN_BLOCK_NUM_BYTES: Final = 20 << 10
-_HEAD_NUM_BYTES: Final = 256
-"""Room before the ranges of a region for the header of a frame, which has under 200 bytes."""
-_TAIL_NUM_BYTES: Final = 256
-"""Room behind them for what follows the chunks of a frame, beside 8 bytes for each."""
 _SCRATCH: Final = threading.local()
 
 Extents = tuple[int, int, int]
@@ -396,7 +392,7 @@ class BrickVolume:
             stops[np.append(range_first[1:], len(stored)) - 1] - range_offsets if len(stored) else sizes
         )
         which = np.cumsum(begins_range) - 1
-        range_places = _HEAD_NUM_BYTES + np.cumsum(range_sizes) - range_sizes
+        range_places = b2nd.HEAD_NUM_BYTES + np.cumsum(range_sizes) - range_sizes
         return RegionPlan(
             volume=self,
             start=begin,
@@ -432,7 +428,7 @@ class RegionPlan:
     @property
     def buffer_num_bytes(self) -> int:
         """Size of a buffer for all ranges, with room for what makes a frame of them."""
-        return _HEAD_NUM_BYTES + self.read_num_bytes + _TAIL_NUM_BYTES + 8 * math.prod(self._grid)
+        return b2nd.HEAD_NUM_BYTES + self.read_num_bytes + b2nd.tail_num_bytes(math.prod(self._grid))
 
     @property
     def read_num_bytes(self) -> int:
@@ -475,7 +471,7 @@ class RegionPlan:
         else:
             both = zip(self.offsets.tolist(), self.num_bytes.tolist(), strict=True)
             ranges = [ByteRange(*each) for each in both]
-            places = (_HEAD_NUM_BYTES + np.cumsum(self.num_bytes) - self.num_bytes).tolist()
+            places = (b2nd.HEAD_NUM_BYTES + np.cumsum(self.num_bytes) - self.num_bytes).tolist()
         buffers = [
             found[place : place + span.num_bytes].data for place, span in zip(places, ranges, strict=True)
         ]
@@ -573,15 +569,15 @@ class RegionPlan:
 
     def _frame(self, buffer: NDArray[np.uint8], blocks: Extents) -> NDArray[np.uint8]:
         """Make a frame of the box of bricks: put a header before the ranges, and an ending behind them."""
-        volume, stop = self.volume, _HEAD_NUM_BYTES + self.read_num_bytes
+        volume, stop = self.volume, b2nd.HEAD_NUM_BYTES + self.read_num_bytes
         offsets = np.full(math.prod(self._grid), b2nd.ZEROS_OFFSET, "<i8")
-        offsets[self._chunks[: self.num_stored]] = self.places - _HEAD_NUM_BYTES
+        offsets[self._chunks[: self.num_stored]] = self.places - b2nd.HEAD_NUM_BYTES
         shape = _extents(np.multiply(self._grid, volume.brick_shape))
         header, ending = b2nd.frame_around(
             shape, volume.dtype, volume.brick_shape, blocks, offsets, self.read_num_bytes, is_fast=False
         )
-        start = _HEAD_NUM_BYTES - len(header)
-        buffer[start:_HEAD_NUM_BYTES] = np.frombuffer(header, np.uint8)
+        start = b2nd.HEAD_NUM_BYTES - len(header)
+        buffer[start : b2nd.HEAD_NUM_BYTES] = np.frombuffer(header, np.uint8)
         buffer[stop : stop + len(ending)] = np.frombuffer(ending, np.uint8)
         return buffer[start : stop + len(ending)]
 

@@ -276,17 +276,6 @@ class CachedStore:
         """Declare an object that `bind` does not cover, such as a sidecar table."""
         self._remember(path, blocks)
 
-    def is_kept(self, path: str, span: ByteRange) -> bool:
-        """Return whether all blocks that a range touches are cached; a hint, since others may evict them."""
-        blocks = self._blocks(path)
-        if blocks is None:
-            return False
-        first = int(np.searchsorted(blocks.stops, span.offset, side="right"))
-        stop = int(np.searchsorted(blocks.starts, span.offset + span.num_bytes))
-        if first >= stop:
-            return False
-        return any(tier.has(blocks, range(first, stop)).all() for tier in self.cache.tiers)
-
     def num_bytes_ahead(self, path: str, ranges: Sequence[ByteRange]) -> int:
         """Return the bytes of the blocks that ranges need, cached or not."""
         blocks = self._blocks(path)

@@ -27,11 +27,13 @@ from shardflow.errors import FormatError
 from shardflow.format.codecs import (
     CODECS,
     FAST,
+    ROOM_BEFORE,
     array_header,
     codec_for,
     decode_array,
     decode_arrays,
     encode_array,
+    room_behind,
 )
 from shardflow.format.slice_codecs import b2nd, blosc2_library
 
@@ -603,6 +605,129 @@ def test_of_several_slices_a_bad_one_affects_no_other(codec: str) -> None:
         with pytest.raises(FormatError) as caught:
             decode_array(codec, payloads[place], out=outs[place])
         assert str(caught.value) == str(error)
+
+
+def _in_memory(payloads: list[bytes]) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+    """Return memory that payloads lie in as in a tar, with room around them, and the payloads in it."""
+    places = ROOM_BEFORE + np.cumsum([0, *(len(payload) + 512 for payload in payloads)])
+    memory = np.full(places[-1] + room_behind(len(payloads)), 0x55, np.uint8)
+    views = [memory[at : at + len(one)] for at, one in zip(places.tolist(), payloads, strict=False)]
+    for view, payload in zip(views, payloads, strict=True):
+        view[:] = np.frombuffer(payload, np.uint8)
+    return memory, views
+
+
+@pytest.mark.parametrize("codec", ["b2nd", FAST])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_in_one_memory_are_decoded_by_one_call(
+    codec: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing but their places, and the room around them in memory, is written."""
+    shape = (512, 80) if codec == FAST else (61, 48)
+    slices = [_pixels(shape, dtype, "noise") for _ in range(7)] + [_pixels(shape, dtype, "smooth")]
+    payloads = [encode_array(codec, one) for one in slices]
+    memory, views = _in_memory(payloads)
+    around = np.full((10, *shape), 7, dtype)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(b2nd, "_decompress", refuse)
+    threads = Path("/proc/self/task")
+    before = len(list(threads.iterdir()))
+    assert not decode_arrays("b2nd", views, around[1:9], memory)
+    assert len(list(threads.iterdir())) == before
+    for found, expected in zip(around[1:9], slices, strict=True):
+        assert found.tobytes() == expected.tobytes()
+    assert (around[[0, 9]] == 7).all()
+    for view, payload in zip(views, payloads, strict=True):
+        assert view.tobytes() == payload
+
+
+def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
+    payloads = [encode_array("b2nd", one) for one in slices]
+    middle = bytearray(payloads[2])
+    start = int.from_bytes(middle[11:15], "big")
+    match oddity:
+        case "cut":
+            middle = middle[:-40]
+        case "no frame":
+            middle = bytearray(b"not a frame" * 40)
+        case "another shape":
+            middle = bytearray(encode_array("b2nd", slices[2].reshape(48, 64)))
+        case "fewer rows":
+            middle = bytearray(encode_array("b2nd", slices[2][:32]))
+        case "another type":
+            middle = bytearray(encode_array("b2nd", slices[2].view("<i2")))
+        case "another writer":
+            middle = bytearray(blosc2.asarray(slices[2], chunks=(32, 48), blocks=(8, 48)).to_cframe())
+        case "one value":
+            middle = bytearray(encode_array("b2nd", np.zeros_like(slices[2])))
+        case "no values":
+            middle[start + 31] |= 0x40
+        case "bad block":
+            middle[start + 32 : start + 36] = b"\xff" * 4
+        case "filters left open":  # in all of them
+            every = [bytearray(payload) for payload in payloads]
+            for payload in every:
+                payload[start + 25] = 0
+            return [bytes(payload) for payload in every]
+        case "chunk behind its frame":
+            struct.pack_into("<i", middle, start + 12, len(middle))
+            struct.pack_into(">q", middle, 39, len(middle))
+        case _:  # what a chunk states
+            where, value = {"size": (4, 64), "double": (4, 12288), "block": (8, 0), "stored": (12, 20)}[
+                oddity
+            ]
+            struct.pack_into("<i", middle, start + where, value)
+    return [*payloads[:2], bytes(middle), *payloads[3:]]
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    [
+        *("cut", "no frame", "another shape", "fewer rows", "another type", "another writer", "one value"),
+        *("no values", "bad block", "chunk behind its frame", "filters left open"),
+        *("size", "double", "block", "stored"),
+    ],
+)
+def test_an_odd_slice_in_one_memory_is_what_it_is_alone(oddity: str) -> None:
+    slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(5)]
+    payloads = _odd_slices(slices, oddity)
+    memory, views = _in_memory(payloads)
+    together, alone = (np.full((7, 64, 48), 7, "<u2") for _ in range(2))
+    errors = decode_arrays("b2nd", views, together[1:6], memory)
+    expected = decode_arrays("b2nd", payloads, list(alone[1:6]))
+    assert {place: str(error) for place, error in errors.items()} == {
+        place: str(error) for place, error in expected.items()
+    }
+    assert set(errors) <= ({0, 1, 2, 3, 4} if oddity == "filters left open" else {2})
+    for place in {0, 1, 2, 3, 4, 5, 6} - {place + 1 for place in errors}:
+        np.testing.assert_array_equal(together[place], alone[place])
+
+
+@pytest.mark.parametrize("lack", ["room before", "room behind", "another memory", "read-only", "one array"])
+def test_slices_without_room_around_them_are_decoded_one_by_one(lack: str) -> None:
+    slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]
+    memory, views = _in_memory([encode_array("b2nd", one) for one in slices])
+    outs: Any = np.zeros((3, 64, 48), "<u2")
+    match lack:
+        case "room before":
+            memory = memory[1:]
+        case "room behind":
+            memory = memory[: -room_behind(3) - 500]
+        case "another memory":
+            memory = memory.copy()
+        case "read-only":
+            for view in views:
+                view.flags.writeable = False
+        case _:
+            outs = [np.zeros((64, 48), "<u2") for _ in slices]
+    before = memory.copy()
+    assert not decode_arrays("b2nd", views, outs, memory)
+    for found, expected in zip(outs, slices, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(memory, before)
 
 
 def test_what_encodes_nothing_imports_no_blosc2(tmp_path: Path) -> None:

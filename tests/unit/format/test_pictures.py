@@ -16,7 +16,7 @@ from PIL import Image
 from shardflow.errors import FormatError
 from shardflow.fields.decode import decode_file
 from shardflow.format.codecs import decode_array, decode_field
-from shardflow.format.contents.pictures import decode_picture, picture_size
+from shardflow.format.contents.pictures import decode_picture, file_header, picture_size
 
 pytestmark = pytest.mark.fast
 
@@ -101,9 +101,21 @@ def segment(content: bytes) -> bytes:
     ids=["profile", "video", "header behind 300 KB"],
 )
 def test_a_picture_with_what_cameras_add_is_read(inside: bytes, behind: bytes) -> None:
+    for plain in (encoded("JPEG"), encoded("JPEG", progressive=True)):
+        data = plain[:2] + inside + plain[2:] + behind
+        assert decode_picture(data, cv2.IMREAD_UNCHANGED, size=(32, 48)).shape == (32, 48)
+
+
+def test_a_gray_sequential_picture_has_one_scan_that_a_decoder_takes() -> None:
+    """Which is why its scans are not counted: that of a second one is an error, or is left out."""
     plain = encoded("JPEG")
-    data = plain[:2] + inside + plain[2:] + behind
-    assert decode_picture(data, cv2.IMREAD_UNCHANGED, size=(32, 48)).shape == (32, 48)
+    header = file_header(plain)
+    assert header is not None
+    assert header.has_one_scan
+    for several in (encoded("JPEG", progressive=True), encoded("JPEG", mode="RGB"), encoded("PNG")):
+        other = file_header(several)
+        assert other is not None
+        assert not other.has_one_scan
 
 
 def test_a_picture_of_another_size_is_refused_before_it_is_decoded() -> None:

@@ -465,22 +465,6 @@ def test_of_blocks_that_are_read_at_once_the_lost_ones_alone_are_fetched(
     assert items(store, "cache_poisoned") == 2
 
 
-@pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_store_tells_what_is_cached(origin: Origin, config: CacheConfig, tier: str) -> None:
-    memory = CacheConfig(ram_bytes=1 << 20, block_bytes=8192)
-    store = origin.cached(config if tier == "disk" else memory)
-    pieces = origin.ranges[4:10]
-    span = ByteRange(pieces[0].offset, pieces[-1].offset + PIECE_BYTES - pieces[0].offset)
-    assert not store.is_kept("a.tar", span)
-    assert_reads_right(store, origin, range(4, 8))
-    assert not store.is_kept("a.tar", span)
-    assert_reads_right(store, origin, [8])  # its block holds the last piece too
-    assert store.is_kept("a.tar", span)
-    assert not store.is_kept("a.tar", ByteRange(span.offset, span.num_bytes + 2 * PIECE_BYTES))
-    assert not store.is_kept("a.tar", ByteRange(0, 100))  # a tar header is in no block
-    assert not store.is_kept("another", span)
-
-
 def test_blocks_hold_as_many_neighbors_as_fit_large_and_small_ones_apart() -> None:
     rng = np.random.default_rng(3)
     sizes = np.where(rng.random(400) < 0.3, rng.integers(2048, 9000, 400), rng.integers(1, 2048, 400))
