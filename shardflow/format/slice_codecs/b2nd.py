@@ -49,6 +49,8 @@ _NUM_BYTES = struct.Struct(">q")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 # Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
 _CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS, _SPECIAL_NO_VALUES = 31, 0x70, 0x10, 0x40
+# Bit 3 says that the blocks are in the frame's file, which the library would open.
+_IN_FILE = 0x08
 _CHUNK_FILTERS = slice(16, 31)  # with their settings, and those of the codec
 ZEROS_OFFSET = -(1 << 63) + (1 << 56)
 """Offset of a chunk of zeros, which has no bytes in a frame."""
@@ -242,7 +244,7 @@ def _places_of_chunks(
         & (heads["num_bytes"] == num_bytes)
         & (heads["block_num_bytes"] > 0)
         & (heads["filters"] == heads["filters"][0])
-        & (heads["special"] & _SPECIAL_MASK != _SPECIAL_NO_VALUES)
+        & (heads["flags"] == 0)  # no special value, and blocks that are here
         & (starts >= HEAD_NUM_BYTES)
         & (starts <= first_stop - sizes)
     )
@@ -271,7 +273,7 @@ def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
         "block_num_bytes": ("<i4", chunk_start + 8),
         "chunk_num_bytes": ("<i4", chunk_start + 12),
         "filters": (f"V{_CHUNK_FILTERS.stop - _CHUNK_FILTERS.start}", chunk_start + _CHUNK_FILTERS.start),
-        "special": ("u1", chunk_start + _CHUNK_SPECIAL),
+        "flags": ("u1", chunk_start + _CHUNK_SPECIAL),
     }
     return np.dtype(
         {
@@ -336,7 +338,7 @@ def check_chunks(
     num_bytes: int,
     block_num_bytes: int,
 ) -> None:
-    """Check that chunks are of one size and have values: what decodes them writes as many bytes as they say.
+    """Check that chunks are of one size and hold values: what decodes them writes as many bytes as they say.
 
     Args:
         data: Holds the chunks.
@@ -353,8 +355,9 @@ def check_chunks(
         are_sizes = (told[:, :2] == np.array([num_bytes, block_num_bytes])).all() and (
             told[:, 2] == sizes
         ).all()
-        special = data[places + _CHUNK_SPECIAL] & _SPECIAL_MASK
-        if are_sizes and (special != _SPECIAL_NO_VALUES).all():
+        flags = data[places + _CHUNK_SPECIAL]
+        are_here = (flags & _SPECIAL_MASK != _SPECIAL_NO_VALUES).all() and not (flags & _IN_FILE).any()
+        if are_sizes and are_here:
             return
     raise FormatError(f"a chunk must hold {num_bytes} bytes in blocks of {block_num_bytes}, got another.")
 

@@ -706,6 +706,38 @@ def test_an_odd_slice_in_one_memory_is_what_it_is_alone(oddity: str) -> None:
         np.testing.assert_array_equal(together[place], alone[place])
 
 
+@pytest.mark.parametrize("flag", [0x08, 0x18, 0x30, 0x40])
+def test_a_chunk_in_a_file_or_of_one_value_is_not_decoded_together(
+    flag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would open the file of the frame around the chunks, and there is none."""
+    slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]
+    payloads = [bytearray(encode_array("b2nd", one)) for one in slices]
+    payloads[1][int.from_bytes(payloads[1][11:15], "big") + 31] |= flag
+    memory, views = _in_memory([bytes(payload) for payload in payloads])
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(b2nd, "_decompress_chunks", refuse)
+    out = np.zeros((3, 64, 48), "<u2")
+    assert set(decode_arrays("b2nd", views, out, memory)) <= {1}
+    for place in (0, 2):
+        np.testing.assert_array_equal(out[place], slices[place])
+
+
+@pytest.mark.parametrize("flag", [0x08, 0x28, 0x40])
+def test_a_chunk_whose_blocks_are_elsewhere_is_refused(flag: int) -> None:
+    values = _pixels((64, 48), "<u2", "smooth")
+    chunk = np.frombuffer(b2nd.encode_chunk(values, (64, 48), is_fast=False), np.uint8).copy()
+    told = {"num_bytes": values.nbytes, "block_num_bytes": values.nbytes}
+    place, size = np.zeros(1, np.int64), np.array([len(chunk)])
+    b2nd.check_chunks(chunk, place, size, **told)
+    chunk[31] |= flag
+    with pytest.raises(FormatError, match="a chunk must hold"):
+        b2nd.check_chunks(chunk, place, size, **told)
+
+
 @pytest.mark.parametrize("lack", ["room before", "room behind", "another memory", "read-only", "one array"])
 def test_slices_without_room_around_them_are_decoded_one_by_one(lack: str) -> None:
     slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]
