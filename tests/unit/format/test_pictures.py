@@ -124,7 +124,7 @@ def test_a_header_that_decoders_do_not_see_is_not_believed() -> None:
     frame = gray[gray.index(b"\xff\xc0") : gray.index(b"\xff\xc0") + 13]
     comment = b"\xff\xfe" + struct.pack(">H", 2 + len(frame) + 16) + frame + bytes(16)
     rest = with_scans(encoded("JPEG", progressive=True), 200)[2:]
-    with pytest.raises(FormatError, match="that states its size|scans"):
+    with pytest.raises(FormatError, match="that states its size"):
         decode_picture(b"\xff\xd8\xff\0\0\x06" + comment + rest, cv2.IMREAD_UNCHANGED)
 
 
