@@ -134,10 +134,12 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         _decompress(_chunk(frame, payload, out.nbytes), out)
         return
     # A frame of another writer, or one special value without a chunk.
-    _check_parts(frame, out.nbytes)
+    part_num_bytes = _check_parts(frame, out.nbytes)
     try:
-        out[...] = package().ndarray_from_cframe(bytes(payload))[...]
-    except (RuntimeError, ValueError, TypeError) as error:
+        array = package().ndarray_from_cframe(bytes(payload))
+        _check_values(array.schunk, frame, part_num_bytes)
+        out[...] = array[...]
+    except (RuntimeError, ValueError, TypeError, IndexError, struct.error) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
 
 
@@ -177,7 +179,7 @@ def decode_all(
 def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: NDArray[np.uint8]) -> bool:
     """Decode slices by one call; False, with undefined content of ``out``, where that cannot be done."""
     num_slices, flags = len(payloads), out.flags
-    if library() is None or num_slices != len(out) or not (flags.c_contiguous and flags.writeable):
+    if library() is None or not 0 < num_slices == len(out) or not (flags.c_contiguous and flags.writeable):
         return False
     try:
         frame = _parse(payloads[0])
@@ -221,6 +223,8 @@ def _places_of_chunks(
     Returns:
         None if a frame is not like the first one, does not hold its chunk, or is elsewhere.
     """
+    if not _AFTER_LENGTHS < frame.chunk_start <= HEAD_NUM_BYTES:
+        return None
     dtype = _heads_dtype(frame.chunk_start)
     joined = b"".join([payload[: dtype.itemsize] for payload in payloads])
     if len(joined) != len(payloads) * dtype.itemsize:
@@ -608,11 +612,15 @@ def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
     )
 
 
-def _check_parts(frame: _Frame, out_num_bytes: int) -> None:
-    """Refuse a frame of so many or so large parts that decoding a small payload takes minutes or gigabytes.
+def _check_parts(frame: _Frame, out_num_bytes: int) -> int:
+    """Return the size of a chunk, decoded.
 
-    Each part is decoded alone, and whole, also where little of it is in the array; one of a single value
+    Each chunk is decoded alone, and whole, also where little of it is in the array; one of a single value
     takes no bytes of the payload.
+
+    Raises:
+        FormatError: The frame has so many or so large parts that decoding a small payload takes minutes or
+            gigabytes.
     """
     num_parts = part_num_bytes = 1
     for size, chunk, block in zip(frame.shape, frame.chunk_shape, frame.block_shape, strict=True):
@@ -627,6 +635,21 @@ def _check_parts(frame: _Frame, out_num_bytes: int) -> None:
             f"a slice of {out_num_bytes} bytes must have up to {most_parts} blocks, and chunks of up to "
             f"{most_num_bytes} bytes, got {num_parts} blocks in chunks of {part_num_bytes}."
         )
+    return part_num_bytes
+
+
+def _check_values(chunks: Any, frame: _Frame, part_num_bytes: int) -> None:
+    """Refuse chunks that leave values of the array open, which would be what was in memory."""
+    num_chunks = math.prod(
+        -(-size // chunk) for size, chunk in zip(frame.shape, frame.chunk_shape, strict=True)
+    )
+    if chunks.nchunks != num_chunks:
+        raise FormatError(f"a slice must be in {num_chunks} chunks, got {chunks.nchunks}.")
+    for number in range(num_chunks):
+        head = chunks.get_lazychunk(number)
+        num_bytes, *_ = _CHUNK_HEADER.unpack_from(head)
+        if num_bytes != part_num_bytes or head[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_NO_VALUES:
+            raise FormatError(f"a chunk must have {part_num_bytes} bytes of values, got others.")
 
 
 def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:

@@ -665,6 +665,11 @@ def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
             middle = bytearray(encode_array("b2nd", np.zeros_like(slices[2])))
         case "no values":
             middle[start + 31] |= 0x40
+        case "header before it" | "header behind it":  # in all of them
+            every = [bytearray(payload) for payload in payloads]
+            for payload in every:
+                struct.pack_into(">i", payload, 11, -5 if oddity == "header before it" else (1 << 31) - 1)
+            return [bytes(payload) for payload in every]
         case "bad block":
             middle[start + 32 : start + 36] = b"\xff" * 4
         case "filters left open":  # in all of them
@@ -688,6 +693,7 @@ def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
     [
         *("cut", "no frame", "another shape", "fewer rows", "another type", "another writer", "one value"),
         *("no values", "bad block", "chunk behind its frame", "filters left open"),
+        *("header before it", "header behind it"),
         *("size", "double", "block", "stored"),
     ],
 )
@@ -701,7 +707,8 @@ def test_an_odd_slice_in_one_memory_is_what_it_is_alone(oddity: str) -> None:
     assert {place: str(error) for place, error in errors.items()} == {
         place: str(error) for place, error in expected.items()
     }
-    assert set(errors) <= ({0, 1, 2, 3, 4} if oddity == "filters left open" else {2})
+    are_all_odd = oddity == "filters left open" or oddity.startswith("header")
+    assert set(errors) <= ({0, 1, 2, 3, 4} if are_all_odd else {2})
     for place in {0, 1, 2, 3, 4, 5, 6} - {place + 1 for place in errors}:
         np.testing.assert_array_equal(together[place], alone[place])
 
@@ -724,6 +731,19 @@ def test_a_chunk_in_a_file_or_of_one_value_is_not_decoded_together(
     assert set(decode_arrays("b2nd", views, out, memory)) <= {1}
     for place in (0, 2):
         np.testing.assert_array_equal(out[place], slices[place])
+
+
+def test_a_frame_that_leaves_values_open_is_refused() -> None:
+    """They would be what was in memory, such as pixels of another patient."""
+    blank = blosc2.uninit((64, 48), dtype="<u2", contiguous=True).to_cframe()
+    wider = bytearray(encode_array("b2nd", _pixels((64, 48), "<u2", "smooth")))
+    # Blocks that reach beyond the array need longer chunks.
+    parts = b"".join(b"\xd2" + struct.pack(">i", size) for size in (64, 48))
+    at = wider.rindex(parts, 0, int.from_bytes(wider[11:15], "big")) + len(parts) - 4
+    struct.pack_into(">i", wider, at, 60)
+    for payload in (bytes(blank), bytes(wider)):
+        with pytest.raises(FormatError, match="a chunk must have"):
+            decode_array("b2nd", payload)
 
 
 @pytest.mark.parametrize("flag", [0x08, 0x28, 0x40])
