@@ -78,7 +78,7 @@ class ImageHeader(NamedTuple):
     num_bits: int
     """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
     has_one_scan: bool
-    """Whether a decoder takes no second scan: of a JPEG that is sequential and gray."""
+    """Whether a decoder reads one scan only, as it does of a JPEG that is sequential and gray."""
 
     @property
     def is_gray(self) -> bool:

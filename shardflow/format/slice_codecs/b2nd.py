@@ -150,10 +150,10 @@ def decode_all(
 ) -> dict[int, FormatError]:
     """Decode several slices as `decode` does, and return by their places what is wrong with some.
 
-    Slices of one shape in one memory, with places one behind another, are decoded by one call of the C
-    library: each call takes the GIL back, and another thread may hold it. Of others, all frames are taken
-    apart first: between two slices the processor's cache holds pixels, and each step of Python there has to
-    be fetched again.
+    Slices of one shape in one memory whose places are adjacent are decoded by one call of the C library:
+    each call takes the GIL back, and another thread may hold it. Otherwise all frames are parsed before the
+    first is decoded: between two slices the processor's cache holds pixels, and Python's steps there would
+    have to be fetched again.
     """
     if memory is not None and isinstance(outs, np.ndarray) and _decode_together(payloads, outs, memory):
         return {}
