@@ -617,6 +617,31 @@ def _in_memory(payloads: list[bytes]) -> tuple[NDArray[np.uint8], list[NDArray[n
     return memory, views
 
 
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is laid around any number of slices, where it takes many."""
+    monkeypatch.setattr(b2nd, "_MIN_TOGETHER", 1)
+
+
+def test_a_frame_is_laid_around_many_slices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _pixels((61, 48), "<u2", "smooth")
+    calls: list[int] = []
+    decompress = b2nd._decompress_chunks
+
+    def count(frame: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        calls.append(len(out))
+        decompress(frame, out)
+
+    monkeypatch.setattr(b2nd, "_decompress_chunks", count)
+    for num_slices in (1, b2nd._MIN_TOGETHER - 1, b2nd._MIN_TOGETHER, 40):
+        memory, views = _in_memory([encode_array("b2nd", one)] * num_slices)
+        out = np.zeros((num_slices, *one.shape), one.dtype)
+        assert not decode_arrays("b2nd", views, out, memory)
+        assert (out == one).all()
+    assert calls == [b2nd._MIN_TOGETHER, 40]
+
+
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("codec", ["b2nd", FAST])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_in_one_memory_are_decoded_by_one_call(
@@ -688,6 +713,7 @@ def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
     return [*payloads[:2], bytes(middle), *payloads[3:]]
 
 
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize(
     "oddity",
     [
@@ -713,6 +739,7 @@ def test_an_odd_slice_in_one_memory_is_what_it_is_alone(oddity: str) -> None:
         np.testing.assert_array_equal(together[place], alone[place])
 
 
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("flag", [0x08, 0x18, 0x30, 0x40])
 def test_a_chunk_in_a_file_or_of_one_value_is_not_decoded_together(
     flag: int, monkeypatch: pytest.MonkeyPatch
@@ -758,6 +785,7 @@ def test_a_chunk_whose_blocks_are_elsewhere_is_refused(flag: int) -> None:
         b2nd.check_chunks(chunk, place, size, **told)
 
 
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("lack", ["room before", "room behind", "another memory", "read-only", "one array"])
 def test_slices_without_room_around_them_are_decoded_one_by_one(lack: str) -> None:
     slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]
