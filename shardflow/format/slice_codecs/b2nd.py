@@ -181,9 +181,8 @@ def decode_all(
 def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: NDArray[np.uint8]) -> bool:
     """Decode slices by one call; False, with undefined content of ``out``, where that cannot be done."""
     num_slices, flags = len(payloads), out.flags
-    if library() is None or not _MIN_TOGETHER <= num_slices == len(out):
-        return False
-    if not (flags.c_contiguous and flags.writeable):
+    is_one_place = flags.c_contiguous and flags.writeable and num_slices == len(out)
+    if library() is None or num_slices < _MIN_TOGETHER or not is_one_place:
         return False
     try:
         frame = _parse(payloads[0])
@@ -193,15 +192,9 @@ def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: 
         stop = memory.nbytes - tail_num_bytes(num_slices)
         if chunks is None or stop < HEAD_NUM_BYTES:
             return False
-        header, ending = frame_around(
-            out.shape,
-            out.dtype,
-            (1, *frame.shape),
-            (1, *frame.block_shape),
-            chunks - HEAD_NUM_BYTES,
-            stop - HEAD_NUM_BYTES,
-            is_fast=False,
-        )
+        parts = (1, *frame.shape), (1, *frame.block_shape)
+        places, num_bytes = chunks - HEAD_NUM_BYTES, stop - HEAD_NUM_BYTES
+        header, ending = frame_around(out.shape, out.dtype, *parts, places, num_bytes, is_fast=False)
         start = HEAD_NUM_BYTES - len(header)
         if start < 0:
             return False
@@ -272,7 +265,7 @@ def _known_filters(itemsize: int) -> frozenset[bytes]:
 @functools.lru_cache(maxsize=64)
 def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
     """Return the dtype of what precedes the first block of a frame of one chunk."""
-    fields: dict[str, tuple[str, int]] = {
+    fields = {
         "begin": (f"V{_FRAME_NUM_BYTES_AT}", 0),
         "frame_num_bytes": (">i8", _FRAME_NUM_BYTES_AT),
         "told_chunk_num_bytes": (">i8", _COMPRESSED_NUM_BYTES_AT),
@@ -283,14 +276,8 @@ def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
         "filters": (f"V{_CHUNK_FILTERS.stop - _CHUNK_FILTERS.start}", chunk_start + _CHUNK_FILTERS.start),
         "flags": ("u1", chunk_start + _CHUNK_SPECIAL),
     }
-    return np.dtype(
-        {
-            "names": [*fields],
-            "formats": [kind for kind, _ in fields.values()],
-            "offsets": [place for _, place in fields.values()],
-            "itemsize": chunk_start + _CHUNK_SPECIAL + 1,
-        }
-    )
+    formats, offsets = zip(*fields.values(), strict=True)
+    return np.dtype({"names": [*fields], "formats": formats, "offsets": offsets})
 
 
 def load() -> None:
@@ -617,14 +604,10 @@ def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
 
 
 def _check_parts(frame: _Frame, out_num_bytes: int) -> int:
-    """Return the size of a chunk, decoded.
+    """Refuse a frame of so many or so large parts that decoding a small payload takes minutes or gigabytes.
 
-    Each chunk is decoded alone, and whole, also where little of it is in the array; one of a single value
-    takes no bytes of the payload.
-
-    Raises:
-        FormatError: The frame has so many or so large parts that decoding a small payload takes minutes or
-            gigabytes.
+    Each part is decoded alone, and whole, also where little of it is in the array; one of a single value
+    takes no bytes of the payload. Returns the size of a chunk, decoded.
     """
     num_parts = part_num_bytes = 1
     for size, chunk, block in zip(frame.shape, frame.chunk_shape, frame.block_shape, strict=True):
@@ -644,16 +627,13 @@ def _check_parts(frame: _Frame, out_num_bytes: int) -> int:
 
 def _check_values(chunks: Any, frame: _Frame, part_num_bytes: int) -> None:
     """Refuse chunks that leave values of the array open, which would be what was in memory."""
-    num_chunks = math.prod(
-        -(-size // chunk) for size, chunk in zip(frame.shape, frame.chunk_shape, strict=True)
-    )
-    if chunks.nchunks != num_chunks:
-        raise FormatError(f"a slice must be in {num_chunks} chunks, got {chunks.nchunks}.")
-    for number in range(num_chunks):
-        head = chunks.get_lazychunk(number)
-        num_bytes, *_ = _CHUNK_HEADER.unpack_from(head)
-        if num_bytes != part_num_bytes or head[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_NO_VALUES:
-            raise FormatError(f"a chunk must have {part_num_bytes} bytes of values, got others.")
+    both = zip(frame.shape, frame.chunk_shape, strict=True)
+    has_values = chunks.nchunks == math.prod(-(-size // chunk) for size, chunk in both)
+    for head in map(chunks.get_lazychunk, range(chunks.nchunks if has_values else 0)):
+        has_values &= _CHUNK_HEADER.unpack_from(head)[0] == part_num_bytes
+        has_values &= head[_CHUNK_SPECIAL] & _SPECIAL_MASK != _SPECIAL_NO_VALUES
+    if not has_values:
+        raise FormatError(f"a chunk must have {part_num_bytes} bytes of values, got others.")
 
 
 def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:
