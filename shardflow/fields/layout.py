@@ -40,7 +40,7 @@ class Picture(NamedTuple):
     series: int
     """Number of its series in the sample."""
     position: int
-    """In the series."""
+    """Its place in the series, from 0."""
     shape: tuple[int, int]
     """Stored rows and columns."""
     size: tuple[int, int] | None = None

@@ -38,8 +38,8 @@ SLICE_CODEC: Final = "slice_codec"
 
 
 Outs: TypeAlias = Sequence[NDArray[Any]] | NDArray[Any]
-"""Where slices are decoded to: an array each, or one of all."""
-# Of payloads, where to decode them to, and the memory that holds them.
+"""Where slices are decoded to: an array for each, or one array for all."""
+# Takes payloads, where to decode them to, and the memory that holds them.
 _DecodeAll: TypeAlias = Callable[
     [Sequence[memoryview], Outs, NDArray[np.uint8] | None], dict[int, FormatError]
 ]

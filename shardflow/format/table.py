@@ -257,6 +257,15 @@ class Table:
         """
         return self._column(name).shape[0]
 
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return the dtype and shape of a column.
+
+        Raises:
+            FormatError: There is no such column.
+        """
+        column = self._column(name)
+        return column.dtype, column.shape
+
     def column(self, name: str) -> NDArray[Any]:
         """Return a column as a read-only view, with all of its blocks checked.
 

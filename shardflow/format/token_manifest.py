@@ -243,7 +243,8 @@ def open_manifest(dataset: Dataset, tokenizer: str) -> TokensManifest:
             f"version {dataset.manifest_version}; run: shardflow tokenize DATASET --tokenizer FILE (and "
             "--view for the entities of a view)"
         ) from None
-    if {manifest.num_samples, int(manifest.files.num_rows.sum())} != {num_samples}:
+    num_rows = manifest.files.num_rows.tolist()  # a sum of 64 bits could begin again at 0
+    if {manifest.num_samples, sum(num_rows)} != {num_samples}:
         raise FormatError(
             f"the manifest in {tokens_folder(tokenizer, owner)} names {manifest.num_samples} samples, but "
             f"this dataset has {num_samples}; delete the folder and tokenize again."

@@ -83,11 +83,10 @@ def ids_table(table: Table, *, first_row: int, num_rows: int, tokenizer: str, da
         FormatError: It is another one.
     """
     table.expect_kind(_IDS_KIND, _FORMAT_VERSION)
-    found = (
-        *(table.meta.get(key) for key in ("dataset_id", "tokenizer", "first_row")),
-        table.num_rows("first_token"),
-    )
-    if found != (dataset_id, tokenizer, first_row, num_rows + 1):
+    places, ids = (table.dtype_and_shape(name) for name in ("first_token", "token_ids"))
+    found = *(table.meta.get(key) for key in ("dataset_id", "tokenizer", "first_row")), places
+    is_right = ids[0] in (np.dtype("<u2"), np.dtype("<u4")) and len(ids[1]) == 1
+    if not is_right or found != (dataset_id, tokenizer, first_row, (np.dtype("<u8"), (num_rows + 1,))):
         raise FormatError(
             f"{table.name} must hold the ids of its shard's {num_rows} texts, got another table; delete its "
             "folder and tokenize again."
@@ -196,9 +195,13 @@ class _IdsFile:
         if self._first_token is None:
             first_token = self._table.whole("first_token")
             if first_token is None:
-                found = self._table.gather("first_token", np.concatenate((rows, rows + 1))).view(np.int64)
-                return found[: len(rows)], found[len(rows) :]
-            self._first_token = self._checked(first_token)
+                found = self._table.gather("first_token", np.concatenate((rows, rows + 1)))
+                starts, stops = found[: len(rows)], found[len(rows) :]
+                self._check((starts <= stops).all() and stops.max(initial=0) <= self._num_tokens)
+                return starts.view(np.int64), stops.view(np.int64)
+            is_ascending = (first_token[1:] >= first_token[:-1]).all()
+            self._check(is_ascending and first_token[-1] <= self._num_tokens)
+            self._first_token = first_token.view(np.int64)
         return self._first_token[rows], self._first_token[rows + 1]
 
     def ids(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
@@ -208,14 +211,16 @@ class _IdsFile:
             return ids
         return self._table.spans("token_ids", starts, stops)
 
-    def _checked(self, first_token: NDArray[Any]) -> NDArray[np.int64]:
-        num_tokens = self._table.num_rows("token_ids")
-        if (first_token[1:] < first_token[:-1]).any() or first_token[-1] > num_tokens:
+    @property
+    def _num_tokens(self) -> int:
+        return self._table.num_rows("token_ids")
+
+    def _check(self, is_right: Any) -> None:
+        if not is_right:
             raise FormatError(
-                f"{self._table.name} must place its texts one behind another in {num_tokens} tokens, got "
-                "other places; delete the folder and tokenize again."
+                f"{self._table.name} must place its texts one behind another in {self._num_tokens} tokens, "
+                "got other places; delete the folder and tokenize again."
             )
-        return first_token.view(np.int64)
 
 
 def _concatenated(ids: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:

@@ -118,8 +118,8 @@ class Batch(Mapping[str, Any]):
 
     Args:
         buffer: ``(num_bytes,)`` uint8, the memory of all arrays.
-        descriptor: JSON-able; see `descriptor`. ``arrays`` and ``keys`` are None in it where they are
-            given as follows, because they were not needed yet.
+        descriptor: JSON-able; see `descriptor`. ``arrays`` and ``keys`` are None in it if the arguments
+            below give them: they are made JSON when somebody asks for it.
         arrays: The arrays that ``descriptor`` describes.
         layout: Where they are in the buffer.
         keys: Of the samples.

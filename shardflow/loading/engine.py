@@ -70,7 +70,7 @@ class Memory(mmap.mmap):
     """Memory of a buffer."""
 
     address = 0
-    """Where it begins; set once, because NumPy takes longer to say it than a buffer to be lent."""
+    """Where it begins; kept, because asking NumPy takes longer than lending a buffer."""
 
 
 class BufferPool:

@@ -78,7 +78,7 @@ class ImageHeader(NamedTuple):
     num_bits: int
     """Bits of a sample: 8 or 16; fewer than 8 are expanded by a decoder."""
     has_one_scan: bool
-    """Whether a decoder takes no second scan: of a JPEG that is sequential and gray."""
+    """Whether a decoder reads one scan only, as it does of a JPEG that is sequential and gray."""
 
     @property
     def is_gray(self) -> bool:
@@ -106,7 +106,9 @@ def _stated(head: bytes) -> ImageHeader | None:
     if not head.startswith(b"\xff\xd8"):
         return None
     at = 2
-    while at + 10 <= len(head) and head[at] == 0xFF:
+    # Decoders look for the next marker behind a zero byte, as behind other garbage: what is a segment here
+    # could hold their header.
+    while at + 10 <= len(head) and head[at] == 0xFF and head[at + 1] != 0:
         marker = head[at + 1]
         if marker == 0xFF:
             at += 1

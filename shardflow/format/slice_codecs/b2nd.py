@@ -49,6 +49,8 @@ _NUM_BYTES = struct.Struct(">q")
 _CHUNK_HEADER = struct.Struct("<4xiii")
 # Of a chunk's header (README_CHUNK_FORMAT.rst): bits 4 to 6 of the second flags say "one special value".
 _CHUNK_SPECIAL, _SPECIAL_MASK, _SPECIAL_ZEROS, _SPECIAL_NO_VALUES = 31, 0x70, 0x10, 0x40
+# Bit 3 says that the blocks are in the frame's file, which the library would open.
+_IN_FILE = 0x08
 _CHUNK_FILTERS = slice(16, 31)  # with their settings, and those of the codec
 ZEROS_OFFSET = -(1 << 63) + (1 << 56)
 """Offset of a chunk of zeros, which has no bytes in a frame."""
@@ -56,6 +58,8 @@ _METALAYER_MARK = b"\xa4b2nd\xd2"
 # Of frames of other writers, whose blocks have some 10 KB and more.
 _MIN_PARTS, _PART_NUM_BYTES = 1024, 1024
 _MIN_CHUNK_NUM_BYTES, _MAX_PADDING = 1 << 22, 8
+# A frame around fewer slices takes more of the processor than it saves: around a small one 9 times as much.
+_MIN_TOGETHER: Final = 16
 HEAD_NUM_BYTES: Final = 256
 """Room before the chunks of a frame for its header, which has under 200 bytes."""
 DTYPE = re.compile(rb"<[iuf][248]|\|[iu]1")
@@ -132,10 +136,12 @@ def decode(payload: memoryview, out: NDArray[Any]) -> None:
         _decompress(_chunk(frame, payload, out.nbytes), out)
         return
     # A frame of another writer, or one special value without a chunk.
-    _check_parts(frame, out.nbytes)
+    part_num_bytes = _check_parts(frame, out.nbytes)
     try:
-        out[...] = package().ndarray_from_cframe(bytes(payload))[...]
-    except (RuntimeError, ValueError, TypeError) as error:
+        array = package().ndarray_from_cframe(bytes(payload))
+        _check_values(array.schunk, frame, part_num_bytes)
+        out[...] = array[...]
+    except (RuntimeError, ValueError, TypeError, IndexError, struct.error) as error:
         raise FormatError(f"a b2nd payload must decode, got {type(error).__name__} from blosc2.") from None
 
 
@@ -146,10 +152,10 @@ def decode_all(
 ) -> dict[int, FormatError]:
     """Decode several slices as `decode` does, and return by their places what is wrong with some.
 
-    Slices of one shape in one memory, with places one behind another, are decoded by one call of the C
-    library: each call takes the GIL back, and another thread may hold it. Of others, all frames are taken
-    apart first: between two slices the processor's cache holds pixels, and each step of Python there has to
-    be fetched again.
+    Many slices of one shape in one memory whose places are adjacent are decoded by one call of the C
+    library: each call takes the GIL back, and another thread may hold it. Otherwise all frames are parsed
+    before the first is decoded: between two slices the processor's cache holds pixels, and Python's steps
+    there would have to be fetched again.
     """
     if memory is not None and isinstance(outs, np.ndarray) and _decode_together(payloads, outs, memory):
         return {}
@@ -175,7 +181,8 @@ def decode_all(
 def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: NDArray[np.uint8]) -> bool:
     """Decode slices by one call; False, with undefined content of ``out``, where that cannot be done."""
     num_slices, flags = len(payloads), out.flags
-    if library() is None or num_slices != len(out) or not (flags.c_contiguous and flags.writeable):
+    is_one_place = flags.c_contiguous and flags.writeable and num_slices == len(out)
+    if library() is None or num_slices < _MIN_TOGETHER or not is_one_place:
         return False
     try:
         frame = _parse(payloads[0])
@@ -185,15 +192,9 @@ def _decode_together(payloads: Sequence[memoryview], out: NDArray[Any], memory: 
         stop = memory.nbytes - tail_num_bytes(num_slices)
         if chunks is None or stop < HEAD_NUM_BYTES:
             return False
-        header, ending = frame_around(
-            out.shape,
-            out.dtype,
-            (1, *frame.shape),
-            (1, *frame.block_shape),
-            chunks - HEAD_NUM_BYTES,
-            stop - HEAD_NUM_BYTES,
-            is_fast=False,
-        )
+        parts = (1, *frame.shape), (1, *frame.block_shape)
+        places, num_bytes = chunks - HEAD_NUM_BYTES, stop - HEAD_NUM_BYTES
+        header, ending = frame_around(out.shape, out.dtype, *parts, places, num_bytes, is_fast=False)
         start = HEAD_NUM_BYTES - len(header)
         if start < 0:
             return False
@@ -219,6 +220,8 @@ def _places_of_chunks(
     Returns:
         None if a frame is not like the first one, does not hold its chunk, or is elsewhere.
     """
+    if not _AFTER_LENGTHS < frame.chunk_start <= HEAD_NUM_BYTES:
+        return None
     dtype = _heads_dtype(frame.chunk_start)
     joined = b"".join([payload[: dtype.itemsize] for payload in payloads])
     if len(joined) != len(payloads) * dtype.itemsize:
@@ -242,7 +245,7 @@ def _places_of_chunks(
         & (heads["num_bytes"] == num_bytes)
         & (heads["block_num_bytes"] > 0)
         & (heads["filters"] == heads["filters"][0])
-        & (heads["special"] & _SPECIAL_MASK != _SPECIAL_NO_VALUES)
+        & (heads["flags"] == 0)  # no special value, and blocks that are here
         & (starts >= HEAD_NUM_BYTES)
         & (starts <= first_stop - sizes)
     )
@@ -262,7 +265,7 @@ def _known_filters(itemsize: int) -> frozenset[bytes]:
 @functools.lru_cache(maxsize=64)
 def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
     """Return the dtype of what precedes the first block of a frame of one chunk."""
-    fields: dict[str, tuple[str, int]] = {
+    fields = {
         "begin": (f"V{_FRAME_NUM_BYTES_AT}", 0),
         "frame_num_bytes": (">i8", _FRAME_NUM_BYTES_AT),
         "told_chunk_num_bytes": (">i8", _COMPRESSED_NUM_BYTES_AT),
@@ -271,16 +274,10 @@ def _heads_dtype(chunk_start: int) -> np.dtype[Any]:
         "block_num_bytes": ("<i4", chunk_start + 8),
         "chunk_num_bytes": ("<i4", chunk_start + 12),
         "filters": (f"V{_CHUNK_FILTERS.stop - _CHUNK_FILTERS.start}", chunk_start + _CHUNK_FILTERS.start),
-        "special": ("u1", chunk_start + _CHUNK_SPECIAL),
+        "flags": ("u1", chunk_start + _CHUNK_SPECIAL),
     }
-    return np.dtype(
-        {
-            "names": [*fields],
-            "formats": [kind for kind, _ in fields.values()],
-            "offsets": [place for _, place in fields.values()],
-            "itemsize": chunk_start + _CHUNK_SPECIAL + 1,
-        }
-    )
+    formats, offsets = zip(*fields.values(), strict=True)
+    return np.dtype({"names": [*fields], "formats": formats, "offsets": offsets})
 
 
 def load() -> None:
@@ -336,7 +333,7 @@ def check_chunks(
     num_bytes: int,
     block_num_bytes: int,
 ) -> None:
-    """Check that chunks are of one size and have values: what decodes them writes as many bytes as they say.
+    """Check that chunks are of one size and hold values: what decodes them writes as many bytes as they say.
 
     Args:
         data: Holds the chunks.
@@ -353,8 +350,9 @@ def check_chunks(
         are_sizes = (told[:, :2] == np.array([num_bytes, block_num_bytes])).all() and (
             told[:, 2] == sizes
         ).all()
-        special = data[places + _CHUNK_SPECIAL] & _SPECIAL_MASK
-        if are_sizes and (special != _SPECIAL_NO_VALUES).all():
+        flags = data[places + _CHUNK_SPECIAL]
+        are_here = (flags & _SPECIAL_MASK != _SPECIAL_NO_VALUES).all() and not (flags & _IN_FILE).any()
+        if are_sizes and are_here:
             return
     raise FormatError(f"a chunk must hold {num_bytes} bytes in blocks of {block_num_bytes}, got another.")
 
@@ -605,11 +603,11 @@ def _is_one_chunk_in_c_order(frame: _Frame) -> bool:
     )
 
 
-def _check_parts(frame: _Frame, out_num_bytes: int) -> None:
+def _check_parts(frame: _Frame, out_num_bytes: int) -> int:
     """Refuse a frame of so many or so large parts that decoding a small payload takes minutes or gigabytes.
 
     Each part is decoded alone, and whole, also where little of it is in the array; one of a single value
-    takes no bytes of the payload.
+    takes no bytes of the payload. Returns the size of a chunk, decoded.
     """
     num_parts = part_num_bytes = 1
     for size, chunk, block in zip(frame.shape, frame.chunk_shape, frame.block_shape, strict=True):
@@ -624,6 +622,18 @@ def _check_parts(frame: _Frame, out_num_bytes: int) -> None:
             f"a slice of {out_num_bytes} bytes must have up to {most_parts} blocks, and chunks of up to "
             f"{most_num_bytes} bytes, got {num_parts} blocks in chunks of {part_num_bytes}."
         )
+    return part_num_bytes
+
+
+def _check_values(chunks: Any, frame: _Frame, part_num_bytes: int) -> None:
+    """Refuse chunks that leave values of the array open, which would be what was in memory."""
+    both = zip(frame.shape, frame.chunk_shape, strict=True)
+    has_values = chunks.nchunks == math.prod(-(-size // chunk) for size, chunk in both)
+    for head in map(chunks.get_lazychunk, range(chunks.nchunks if has_values else 0)):
+        has_values &= _CHUNK_HEADER.unpack_from(head)[0] == part_num_bytes
+        has_values &= head[_CHUNK_SPECIAL] & _SPECIAL_MASK != _SPECIAL_NO_VALUES
+    if not has_values:
+        raise FormatError(f"a chunk must have {part_num_bytes} bytes of values, got others.")
 
 
 def _chunk(frame: _Frame, payload: memoryview, out_num_bytes: int) -> memoryview:

@@ -617,6 +617,31 @@ def _in_memory(payloads: list[bytes]) -> tuple[NDArray[np.uint8], list[NDArray[n
     return memory, views
 
 
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is laid around any number of slices, where it takes many."""
+    monkeypatch.setattr(b2nd, "_MIN_TOGETHER", 1)
+
+
+def test_a_frame_is_laid_around_many_slices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _pixels((61, 48), "<u2", "smooth")
+    calls: list[int] = []
+    decompress = b2nd._decompress_chunks
+
+    def count(frame: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        calls.append(len(out))
+        decompress(frame, out)
+
+    monkeypatch.setattr(b2nd, "_decompress_chunks", count)
+    for num_slices in (1, b2nd._MIN_TOGETHER - 1, b2nd._MIN_TOGETHER, 40):
+        memory, views = _in_memory([encode_array("b2nd", one)] * num_slices)
+        out = np.zeros((num_slices, *one.shape), one.dtype)
+        assert not decode_arrays("b2nd", views, out, memory)
+        assert (out == one).all()
+    assert calls == [b2nd._MIN_TOGETHER, 40]
+
+
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("codec", ["b2nd", FAST])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_in_one_memory_are_decoded_by_one_call(
@@ -665,6 +690,11 @@ def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
             middle = bytearray(encode_array("b2nd", np.zeros_like(slices[2])))
         case "no values":
             middle[start + 31] |= 0x40
+        case "header before it" | "header behind it":  # in all of them
+            every = [bytearray(payload) for payload in payloads]
+            for payload in every:
+                struct.pack_into(">i", payload, 11, -5 if oddity == "header before it" else (1 << 31) - 1)
+            return [bytes(payload) for payload in every]
         case "bad block":
             middle[start + 32 : start + 36] = b"\xff" * 4
         case "filters left open":  # in all of them
@@ -683,11 +713,13 @@ def _odd_slices(slices: list[NDArray[Any]], oddity: str) -> list[bytes]:
     return [*payloads[:2], bytes(middle), *payloads[3:]]
 
 
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize(
     "oddity",
     [
         *("cut", "no frame", "another shape", "fewer rows", "another type", "another writer", "one value"),
         *("no values", "bad block", "chunk behind its frame", "filters left open"),
+        *("header before it", "header behind it"),
         *("size", "double", "block", "stored"),
     ],
 )
@@ -701,11 +733,59 @@ def test_an_odd_slice_in_one_memory_is_what_it_is_alone(oddity: str) -> None:
     assert {place: str(error) for place, error in errors.items()} == {
         place: str(error) for place, error in expected.items()
     }
-    assert set(errors) <= ({0, 1, 2, 3, 4} if oddity == "filters left open" else {2})
+    are_all_odd = oddity == "filters left open" or oddity.startswith("header")
+    assert set(errors) <= ({0, 1, 2, 3, 4} if are_all_odd else {2})
     for place in {0, 1, 2, 3, 4, 5, 6} - {place + 1 for place in errors}:
         np.testing.assert_array_equal(together[place], alone[place])
 
 
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("flag", [0x08, 0x18, 0x30, 0x40])
+def test_a_chunk_in_a_file_or_of_one_value_is_not_decoded_together(
+    flag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would open the file of the frame around the chunks, and there is none."""
+    slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]
+    payloads = [bytearray(encode_array("b2nd", one)) for one in slices]
+    payloads[1][int.from_bytes(payloads[1][11:15], "big") + 31] |= flag
+    memory, views = _in_memory([bytes(payload) for payload in payloads])
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(b2nd, "_decompress_chunks", refuse)
+    out = np.zeros((3, 64, 48), "<u2")
+    assert set(decode_arrays("b2nd", views, out, memory)) <= {1}
+    for place in (0, 2):
+        np.testing.assert_array_equal(out[place], slices[place])
+
+
+def test_a_frame_that_leaves_values_open_is_refused() -> None:
+    """They would be what was in memory, such as pixels of another patient."""
+    blank = blosc2.uninit((64, 48), dtype="<u2", contiguous=True).to_cframe()
+    wider = bytearray(encode_array("b2nd", _pixels((64, 48), "<u2", "smooth")))
+    # Blocks that reach beyond the array need longer chunks.
+    parts = b"".join(b"\xd2" + struct.pack(">i", size) for size in (64, 48))
+    at = wider.rindex(parts, 0, int.from_bytes(wider[11:15], "big")) + len(parts) - 4
+    struct.pack_into(">i", wider, at, 60)
+    for payload in (bytes(blank), bytes(wider)):
+        with pytest.raises(FormatError, match="a chunk must have"):
+            decode_array("b2nd", payload)
+
+
+@pytest.mark.parametrize("flag", [0x08, 0x28, 0x40])
+def test_a_chunk_whose_blocks_are_elsewhere_is_refused(flag: int) -> None:
+    values = _pixels((64, 48), "<u2", "smooth")
+    chunk = np.frombuffer(b2nd.encode_chunk(values, (64, 48), is_fast=False), np.uint8).copy()
+    told = {"num_bytes": values.nbytes, "block_num_bytes": values.nbytes}
+    place, size = np.zeros(1, np.int64), np.array([len(chunk)])
+    b2nd.check_chunks(chunk, place, size, **told)
+    chunk[31] |= flag
+    with pytest.raises(FormatError, match="a chunk must hold"):
+        b2nd.check_chunks(chunk, place, size, **told)
+
+
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("lack", ["room before", "room behind", "another memory", "read-only", "one array"])
 def test_slices_without_room_around_them_are_decoded_one_by_one(lack: str) -> None:
     slices = [_pixels((64, 48), "<u2", "smooth") + number for number in range(3)]

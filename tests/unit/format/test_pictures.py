@@ -118,6 +118,16 @@ def test_a_gray_sequential_picture_has_one_scan_that_a_decoder_takes() -> None:
         assert not other.has_one_scan
 
 
+def test_a_header_that_decoders_do_not_see_is_not_believed() -> None:
+    """They skip what follows a zero byte up to the next marker, which here is of a comment."""
+    gray = encoded("JPEG")
+    frame = gray[gray.index(b"\xff\xc0") : gray.index(b"\xff\xc0") + 13]
+    comment = b"\xff\xfe" + struct.pack(">H", 2 + len(frame) + 16) + frame + bytes(16)
+    rest = with_scans(encoded("JPEG", progressive=True), 200)[2:]
+    with pytest.raises(FormatError, match="that states its size"):
+        decode_picture(b"\xff\xd8\xff\0\0\x06" + comment + rest, cv2.IMREAD_UNCHANGED)
+
+
 def test_a_picture_of_another_size_is_refused_before_it_is_decoded() -> None:
     cut = encoded("JPEG")[:-8]
     with pytest.raises(FormatError, match="must have 16 x 48 pixels, got 32 x 48"):

@@ -6,6 +6,7 @@ import os
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_other_bytes_are_another_manifest(dataset: Dataset) -> None:
         open_manifest(dataset, TOKENIZER)
     _write(dataset, "ef" * 32, [3, 3, 1])
     with pytest.raises(FormatError, match="must name the version and tokenizer that its folder"):
+        open_manifest(dataset, TOKENIZER)
+
+
+def test_rows_whose_sum_exceeds_64_bits_are_refused(dataset: Dataset) -> None:
+    most = 10**18 - 1
+    manifest = _manifest(dataset.dataset_id, [*[most] * 18, (1 << 64) + 7 - 18 * most])
+    path = Path(dataset.store.url) / tokens_folder(TOKENIZER, dataset.dataset_id) / "manifest.json"
+    path.write_bytes(replace(manifest, num_samples=7).encode())
+    with pytest.raises(FormatError, match="but this dataset has 7"):
         open_manifest(dataset, TOKENIZER)
 
 

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from shardflow.errors import ChecksumError, ConfigError, FormatError
 from shardflow.format import Dataset
 from shardflow.format import tokens as tokens_module
 from shardflow.format.checks.verification import verify
-from shardflow.format.table import Table
+from shardflow.format.table import Table, encode_table
 from shardflow.format.token_manifest import tokens_folder
 from shardflow.format.tokens import TokenIds, open_counts
 from shardflow.loading import Loader, select
@@ -143,6 +144,37 @@ def test_places_out_of_order_are_refused_though_their_checksum_is_right(
         with pytest.raises(FormatError, match="one behind another"):
             again.gather(np.arange(5))
         monkeypatch.setattr(Table, "whole", whole)
+
+
+def _ids_file(first_token: object, ids: object) -> tokens_module._IdsFile:
+    """Return an open table of three texts, whose manifest names these columns."""
+    meta: dict[str, Any] = {"kind": "token-ids", "format_version": 1, "first_row": 0}
+    owner = {"dataset_id": "d", "tokenizer": "t"}
+    data = encode_table({"first_token": np.array(first_token), "token_ids": np.array(ids)}, {**meta, **owner})
+    table = Table(memoryview(data), name="ids")
+    return tokens_module._IdsFile(tokens_module.ids_table(table, first_row=0, num_rows=3, **owner))
+
+
+@pytest.mark.parametrize("places", [[0, 2, 1, 4], [0, 2, 4, 9], [0, 2, 4, 1 << 63], [1 << 63, 2, 3, 4]])
+def test_wrong_places_of_a_text_are_refused_before_all_of_them_are_known(places: list[int]) -> None:
+    file = _ids_file(np.array(places, "<u8"), np.arange(4, dtype="<u2"))
+    with pytest.raises(FormatError, match="one behind another in 4 tokens"):
+        file.bounds(np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("places", "ids"),
+    [
+        (np.arange(4, dtype="<u4"), np.arange(4, dtype="<u2")),
+        (np.arange(4, dtype="<f8"), np.arange(4, dtype="<u2")),
+        (np.zeros((4, 2), "<u8"), np.arange(4, dtype="<u2")),
+        (np.arange(4, dtype="<u8"), np.arange(4, dtype="<f4")),
+        (np.arange(4, dtype="<u8"), np.zeros((4, 2), "<u2")),
+    ],
+)
+def test_columns_of_other_numbers_are_no_table_of_ids(places: object, ids: object) -> None:
+    with pytest.raises(FormatError, match="must hold the ids of its shard's 3 texts, got another table"):
+        _ids_file(places, ids)
 
 
 def test_a_wrong_byte_of_the_ids_is_found_before_it_is_used(
