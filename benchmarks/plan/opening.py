@@ -227,7 +227,7 @@ def _view(folder: Path, node: Path, middle: int) -> Iterator[tuple[str, dict[str
             before = _processor_s(viewer.pid)
             yield "viewer, start", {"processor_s": before, "private_mb": private_bytes(viewer.pid) / 2**20}
             for name, path in _REQUESTS.items():
-                peak, done = 0, threading.Event()
+                peak, done = private_bytes(viewer.pid), threading.Event()
 
                 def watch(done: threading.Event = done) -> None:
                     nonlocal peak
