@@ -29,7 +29,7 @@ from benchmarks.plan.scale import Peak
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SAMPLES_PER_SHARD: Final = 10_000
 SIZES: Final = {
-    **dict.fromkeys(("index", "writer", "tokenize", "attach", "copy", "verify"), (100_000, 500_000)),
+    **dict.fromkeys(("index", "writer", "tokenize", "attach", "copy"), (100_000, 500_000)),
     "version": (10**6, 10**7),
 }
 
@@ -130,14 +130,6 @@ def copy(folder: Path, num_samples: int) -> Callable[[], object]:
     return lambda: copy_dataset(source, LocalStore(folder / "copy"))
 
 
-def verify(folder: Path, num_samples: int) -> Callable[[], object]:
-    """Check a dataset, as `shardflow verify` does."""
-    from shardflow.format import verify as check
-
-    place = _dataset(folder, num_samples)
-    return lambda: check(place)
-
-
 def _dataset(folder: Path, num_samples: int) -> Path:
     """Write a dataset in a process of its own, so that what this one keeps free is not taken again."""
     command = [sys.executable, "-c", _MAKE, str(folder), str(num_samples)]
@@ -151,7 +143,7 @@ from pathlib import Path
 from benchmarks.pack.memory import writer
 writer(Path(sys.argv[1]), int(sys.argv[2]))()
 """
-_RUNS: Final = {one.__name__: one for one in (index, writer, version, tokenize, attach, copy, verify)}
+_RUNS: Final = {one.__name__: one for one in (index, writer, version, tokenize, attach, copy)}
 
 
 def measure(name: str, num_samples: int) -> dict[str, Any]:
