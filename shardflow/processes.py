@@ -80,6 +80,17 @@ def group_signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
+@contextmanager
+def handler_kept(number: int) -> Iterator[None]:
+    """Have a signal handled afterwards as it was before, whatever the body installs: Ray takes SIGTERM."""
+    former = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if former is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, former)
+
+
 def ignore_group_signals() -> None:
     """Ignore group signals, including those pending since the start; call it in the main thread."""
     for number in _SIGNALS:

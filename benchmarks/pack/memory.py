@@ -1,11 +1,12 @@
-"""Memory that writers take for each sample: an index of tars, `ShardWriter`, and the table of a new version.
+"""Memory that writers take for each sample: of shards, indexes, tables, tokens, attached columns, copies.
 
     python -m benchmarks.pack.memory --output benchmarks/results/writers.json
 
 Each writes small and many samples, in a process of its own; bytes a sample are the difference of their peaks
 of private memory (RssAnon) by the difference of their samples, so what is the same for both does not count.
-Indexes and shards of `index` and `writer` are real, with a text of 10 bytes a sample; the table of a version
-is written from rows as a packing job leaves them, without shards.
+Shards and indexes are real, with a text of 10 bytes a sample; the table of a version is written from rows as
+a packing job leaves them, without shards. `attach` joins two columns of a CSV, a number and a word, by the
+sample key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from benchmarks.plan.scale import Peak
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SAMPLES_PER_SHARD: Final = 10_000
-SIZES: Final = {"index": (100_000, 500_000), "writer": (100_000, 500_000), "version": (10**6, 10**7)}
+SIZES: Final = {
+    **dict.fromkeys(("index", "writer", "tokenize", "attach", "copy"), (100_000, 500_000)),
+    "version": (10**6, 10**7),
+}
 
 
 def index(folder: Path, num_samples: int) -> Callable[[], object]:
@@ -91,6 +95,57 @@ def version(folder: Path, num_samples: int) -> Callable[[], object]:
     return run
 
 
+def tokenize(folder: Path, num_samples: int) -> Callable[[], object]:
+    """Store the tokens of all texts, as `shardflow tokenize` does."""
+    from shardflow.format import Dataset
+    from shardflow.training.text import train_tokenizer
+    from shardflow.training.tokenizing import TextTokenizer, tokenize_dataset
+
+    dataset = Dataset.open(_dataset(folder, num_samples))
+    train_tokenizer(dataset, "train", 260, folder / "bpe")
+    tokenizer = TextTokenizer(folder / "bpe")
+    return lambda: tokenize_dataset(dataset, tokenizer)
+
+
+def attach(folder: Path, num_samples: int) -> Callable[[], object]:
+    """Attach two columns, as `shardflow attach` does."""
+    from shardflow.format import Dataset
+    from shardflow.packing.tables.joining import TableSettings, attach_table
+
+    dataset = Dataset.open(_dataset(folder, num_samples))
+    with (folder / "labels.csv").open("w", encoding="ascii") as file:
+        file.write("sample_key,risk,label\n")
+        for number, key in enumerate(dataset.samples.sample_keys()):
+            file.write(f"{key},{number / num_samples:.3f},{'abc'[number % 3]}\n")
+    settings = TableSettings(name="labels", on="sample_key")
+    return lambda: attach_table(dataset, folder / "labels.csv", settings)
+
+
+def copy(folder: Path, num_samples: int) -> Callable[[], object]:
+    """Copy a dataset, as `shardflow copy` does."""
+    from shardflow.format.copies.copying import copy_dataset
+    from shardflow.storage import LocalStore
+
+    source = LocalStore(_dataset(folder, num_samples))
+    return lambda: copy_dataset(source, LocalStore(folder / "copy"))
+
+
+def _dataset(folder: Path, num_samples: int) -> Path:
+    """Write a dataset in a process of its own, so that what this one keeps free is not taken again."""
+    command = [sys.executable, "-c", _MAKE, str(folder), str(num_samples)]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    return folder / "out"
+
+
+_MAKE: Final = """
+import sys
+from pathlib import Path
+from benchmarks.pack.memory import writer
+writer(Path(sys.argv[1]), int(sys.argv[2]))()
+"""
+_RUNS: Final = {one.__name__: one for one in (index, writer, version, tokenize, attach, copy)}
+
+
 def measure(name: str, num_samples: int) -> dict[str, Any]:
     """Run a writer in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.pack.memory", "--run", name, str(num_samples)]
@@ -110,7 +165,7 @@ def main() -> None:
     if arguments.run:
         name, num_samples = arguments.run[0], int(arguments.run[1])
         with tempfile.TemporaryDirectory() as folder:
-            run = {"index": index, "writer": writer, "version": version}[name](Path(folder), num_samples)
+            run = _RUNS[name](Path(folder), num_samples)
             began = time.process_time()
             with Peak() as memory:
                 run()

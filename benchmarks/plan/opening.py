@@ -2,11 +2,12 @@
 
     python -m benchmarks.plan.opening --output benchmarks/results/opening.json
 
-The manifest and the samples table are real (keys of 9 characters, texts of drawn sizes, no images); shards
-are sparse files without content, and so are their indexes but those that `info` reads. Each measurement is a
-child process; seconds are of the processor; memory is private (RssAnon), of openings above that of imports.
-The first opening on a node collects the shards and, of version 2, proves the blocks of the samples table that
-it reads; of version 1, which has no digests of blocks, it copies the table. Later ones map what is there.
+The manifest, the samples table and the indexes are real (keys of 9 characters, texts of 8 to 2,000 bytes, no
+images); shards are sparse files, whose texts are zeros. Each measurement is a child process; seconds are of
+the processor; memory is private (RssAnon), of openings above that of imports. The first opening on a node
+collects the shards and, of version 2, proves the blocks of the samples table that it reads; of version 1,
+which has no digests of blocks, it copies the table. Later ones map what is there. Requests to the viewer are
+answered by one process, one after another; `verify` checks the newest version alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.request import urlopen
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +39,8 @@ from shardflow.format.manifest import FileEntry, Manifest, ShardEntry, manifest_
 from shardflow.format.reasons import OutcomeCounts
 from shardflow.format.samples import FACT_COLUMNS, KIND
 from shardflow.format.shard_files import SamplesFiles
-from shardflow.format.table import StreamedColumn, stream_table
+from shardflow.format.table import StreamedColumn, crc32c, stream_table
+from shardflow.format.tar import BLOCK_NUM_BYTES
 
 _BLOCK: Final = 1 << 20
 _CHILD: Final = """
@@ -77,14 +81,23 @@ _COMMANDS: Final = {
     "info": ["info", "FOLDER"],
     "first plan": _PLAN,
     "plan": _PLAN,
+    "page": ["report", "FOLDER", "--fast", "-o", "PAGE"],
+    "verify": ["verify", "FOLDER", "--fast"],
 }
-_NUM_INDEXES: Final = 64
-"""Indexes that `info` reads."""
+_REQUESTS: Final = {
+    "viewer, all samples": "/api/samples",
+    "viewer, one sample": "/api/samples/{middle}",
+    "viewer, keys that begin with a text": "/api/samples?text=15",
+    "viewer, a condition": "/api/samples?where=facts.text_bytes+%3E+1990&start=400000",
+    "viewer, a step": "/api/steps?split=train&seed=7&step=100&size=8&count=2048",
+}
+_STRIDE: Final = 4096
+"""Bytes from one sample of a shard to the next."""
+_LEAST_TEXT, _MOST_TEXT = 8, 2000
 
 
 def make(folder: Path, num_samples: int, num_shards: int) -> None:
     """Write the dataset."""
-    rng = np.random.default_rng(0)
     bounds = np.linspace(0, num_samples, num_shards + 1).astype(np.int64)
 
     def pieces(value: Callable[[NDArray[np.int64]], NDArray[Any]]) -> Iterator[NDArray[Any]]:
@@ -101,10 +114,10 @@ def make(folder: Path, num_samples: int, num_shards: int) -> None:
         "sample_key": ("S9", lambda rows: (rows + 10**8).astype("S9")),
         "shard": ("<u4", shard_of),
         "row_in_shard": ("<u4", inside),
-        "offset_bytes": ("<u8", lambda rows: inside(rows) * 4096),
-        "num_bytes": ("<u8", lambda rows: np.full(len(rows), 4096)),
+        "offset_bytes": ("<u8", lambda rows: inside(rows) * _STRIDE),
+        "num_bytes": ("<u8", lambda rows: BLOCK_NUM_BYTES + _padded(_text_bytes(rows))),
         **{name: ("<u4", lambda rows: np.zeros(len(rows))) for name in FACT_COLUMNS},
-        "text_bytes": ("<u4", lambda rows: rng.integers(8, 2000, len(rows))),
+        "text_bytes": ("<u4", _text_bytes),
         "modality": ("|u1", lambda rows: np.zeros(len(rows))),
     }
     columns = [
@@ -120,21 +133,17 @@ def make(folder: Path, num_samples: int, num_shards: int) -> None:
     samples = SamplesFiles.write(folder, "samples/samples-000001.tbl", stream_table(columns, meta))
     shards = []
     (folder / "shards").mkdir()
-    read = {place * num_shards // _NUM_INDEXES for place in range(_NUM_INDEXES)}
+    checksums = np.array([crc32c(bytes(size)) for size in range(_MOST_TEXT + 1)], "<u4")
     for number, count in enumerate(np.diff(bounds).tolist()):
         name = f"train-{number:06d}"
-        sizes = {f"shards/{name}.tar": 4096 * count, f"shards/{name}.idx": 60 * count}
-        for file, size in sizes.items():
-            with (folder / file).open("wb") as handle:
-                handle.truncate(size)
-        tar, index = (
-            FileEntry(path=file, num_bytes=size, sha256=hashlib.sha256(file.encode()).hexdigest())
-            for file, size in sizes.items()
+        tar = FileEntry(path=f"shards/{name}.tar", num_bytes=_STRIDE * count, sha256=f"{number:064x}")
+        with (folder / tar.path).open("wb") as handle:
+            handle.truncate(tar.num_bytes)
+        data = _index(name, np.arange(bounds[number], bounds[number + 1]), checksums)
+        index = FileEntry(
+            path=f"shards/{name}.idx", num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
         )
-        if number in read:
-            data = _index(name, int(bounds[number]), count)
-            (folder / index.path).write_bytes(data)
-            index = FileEntry(path=index.path, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        (folder / index.path).write_bytes(data)
         shards.append(
             ShardEntry(
                 name=name,
@@ -154,18 +163,28 @@ def make(folder: Path, num_samples: int, num_shards: int) -> None:
         (folder / manifest_path(manifest.manifest_version)).write_bytes(manifest.encode())
 
 
-def _index(name: str, first_row: int, count: int) -> bytes:
-    """Encode the index of a shard of texts of 3,000 bytes."""
-    rows = np.arange(count)
+def _text_bytes(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sizes of texts, spread by Knuth's multiplicative hash."""
+    spread = rows * 2_654_435_761 % (1 << 32)
+    return _LEAST_TEXT + (spread * (_MOST_TEXT - _LEAST_TEXT + 1) >> 32)
+
+
+def _padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return -(-sizes // BLOCK_NUM_BYTES) * BLOCK_NUM_BYTES
+
+
+def _index(name: str, rows: NDArray[np.int64], checksums: NDArray[np.uint32]) -> bytes:
+    """Encode the index of a shard."""
+    count, sizes = len(rows), _text_bytes(rows)
     columns: dict[str, NDArray[Any]] = {
-        "sample_key": (first_row + rows + 10**8).astype("S9"),
+        "sample_key": (rows + 10**8).astype("S9"),
         "sample_first_field": np.arange(count + 1, dtype="<u4"),
         "field_name": np.zeros(count, "<u4"),
-        "field_offset": (rows * 4096 + 512).astype("<u8"),
-        "field_num_bytes": np.full(count, 3000, "<u8"),
-        "field_crc32c": np.zeros(count, "<u4"),
+        "field_offset": (np.arange(count) * _STRIDE + BLOCK_NUM_BYTES).astype("<u8"),
+        "field_num_bytes": sizes.astype("<u8"),
+        "field_crc32c": checksums[sizes],
     }
-    return ShardIndex.encode_columns(name, 4096 * count, ["report.txt"], columns)
+    return ShardIndex.encode_columns(name, _STRIDE * count, ["report.txt"], columns)
 
 
 def _run(command: list[str], node: Path) -> tuple[dict[str, float], str]:
@@ -183,6 +202,54 @@ def _run(command: list[str], node: Path) -> tuple[dict[str, float], str]:
         used = after.children_user + after.children_system - before.children_user - before.children_system
         found = {"processor_s": used, "private_mb": peak / 2**20, "code": process.returncode}
         return found, output.read()
+
+
+@contextmanager
+def _newest_alone(folder: Path) -> Iterator[None]:
+    """Hide the first version."""
+    first = folder / manifest_path(1)
+    hidden = first.with_suffix(".hidden")
+    first.rename(hidden)
+    try:
+        yield
+    finally:
+        hidden.rename(first)
+
+
+def _view(folder: Path, node: Path, middle: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Ask a viewer; yield name, processor seconds and private memory of its start and of each request."""
+    command = [sys.executable, "-m", "shardflow.cli.main", "view", str(folder), "--port", "0", "--no-token"]
+    environment = {**os.environ, "TMPDIR": str(node), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as viewer:
+        try:
+            assert viewer.stdout is not None
+            url = viewer.stdout.readline().split()[0].rstrip("/")
+            before = _processor_s(viewer.pid)
+            yield "viewer, start", {"processor_s": before, "private_mb": private_bytes(viewer.pid) / 2**20}
+            for name, path in _REQUESTS.items():
+                peak, done = private_bytes(viewer.pid), threading.Event()
+
+                def watch(done: threading.Event = done) -> None:
+                    nonlocal peak
+                    while not done.wait(0.02):
+                        peak = max(peak, private_bytes(viewer.pid))
+
+                watcher = threading.Thread(target=watch)
+                watcher.start()
+                with urlopen(url + path.format(middle=middle)) as answer:
+                    answer.read()
+                done.set()
+                watcher.join()
+                after = _processor_s(viewer.pid)
+                yield name, {"processor_s": after - before, "private_mb": peak / 2**20}
+                before = after
+        finally:
+            viewer.terminate()
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -207,16 +274,21 @@ def main() -> int:
             rows[name] = found | json.loads(output.splitlines()[-1] if output else "{}")
             sys.stderr.write(f"{name}: {rows[name]}\n")
         for name, command in _COMMANDS.items():
-            words = [str(folder) if word == "FOLDER" else word for word in command]
-            rows[name], _ = _run(["-m", "shardflow.cli.main", *words], node)
+            places = {"FOLDER": str(folder), "PAGE": str(Path(scratch) / "page.html")}
+            words = [places.get(word, word) for word in command]
+            with _newest_alone(folder) if name == "verify" else nullcontext():
+                rows[name], _ = _run(["-m", "shardflow.cli.main", *words], node)
             sys.stderr.write(f"{name}: {rows[name]}\n")
+        for name, found in _view(folder, node, settings.samples // 2):
+            rows[name] = found
+            sys.stderr.write(f"{name}: {found}\n")
     content = {
         "about": about_run(["numpy"]),
         "command": f"python -m benchmarks.plan.opening --output {settings.output}",
         "load_average": os.getloadavg(),
         "samples": settings.samples,
         "shards": settings.shards,
-        "simulated": "manifest, samples table and 64 indexes are whole; shards and other indexes are sparse",
+        "simulated": "manifest, samples table and indexes are whole; shards are sparse, their texts zeros",
         "rows": rows,
     }
     settings.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ _OURS = ("shardflow", "shardflow_process", "shardflow_resumed")
 CONTESTANTS = {
     "ct": ("limit", *_OURS, *PEERS, *RESUMED_PEERS, "webdataset_png", "dicom"),
     "cxr": ("limit", *_OURS, *PEERS),
+    "gray": ("limit", "shardflow", *PEERS),
     "text": ("shardflow_tokens", "shardflow_tokens_resumed", "shardflow", *PEERS, "litdata_typed"),
 }
 _MODULES = {"shardflow": "ours", "limit": "limit", "dicom": "loose_dicom"}

@@ -12,6 +12,7 @@ from benchmarks.stream.records import (
     NUM_SLICES,
     SIZE,
     Loop,
+    decode_gray,
     decode_picture,
     decode_study,
     records,
@@ -27,6 +28,8 @@ def loop(workload: str, folder: Path, num_workers: int) -> Loop:
     def work(fields: dict[str, bytes], out: Any) -> None:
         if workload == "ct":
             decode_study(fields, out, decode_slice)
+        elif workload == "gray":
+            decode_gray(fields["image.jpg"])
         else:
             decode_picture(fields["image.jpg"], out)
 

@@ -18,6 +18,7 @@ from shardflow.sampling import BatchSpec
 _FIELDS: dict[str, dict[str, Field]] = {
     "ct": {"image": Slices(num_slices=NUM_SLICES, size=(SIZE, SIZE)), "report": Text()},
     "cxr": {"image": Image(member="image.jpg", size=(1024, 1024), channels=3), "report": Text()},
+    "gray": {"image": Image(member="image.jpg", size=(1024, 1024), channels=1), "report": Text()},
     "text": {"report": Text()},
 }
 _TOKENS: dict[str, Field] = {"tokens": Tokens(tokenizer="0" * 64, flat=True)}

@@ -15,10 +15,24 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BATCH", "NUM_SLICES", "SIZE", "Collate", "Loop", "collate", "decode", "records", "size", "tars"]
+__all__ = [
+    "BATCH",
+    "CONTENT",
+    "NUM_SLICES",
+    "SIZE",
+    "Collate",
+    "Loop",
+    "collate",
+    "decode",
+    "records",
+    "size",
+    "tars",
+]
 
 NUM_SLICES, SIZE = 40, 512
-BATCH = {"ct": 1, "cxr": 16, "text": 256}
+BATCH = {"ct": 1, "cxr": 16, "gray": 16, "text": 256}
+CONTENT = {"gray": "cxr"}
+"""Workloads that read the records of another one."""
 # Yields None once imports and opening are behind it, then the number of samples of each batch.
 Loop = Iterator[int | None]
 
@@ -56,9 +70,12 @@ def decode(workload: str, fields: dict[str, Any]) -> Any:
         volume = torch.empty((NUM_SLICES, SIZE, SIZE), dtype=torch.int16)
         decode_study(fields, volume.numpy(), slice_decoder())
         return volume
+    report = bytes(fields["report.txt"]).decode()
+    if workload == "gray":
+        return torch.from_numpy(decode_gray(fields["image.jpg"])), report
     image = torch.empty((1024, 1024, 3), dtype=torch.uint8)
     decode_picture(fields["image.jpg"], image.numpy())
-    return image, bytes(fields["report.txt"]).decode()
+    return image, report
 
 
 def decode_study(fields: dict[str, Any], out: Any, decode_slice: Callable[[memoryview, Any], None]) -> None:
@@ -67,14 +84,18 @@ def decode_study(fields: dict[str, Any], out: Any, decode_slice: Callable[[memor
         decode_slice(memoryview(fields[name]), out[place])
 
 
-def decode_picture(data: bytes, out: Any) -> None:
-    """Decode a grey JPEG to RGB, the fastest way that OpenCV has: as grey, a third of the memory."""
+def decode_gray(data: bytes) -> Any:
+    """Decode a gray JPEG to ``(rows, columns)``, the fastest way that OpenCV has."""
     import cv2
 
-    grey: Any = cv2.imdecode(
-        np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-    )
-    cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB, dst=out)
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION)
+
+
+def decode_picture(data: bytes, out: Any) -> None:
+    """Decode a gray JPEG to RGB, the fastest way that OpenCV has: as gray, a third of the memory."""
+    import cv2
+
+    cv2.cvtColor(decode_gray(data), cv2.COLOR_GRAY2RGB, dst=out)
 
 
 def slice_decoder() -> Callable[[memoryview, Any], None]:

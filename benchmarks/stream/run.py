@@ -4,7 +4,8 @@
 
 Makes an environment for each peer (needs the package index once), writes the content, and measures three
 workloads from the page cache into a loop that does nothing: CT studies of 40 slices (512 x 512 int16, one a
-batch), radiographs (1,024 x 1,024 grey JPEG to RGB, with a report, 16 a batch), texts (256 a batch).
+batch), radiographs (1,024 x 1,024 gray JPEG to RGB, with a report, 16 a batch; ``gray``: the same as one
+channel), texts (256 a batch).
 The decoders are the same for all. Every measurement is a process of its own, and the order of the contestants
 turns from round to round; a cell takes ten seconds and more. The first round is not timed, it warms the
 caches and samples the peak memory (PSS of the process and all below it, shared memory included). ``--sweep``
@@ -43,6 +44,7 @@ from benchmarks.stream import sample_counts
 from benchmarks.stream.content import make_content, make_radiographs, make_texts
 from benchmarks.stream.contestants import CONTESTANTS, PEERS, RESUMED_PEERS
 from benchmarks.stream.goals import goals
+from benchmarks.stream.records import CONTENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXTRAS = ("blosc2==4.14.1", "opencv-python-headless==5.0.0.93", "google-crc32c==1.9.0")
@@ -56,11 +58,13 @@ _MEASURE_S = 120.0
 class Bench:
     """The content, the environments, and the measurements so far."""
 
-    def __init__(self, folder: Path, environments: Path, only: list[str] | None) -> None:
+    def __init__(
+        self, folder: Path, environments: Path, only: list[str] | None, workloads: list[str]
+    ) -> None:
         self._folder = folder
         self._contestants = {
-            workload: [name for name in names if only is None or name in only]
-            for workload, names in CONTESTANTS.items()
+            workload: [name for name in CONTESTANTS[workload] if only is None or name in only]
+            for workload in workloads
         }
         self._peers = [name for name in PEERS if only is None or name in map(_peer_of, only)]
         self._pythons = {name: environment(name, environments, *EXTRAS) for name in self._peers}
@@ -74,10 +78,14 @@ class Bench:
 
     def make(self, num_studies: int, num_images: int, num_texts: int) -> None:
         """Write the content, ours and the peers'."""
-        make_content(self._folder / "ct", num_studies, loose=True)
-        make_radiographs(self._folder / "cxr", num_images)
-        make_texts(self._folder / "text", num_texts)
-        for workload in CONTESTANTS:
+        folders = {CONTENT.get(workload, workload) for workload in self._contestants}
+        if "ct" in folders:
+            make_content(self._folder / "ct", num_studies, loose=True)
+        if "cxr" in folders:
+            make_radiographs(self._folder / "cxr", num_images)
+        if "text" in folders:
+            make_texts(self._folder / "text", num_texts)
+        for workload in sorted(folders):
             for peer in self._peers:
                 if peer == "webdataset":  # reads our tars
                     continue
@@ -171,7 +179,7 @@ class Bench:
         ]
         with (self._folder / "said").open("wb") as said:
             return subprocess.Popen(
-                [*command, str(self._folder / workload), str(number)],
+                [*command, str(self._folder / CONTENT.get(workload, workload)), str(number)],
                 cwd=self._folder,
                 env=environment_variables,
                 stdout=subprocess.PIPE,
@@ -253,13 +261,16 @@ def main() -> int:
     default = Path(tempfile.gettempdir()) / "shardflow-stream-peers"
     names = sorted({name for names in CONTESTANTS.values() for name in names})
     parser.add_argument("--only", nargs="+", choices=names, help="measure these alone, without goals")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=[*CONTESTANTS], help="measure these alone, without goals"
+    )
     parser.add_argument("--environments", type=Path, default=default)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="shardflow-stream-"))
     try:
-        bench = Bench(folder, options.environments, options.only)
+        bench = Bench(folder, options.environments, options.only, options.workloads or [*CONTESTANTS])
         bench.make(options.studies, options.images, options.texts)
         bench.warm()
         if options.sweep:
@@ -270,7 +281,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     medians = bench.medians()
     counts = sample_counts.compare()
-    table = [] if options.only else goals(medians, counts)
+    table = [] if options.only or options.workloads else goals(medians, counts)
     results = {
         "what": (__doc__ or "").strip().splitlines()[0],
         "command": " ".join(["python -m benchmarks.stream.run", *sys.argv[1:]]),

@@ -31,6 +31,8 @@ _ROW_KEYS = {"hash", "input", "kind", "outcome", "prev", "reason", "sample_key"}
 KIND: Final = "line-outcomes"
 FORMAT_VERSION: Final = 1
 _PIECE_ROWS: Final = 1 << 20
+_MAX_LINE_BYTES: Final = 1 << 16
+"""Far more than the grammar of a row allows; bounds what is held of a file without ends of lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,17 +126,21 @@ class LedgerReport:
     counts: OutcomeCounts
 
 
-def verify_ledger(data: bytes, *, head: str | None = None) -> LedgerReport:
+def verify_ledger(
+    pieces: bytes | Iterable[bytes | NDArray[np.uint8]], *, head: str | None = None
+) -> LedgerReport:
     """Check every line, the chain, the counts and the head.
 
     Args:
-        data: The ledger.
+        pieces: The ledger, whole or in pieces of any length; one piece is held at a time.
         head: The head that the manifest names; not compared if not given.
     """
     problems: list[LedgerProblem] = []
     chain = LedgerChain()
     is_closed = False
-    for number, offset, line in _lines(data):
+    number = end = 0
+    for number, offset, line in _lines([pieces] if isinstance(pieces, bytes) else pieces):
+        end = offset + len(line)
         problem: str | None = None
         if is_closed:
             problem = "a line after the closing line"
@@ -148,19 +154,27 @@ def verify_ledger(data: bytes, *, head: str | None = None) -> LedgerReport:
                 problem = _check_line(chain, body, line)
         if problem:
             problems.append(LedgerProblem(number, offset, problem))
-    num_lines = data.count(b"\n")
     if not is_closed:
-        problems.append(LedgerProblem(num_lines + 1, len(data), "no closing line"))
+        problems.append(LedgerProblem(number + 1, end, "no closing line"))
     elif head is not None and chain.head != head and not problems:
-        problems.append(LedgerProblem(num_lines, len(data), "another head than the manifest's"))
+        problems.append(LedgerProblem(number, end, "another head than the manifest's"))
     return LedgerReport(tuple(problems), OutcomeCounts(**chain.counts))
 
 
-def _lines(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    offset = 0
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
-        yield number, offset, line
-        offset += len(line)
+def _lines(pieces: Iterable[bytes | NDArray[np.uint8]]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, offset and bytes of each line; nothing follows one that is longer than any can be."""
+    number = offset = 0
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + bytes(piece)).split(b"\n")
+        for line in lines:
+            number += 1
+            yield number, offset, line + b"\n"
+            offset += len(line) + 1
+        if len(rest) > _MAX_LINE_BYTES:
+            break
+    if rest:
+        yield number + 1, offset, rest
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ only if Ray is asked for (extra ``ray``).
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from shardflow.errors import ConfigError, ShardflowError, os_reason
 from shardflow.loading.service_main import ServerOptions
+from shardflow.processes import handler_kept
 from shardflow.storage.local import write_atomic
 
 _LOOK_S: Final = 1.0
@@ -46,7 +48,7 @@ class ServingActor:
 
 
 def connect(address: str) -> None:
-    """Join a Ray cluster, which takes SIGTERM for itself: set handlers afterwards.
+    """Join a Ray cluster.
 
     Args:
         address: ``HOST:PORT`` or ``auto``.
@@ -56,7 +58,8 @@ def connect(address: str) -> None:
     """
     try:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
-        ray.init(address=address, **quiet)
+        with handler_kept(signal.SIGTERM):
+            ray.init(address=address, **quiet)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The Ray cluster of --ray cannot be reached ({os_reason(error)}); is it `auto`, or HOST:PORT?"

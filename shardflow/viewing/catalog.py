@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,9 +49,8 @@ class Catalog:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._keys: NDArray[np.bytes_] = np.asarray(dataset.samples.column("sample_key"))
         self._lock = threading.Lock()
-        self._findings: dict[tuple[str, str], list[int]] = {}
+        self._findings: dict[tuple[str, str], array[int]] = {}
         self._num_read = 0
         self._is_closed = threading.Event()
         self._reader: threading.Thread | None = None
@@ -84,11 +84,14 @@ class Catalog:
         Raises:
             ConfigError: There is no such split.
         """
-        rows = self._matching(query)
+        total, shown = 0, list[int]()
+        for rows in self._matching(query):
+            shown += rows[max(start - total, 0) : max(start + count - total, 0)].tolist()
+            total += len(rows)
         return {
-            "total": len(rows),
+            "total": total,
             "num_read": self._num_read,
-            "samples": [self.describe(int(row)) for row in rows[start : start + count]],
+            "samples": [self.describe(row) for row in shown],
         }
 
     def findings(self) -> dict[str, Any]:
@@ -108,53 +111,53 @@ class Catalog:
             ],
         }
 
-    def _matching(self, query: Query) -> NDArray[np.int64]:
+    def _matching(self, query: Query) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows that match, ascending, of one block of rows after another."""
         samples = self._dataset.samples
-        rows = np.arange(samples.num_samples)
+        within = range(samples.num_samples)
         if query.split:
-            wanted = self._dataset.splits.get(query.split)
-            if wanted is None:
+            if query.split not in self._dataset.splits:
                 raise ConfigError("the dataset has no such split.")
-            rows = np.arange(wanted.start, wanted.stop)
-        if query.modality:
-            known = samples.modalities
-            number = known.index(query.modality) if query.modality in known else -1
-            rows = rows[np.asarray(samples.column("modality"))[rows] == number]
-        if query.concept or query.assertion:
-            rows = np.intersect1d(rows, self._rows_of(query.concept, query.assertion))
-        if query.text:
-            rows = rows[self._has_text(query.text, rows)]
-        if query.where:
-            rows = rows[self._selected(query.where)[rows]]
-        return rows.astype(np.int64)
+            within = self._dataset.splits[query.split]
+        modality = samples.modalities.index(query.modality) if query.modality in samples.modalities else -1
+        is_finding = bool(query.concept or query.assertion)
+        found = self._rows_of(query.concept, query.assertion) if is_finding else np.empty(0, np.int64)
+        condition = Where(self._dataset, query.where) if query.where else None
+        has_text = self._text_condition(query.text) if query.text else None
+        for start in range(within.start, within.stop, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, within.stop)
+            rows = np.arange(start, stop)
+            if is_finding:
+                rows = found[np.searchsorted(found, start) : np.searchsorted(found, stop)]
+            if query.modality:
+                rows = rows[samples.gather("modality", rows) == modality]
+            if has_text is not None:
+                rows = rows[has_text(rows)]
+            if condition is not None:
+                rows = rows[condition.select(start, stop).rows[rows - start]]
+            yield rows
 
-    def _selected(self, where: str) -> NDArray[np.bool_]:
-        condition, num_rows = Where(self._dataset, where), self._dataset.samples.num_samples
-        parts = [
-            condition.select(start, min(start + _ROWS_AT_ONCE, num_rows)).rows
-            for start in range(0, num_rows, _ROWS_AT_ONCE)
-        ]
-        return np.concatenate([np.zeros(0, bool), *parts])
-
-    def _has_text(self, text: str, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        if ":" in text:
-            try:
-                return np.asarray(rows == find_row(self._dataset, text))
-            except ConfigError:
-                return np.zeros(len(rows), np.bool_)
-        begins = np.char.startswith(self._keys[rows], text.lower().encode("utf-8", "replace"))
-        return np.asarray(begins, np.bool_)
+    def _text_condition(self, text: str) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
+        """Return which rows have a key that begins with a text, or are the one that it names."""
+        if ":" not in text:
+            beginning = text.lower().encode("utf-8", "replace")
+            gather = self._dataset.samples.gather
+            return lambda rows: np.char.startswith(gather("sample_key", rows), beginning)
+        try:
+            wanted = find_row(self._dataset, text)
+        except ConfigError:
+            wanted = -1
+        return lambda rows: rows == wanted
 
     def _rows_of(self, concept: str, assertion: str) -> NDArray[np.int64]:
         self._begin_reading()
         with self._lock:
-            found = {
-                row
+            parts = [
+                np.array(rows, np.int64)
                 for (name, how), rows in self._findings.items()
                 if concept in ("", name) and assertion in ("", how)
-                for row in rows
-            }
-        return np.array(sorted(found), np.int64)
+            ]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
     def _begin_reading(self) -> None:
         with self._lock:
@@ -169,7 +172,7 @@ class Catalog:
             names = set(self._findings_of(row))
             with self._lock:
                 for name in names:
-                    self._findings.setdefault(name, []).append(row)
+                    self._findings.setdefault(name, array("q")).append(row)
                 self._num_read = row + 1
 
     def _findings_of(self, row: int) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from shardflow.errors import FormatError
 from shardflow.format import Dataset, FieldLocation, decode_array
 from shardflow.format.contents.pictures import picture_size
 from shardflow.format.keys import REPORT_FIELD, STUDY_FIELD, thumbnail_field
+from shardflow.format.samples import FACT_COLUMNS
 from shardflow.seeds import derive
 from shardflow.storage import ByteRange
 from shardflow.viewing.study import (
@@ -127,13 +128,15 @@ _ROWS_AT_ONCE: Final = 1 << 16
 _WORD_BYTES: Final = 8
 
 
-def lowest_rows(samples: SamplesTable, wanted: int, where: NDArray[np.bool_] | None = None) -> list[int]:
+def lowest_rows(
+    samples: SamplesTable, wanted: int, where: Callable[[slice], NDArray[np.bool_]] | None = None
+) -> list[int]:
     """Choose samples.
 
     Args:
         samples: The samples table.
         wanted: How many at most.
-        where: ``(num_samples,)``, the samples to choose from; all of them if not given.
+        where: Returns which samples of a block of rows to choose from; all of them if not given.
 
     Returns:
         Their rows, ascending.
@@ -141,15 +144,23 @@ def lowest_rows(samples: SamplesTable, wanted: int, where: NDArray[np.bool_] | N
     keys = samples.column("sample_key")
     rows: NDArray[np.int64] = np.empty(0, np.int64)
     hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
-    for start in range(0, samples.num_samples, _ROWS_AT_ONCE):
-        block = np.arange(start, min(start + _ROWS_AT_ONCE, samples.num_samples), dtype=np.int64)
-        if where is not None:
-            block = block[where[block]]
-        rows = np.concatenate([rows, block])
-        hashes = np.concatenate([hashes, key_hashes(keys[block])])
+    for part in _blocks(range(samples.num_samples)):
+        block = np.arange(part.start, part.stop, dtype=np.int64)
+        found = key_hashes(keys[part])
+        is_lower = np.ones(len(block), bool) if where is None else where(part)
+        if len(rows) == wanted:  # few are left to be sorted
+            is_lower = is_lower & (found < hashes.max(initial=0))
+        rows = np.concatenate([rows, block[is_lower]])
+        hashes = np.concatenate([hashes, found[is_lower]])
         best = np.lexsort((rows, hashes))[:wanted]
         rows, hashes = rows[best], hashes[best]
     return sorted(rows.tolist())
+
+
+def _blocks(rows: range) -> Iterator[slice]:
+    """Cut rows into blocks, so that what is computed of a column is not as long as the column."""
+    for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
+        yield slice(start, min(start + _ROWS_AT_ONCE, rows.stop))
 
 
 def key_hashes(keys: NDArray[Any]) -> NDArray[np.uint64]:
@@ -463,7 +474,8 @@ class _Scope:
         cls, dataset: Dataset, num_thumbnails: int, slices_per_series: int | None, bounds: Bounds | None
     ) -> _Scope:
         samples = dataset.samples
-        shown = frozenset(lowest_rows(samples, num_thumbnails, samples.column("num_slices") > 0))
+        num_slices, modality = samples.column("num_slices"), samples.column("modality")
+        shown = frozenset(lowest_rows(samples, num_thumbnails, lambda part: num_slices[part] > 0))
         if bounds is None:
             return cls(
                 rows=range(samples.num_samples),
@@ -474,8 +486,8 @@ class _Scope:
             )
         described = lowest_rows(samples, bounds.num_studies)
         names = samples.modalities
-        is_ct = samples.column("modality") == (names.index("CT") if "CT" in names else -1)
-        counted = lowest_rows(samples, bounds.num_ct_slices, is_ct)
+        ct = names.index("CT") if "CT" in names else -1
+        counted = lowest_rows(samples, bounds.num_ct_slices, lambda part: modality[part] == ct)
         return cls(
             rows=sorted({*described, *counted, *shown}),
             described=frozenset(described),
@@ -497,17 +509,19 @@ class _Scope:
 def _count_samples(dataset: Dataset, facts: DatasetFacts) -> None:
     """Add the counts of the samples table."""
     samples = dataset.samples
+    columns = {name: samples.column(name) for name in (*FACT_COLUMNS, "modality")}
     for split, rows in dataset.splits.items():
-        numbers = np.bincount(
-            samples.column("modality")[rows.start : rows.stop], minlength=len(samples.modalities)
-        )
+        numbers = np.zeros(len(samples.modalities), np.int64)
+        for part in _blocks(rows):
+            found = {name: column[part] for name, column in columns.items()}
+            numbers += np.bincount(found["modality"], minlength=len(numbers))
+            facts.slices.add_all(found["num_slices"])
+            facts.series.add_all(found["num_series"])
+            facts.text.add_all(found["text_bytes"])
+            facts.sides.add_all(np.maximum(found["rows"], found["columns"]))
+            facts.num_reports += int(np.count_nonzero(found["text_bytes"]))
         named = zip(samples.modalities, numbers.tolist(), strict=True)
         facts.modalities[split] = Counter({name or "(unknown)": count for name, count in named if count})
-    facts.slices.add_all(samples.column("num_slices"))
-    facts.series.add_all(samples.column("num_series"))
-    facts.text.add_all(samples.column("text_bytes"))
-    facts.sides.add_all(np.maximum(samples.column("rows"), samples.column("columns")))
-    facts.num_reports = int(np.count_nonzero(samples.column("text_bytes")))
 
 
 def _count_reasons(dataset: Dataset, facts: DatasetFacts) -> None:

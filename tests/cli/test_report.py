@@ -15,7 +15,7 @@ import pytest
 
 from shardflow.cli.main import EXIT_CONFIGURATION, main
 from shardflow.format import Dataset
-from shardflow.viewing import gather, render_page
+from shardflow.viewing import Bounds, gather, render_page
 from shardflow.viewing.dataset_facts import (
     HU_START,
     HU_STEP,
@@ -102,6 +102,28 @@ def test_counts_are_those_of_every_pixel(dataset: Path) -> None:
     assert int(fewer.hounsfield.sum()) == 16 * 16 * 16
     assert [thumbnail.place for thumbnail in fewer.thumbnails] == _lowest(opened, 3)
     assert "16 of" in render_page(opened, fewer, **LIMITS)
+
+
+@pytest.mark.parametrize("bounds", [None, Bounds(num_studies=6, num_ct_slices=4)], ids=["all", "bounded"])
+def test_facts_are_those_of_one_block_of_rows_and_of_many(
+    dataset: Path, bounds: Bounds | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Dataset.open(dataset)
+    one = gather(opened, num_thumbnails=3, bounds=bounds)
+    assert [thumbnail.place for thumbnail in one.thumbnails] == _lowest(opened, 3)
+    monkeypatch.setattr("shardflow.viewing.dataset_facts._ROWS_AT_ONCE", 2)
+    many = gather(opened, num_thumbnails=3, bounds=bounds)
+    assert render_page(opened, many, **LIMITS) == render_page(opened, one, **LIMITS)
+
+
+def test_a_fast_page_says_how_much_of_the_dataset_it_counted(
+    call: Call, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.cli.report.Bounds", lambda: Bounds(num_studies=5, num_ct_slices=3))
+    assert "5 of 16 studies" in _write(call, dataset, tmp_path / "a.html", "--fast")
+    assert "5 of 16 studies" not in _write(call, dataset, tmp_path / "a.html")
+    called = call("report", dataset, "-o", tmp_path / "a.html", "--fast", "--ct-slices", 2)
+    assert (called.code, "give one" in called.err) == (2, True)
 
 
 def test_gallery_holds_pictures_or_nothing(call: Call, dataset: Path, tmp_path: Path) -> None:

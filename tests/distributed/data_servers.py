@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,11 +73,13 @@ class Servers:
 
 
 class Chaos(threading.Thread):
-    """Kills and adds servers at random times until a number of kills is reached."""
+    """Kills and adds servers at random times until a number of kills is reached, or ``is_over`` is set."""
 
     def __init__(self, processes: Servers, file: Path, num_kills: int, seed: int) -> None:
         super().__init__()
-        self.processes, self.file, self.num_left = processes, file, num_kills
+        self.processes, self.file, self.num_kills = processes, file, num_kills
+        self.num_killed = 0
+        self.is_over = threading.Event()
         self.random = random.Random(seed)
         self.add()
 
@@ -92,15 +93,14 @@ class Chaos(threading.Thread):
         new.rename(self.file)
 
     def run(self) -> None:
-        while self.num_left:
-            time.sleep(self.random.uniform(0.05, 0.6))
+        while self.num_killed < self.num_kills and not self.is_over.wait(self.random.uniform(0.05, 0.6)):
             if len(self.processes.running) < 2 or (
                 len(self.processes.running) < 4 and self.random.random() < 0.5
             ):
                 self.add()
                 continue
             self.processes.kill(self.random.choice(list(self.processes.running)))
-            self.num_left -= 1
+            self.num_killed += 1
             if self.random.random() < 0.5:  # else its address stays in the list for a while
                 self.write()
 

@@ -31,7 +31,7 @@ def test_each_goal_is_met_by_a_loader_that_is_fast_and_by_no_slow_one() -> None:
     slow = {row["what"]: row["met"] for row in goals(_medians(0.1), {"ratio": 2.0})}
     assert all(fast.values()), fast
     assert not any(met for what, met in slow.items() if "half an epoch" not in what), slow
-    assert len(fast) == 19
+    assert len(fast) == 22
     for what in ("16-bit PNG", "loose DICOM", "typed columns", "decode limit", "peak memory", "10^8"):
         assert any(what in row for row in fast), what
 

@@ -7,10 +7,10 @@ window of memory. A check raises `DamageError` with the first damage of its file
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import google_crc32c
 import numpy as np
@@ -19,7 +19,13 @@ from shardflow.errors import FormatError, NotFoundError, StorageError
 from shardflow.format.index import FieldLocation, ShardIndex
 from shardflow.format.keys import sha256_hex
 from shardflow.format.manifest import FileEntry, Manifest
-from shardflow.format.samples import DERIVED_COLUMNS, SamplesTable, derived_column
+from shardflow.format.samples import (
+    DERIVED_COLUMNS,
+    SamplesTable,
+    derived_column,
+    key_hashes,
+    repeated_hashes,
+)
 from shardflow.format.table import Table, TableDamageError
 from shardflow.format.tar import (
     BLOCK_NUM_BYTES,
@@ -33,6 +39,7 @@ from shardflow.format.volumes.bricks import BrickVolume
 from shardflow.storage import ByteStore
 
 WHOLE_FILE = "whole file"
+_ROWS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,16 @@ class ExpectedFile:
 
     def compare(self, data: bytes | memoryview) -> None:
         """Compare a file that is consistent in itself with the manifest: it may be a different one."""
-        if self.num_bytes is not None and len(data) != self.num_bytes:
-            raise DamageError(Damage(self.path, WHOLE_FILE, f"{len(data)} bytes instead of {self.num_bytes}"))
-        if self.sha256 is not None and sha256_hex(data) != self.sha256:
+        self._compare(len(data), lambda: sha256_hex(data))
+
+    def compare_stream(self, stream: HashedStream) -> None:
+        """Compare a file that is read in pieces, see `compare`; reads the rest of it."""
+        self._compare(stream.num_bytes, stream.hexdigest)
+
+    def _compare(self, num_bytes: int, digest: Callable[[], str]) -> None:
+        if self.num_bytes not in (None, num_bytes):
+            raise DamageError(Damage(self.path, WHOLE_FILE, f"{num_bytes} bytes instead of {self.num_bytes}"))
+        if self.sha256 is not None and digest() != self.sha256:
             raise DamageError(Damage(self.path, WHOLE_FILE, "another sha256 than in the manifest"))
 
 
@@ -299,37 +313,62 @@ class SamplesChecker:
         self.manifest = manifest
         self.samples = samples
         self._numbers = {shard.path: number for number, shard in enumerate(manifest.shards)}
-        self._shards = samples.column("shard").astype(np.int64)
-        self._order = np.argsort(self._shards, kind="stable")
-        bounds = np.arange(len(manifest.shards) + 1)
-        self._starts = np.searchsorted(self._shards[self._order], bounds)
+        self._shards = samples.column("shard")
 
     def check_table(self) -> RowDamage | None:
-        """Compare splits and shard numbers with the manifest, and keys with each other."""
+        """Compare splits, shard numbers and their order with the manifest, and keys with each other."""
         stop = 0
         for name, rows in sorted(self.samples.splits.items()):
             if rows.start != stop:
                 return RowDamage(-1, "splits", f"split {name} begins at {rows.start} instead of {stop}")
             stop = rows.stop
-            numbers = [i for i, shard in enumerate(self.manifest.shards) if shard.split == name]
-            wrong = np.flatnonzero(~np.isin(self._shards[rows.start : rows.stop], numbers))
-            if len(wrong):
-                return RowDamage(rows.start + int(wrong[0]), "shard", f"a shard that is not of split {name}")
+            damage = self._check_split(name, rows)
+            if damage is not None:
+                return damage
         if stop != len(self._shards):
             return RowDamage(-1, "splits", f"splits of {stop} rows instead of {len(self._shards)}")
-        keys = self.samples.column("sample_key")
-        order = np.argsort(keys, kind="stable")
-        again = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
-        if len(again):
-            return RowDamage(int(order[1:][again].min()), "sample_key", "a key that an earlier row has")
+        row = self._repeated_row()
+        return None if row is None else RowDamage(row, "sample_key", "a key that an earlier row has")
+
+    def _check_split(self, name: str, rows: range) -> RowDamage | None:
+        """Check that the rows of a split are of its shards, one shard after another."""
+        is_own = np.array([*(shard.split == name for shard in self.manifest.shards), False], bool)
+        before = 0
+        for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
+            shards = self._shards[start : min(start + _ROWS_AT_ONCE, rows.stop)].astype(np.int64)
+            wrong = np.flatnonzero(~is_own[np.minimum(shards, len(is_own) - 1)])
+            if len(wrong):
+                return RowDamage(start + int(wrong[0]), "shard", f"a shard that is not of split {name}")
+            wrong = np.flatnonzero(np.diff(shards, prepend=before) < 0)
+            if len(wrong):
+                return RowDamage(start + int(wrong[0]), "shard", "a shard before that of the row above")
+            before = int(shards[-1])
         return None
+
+    def _repeated_row(self) -> int | None:
+        """Return the first row whose key an earlier row has, in 9 bytes a row."""
+        keys = self.samples.column("sample_key")
+        starts = range(0, len(keys), _ROWS_AT_ONCE)
+        blocks = [keys[start : start + _ROWS_AT_ONCE] for start in starts]
+        hashes = repeated_hashes(blocks, len(keys))
+        if not len(hashes):
+            return None
+        is_repeated = (np.isin(key_hashes(block), hashes, kind="sort") for block in blocks)
+        rows = np.concatenate([np.flatnonzero(one) + at for at, one in zip(starts, is_repeated, strict=True)])
+        order = np.argsort(keys[rows], kind="stable")
+        again = np.flatnonzero(keys[rows[order[1:]]] == keys[rows[order[:-1]]])
+        return int(rows[order[1:][again]].min()) if len(again) else None
 
     def check_shard(self, path: str, index: ShardIndex) -> RowDamage | None:
         """Compare the rows of a shard with its index: keys, places, and the facts that field names imply."""
         shard = self._numbers.get(path)
         if shard is None:
             return None
-        rows = np.sort(self._order[self._starts[shard] : self._starts[shard + 1]])
+        split = self.samples.splits.get(self.manifest.shards[shard].split, range(0))
+        wanted = self._shards.dtype.type(shard)  # of the column's own type, so that no copy is searched
+        within = self._shards[split.start : split.stop]
+        first, last = (int(np.searchsorted(within, wanted, side=side)) for side in ("left", "right"))
+        rows = np.arange(split.start + first, split.start + last)
         num_samples = index.num_samples - self.manifest.shards[shard].num_removed
         if len(rows) != num_samples:
             return RowDamage(-1, "shard", f"{len(rows)} rows of {index.shard} instead of {num_samples}")

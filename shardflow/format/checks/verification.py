@@ -55,6 +55,7 @@ from shardflow.format.manifest import (
 from shardflow.format.samples import SamplesTable
 from shardflow.format.signatures import list_path, signature_numbers
 from shardflow.format.tables import TableManifest
+from shardflow.format.tar import HashedStream
 from shardflow.format.token_manifest import TokensManifest
 from shardflow.storage import ByteStore, open_store
 from shardflow.storage.node_files import object_pieces
@@ -423,16 +424,18 @@ def _read_digests(store: ByteStore, expected: ExpectedFile, entry: FileEntry) ->
 def _check_ledger(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:
     """Check a ledger's chain, its head and digest in the manifest, and its counts there."""
     path = expected.path
-    with checking(path):
-        data = store.read(path)
     owners = [manifest for manifest in manifests if manifest.ledger and manifest.ledger.path == path]
-    report = verify_ledger(data, head=next((owner.ledger.head for owner in owners if owner.ledger), None))
+    head = next((owner.ledger.head for owner in owners if owner.ledger), None)
+    with checking(path):
+        stream = HashedStream(store, path)
+        report = verify_ledger(stream.take(stream.num_bytes), head=head)
     if report.problems:
         first = report.problems[0]
         raise DamageError(Damage(path, f"line {first.line}", first.problem, first.offset))
     if any(owner.counts != report.counts for owner in owners):
         raise DamageError(Damage(path, "closing line", "other counts than the manifest's"))
-    expected.compare(data)
+    with checking(path):
+        expected.compare_stream(stream)
 
 
 def _check_lines(store: ByteStore, expected: ExpectedFile, manifests: Iterable[Manifest]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from shardflow.packing.engines.base import (
     encode,
 )
 from shardflow.packing.engines.local import LocalEngine
+from shardflow.processes import handler_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -290,9 +292,10 @@ def _connect(address: str, num_processes: int, folder: Path | None) -> None:
     """Join a cluster, or start Ray here without dashboard, usage statistics, or ports open to others."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
     if folder is None:
-        ray.init(address=address, **quiet)
+        with handler_kept(signal.SIGTERM):
+            ray.init(address=address, **quiet)
         return
-    with _alone():
+    with _alone(), handler_kept(signal.SIGTERM):
         ray.init(
             address="local",
             num_cpus=num_processes or None,

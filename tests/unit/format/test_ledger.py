@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,6 +58,29 @@ def test_every_cut_is_found() -> None:
     data, head = encode_ledger(ROWS)
     for stop in range(len(data)):
         assert verify_ledger(data[:stop], head=head).problems
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 300])
+def test_pieces_of_any_length_are_the_same_ledger(num_bytes: int) -> None:
+    data, head = encode_ledger(ROWS)
+    for one in (data, data[:-20], data.replace(b"skipped", b"dropped"), data + data):
+        pieces = [one[start : start + num_bytes] for start in range(0, len(one), num_bytes)]
+        assert verify_ledger(pieces, head=head) == verify_ledger(one, head=head)
+
+
+def test_a_file_without_ends_of_lines_is_not_held() -> None:
+    """A ledger of 10^8 inputs has 30 GB; what follows a line that no ledger has is not read."""
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(3):
+            yield b"x" * 50_000
+        pytest.fail("all of it was read")
+
+    problems = verify_ledger(pieces()).problems
+    assert [(one.line, one.problem) for one in problems] == [
+        (1, "a line without an end"),
+        (2, "no closing line"),
+    ]
 
 
 def _lines() -> list[bytes]:

@@ -389,6 +389,40 @@ def test_a_sample_in_another_split_than_its_shard_is_found(folder: Path) -> None
 
 
 @pytest.mark.fast
+def test_a_shard_before_that_of_the_row_above_is_found(folder: Path) -> None:
+    """Readers find the rows of a shard by their order, though each of them may be right."""
+    table = Table(memoryview((folder / SAMPLES).read_bytes()), name="t")
+    order = [0, 1, 3, 2, 4, 5, 6]
+    columns = {name: table.column(name)[order] for name in table.column_names}
+    replace_file(folder, SAMPLES, encode_table(columns, table.meta))
+    damage = _damages(folder)[SAMPLES]
+    assert (damage.place, damage.problem) == ("row 3, column shard", "a shard before that of the row above")
+
+
+@pytest.mark.fast
+def test_a_samples_table_is_checked_some_rows_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardflow.format.checks.shards._ROWS_AT_ONCE", 2)
+    assert verify(folder).is_whole
+    keys = Table(memoryview((folder / SAMPLES).read_bytes()), name="t").column("sample_key")
+    _edit_samples(folder, "sample_key", 5, bytes(keys[1]))
+    _edit_samples(folder, "sample_key", 3, bytes(keys[0]))
+    damage = _damages(folder)[SAMPLES]
+    assert (damage.place, damage.problem) == ("row 3, column sample_key", "a key that an earlier row has")
+    _edit_samples(folder, "shard", 4, 0)
+    assert _damages(folder)[SAMPLES].place == "row 4, column shard"
+
+
+@pytest.mark.fast
+def test_a_ledger_longer_than_the_window_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardflow.format.tar.WINDOW_NUM_BYTES", 64)
+    assert verify(folder).is_whole
+    flip(folder / LEDGER, 8 * 300)
+    assert _damages(folder)[LEDGER].place.startswith("line ")
+
+
+@pytest.mark.fast
 def test_a_key_that_two_rows_have_is_found(folder: Path) -> None:
     """Even where the shards' indexes say so too, as a foreign writer's may."""
     keys = Table(memoryview((folder / SAMPLES).read_bytes()), name="t").column("sample_key")

@@ -20,6 +20,7 @@ import pytest
 
 from shardflow.errors import ConfigError, FormatError
 from shardflow.format import Dataset
+from shardflow.format.samples import SamplesTable
 from shardflow.processes import waited_for
 from shardflow.viewing import Viewer
 from shardflow.viewing.server import Routes
@@ -180,6 +181,15 @@ def test_without_a_token_only_this_machine_is_served(folder: Path) -> None:
         Viewer(Dataset.open(folder), host="0.0.0.0", token=False)
 
 
+def wait_for_findings(viewer: Viewer) -> Any:
+    """Return the findings once all reports are read."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := ask(viewer, "/api/findings"))["num_read"] < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
 def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None:
     about = ask(viewer, "/api/dataset")
     assert about["num_samples"] == 10
@@ -203,11 +213,43 @@ def test_studies_are_found_by_split_modality_key_and_row(viewer: Viewer) -> None
     assert (status, b"did you mean facts.modality" in body) == (400, True)
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "start=4&count=3",
+        "split=val",
+        "modality=MR&start=1&count=2",
+        "text=train:3",
+        "text={beginning}",
+        "where=facts.modality%20%3D%3D%20'MR'&count=3",
+        "split=train&where=facts.modality%20%3D%3D%20'MR'",
+        "concept=effusion&start=2",
+        "concept=effusion&modality=MR",
+    ],
+)
+def test_studies_are_searched_some_at_a_time(
+    viewer: Viewer, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request takes must not grow with the dataset: there may be 10^8 samples."""
+    wait_for_findings(viewer)
+    query = query.format(beginning=ask(viewer, "/api/samples?text=train:3")["samples"][0]["key"][:2])
+    whole = ask(viewer, f"/api/samples?{query}")
+    gathered: list[int] = []
+    real = SamplesTable.gather
+
+    def count(table: SamplesTable, name: str, rows: Any) -> Any:
+        gathered.append(np.size(rows))
+        return real(table, name, rows)
+
+    monkeypatch.setattr("shardflow.viewing.catalog._ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(SamplesTable, "gather", count)
+    assert ask(viewer, f"/api/samples?{query}") == whole
+    assert whole["total"]
+    assert max(gathered) <= 3
+
+
 def test_studies_are_found_by_what_their_reports_say(viewer: Viewer) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while (found := ask(viewer, "/api/findings"))["num_read"] < 10:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    found = wait_for_findings(viewer)
     assert {"concept": "nodule", "assertion": "present", "num_samples": 10} in found["findings"]
     assert ask(viewer, "/api/samples?concept=effusion")["total"] == 5
     assert ask(viewer, "/api/samples?concept=effusion&assertion=absent&split=val")["total"] == 1
