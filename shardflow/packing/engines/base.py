@@ -157,8 +157,8 @@ class WorkerLimits:
     """Limits of one packing process.
 
     A process sets them on itself before it imports a decoder, or right after its fork, so that whatever reads
-    an input runs under them; the hard memory limit cannot be raised again. The job has its own deadline for each task besides: a sleeping
-    process uses no processor time.
+    an input runs under them; the hard memory limit cannot be raised again. The job has its own deadline for
+    each task besides: a sleeping process uses no processor time.
     """
 
     memory_bytes: int

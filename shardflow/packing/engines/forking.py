@@ -1,4 +1,4 @@
-"""Process server: a fork of a command, made before it has read anything, that forks its packing processes.
+"""Process server: a fork of a command, made before it has read an input, that forks its packing processes.
 
 Most of what a new interpreter costs a packing process are imports, which the command has made for itself. A
 fork shares them, in memory too. It is safe only in a process with one thread, because another thread may
@@ -135,9 +135,14 @@ def current_server() -> ProcessServer | None:
 
 
 def prepare_to_fork() -> None:
-    """Have libraries that a command imports from now on start no threads; call it before them."""
+    """Prepare a command for `process_server`; call it before its imports.
+
+    Libraries then start no threads, and the garbage collector, which finds nothing among what is imported,
+    waits for the end of the imports.
+    """
     if "numpy" not in sys.modules:
         os.environ.update(PROCESS_ENVIRONMENT)
+        gc.disable()
 
 
 @contextmanager
@@ -147,6 +152,12 @@ def process_server() -> Iterator[None]:
     Without effect where `prepare_to_fork` came too late, this process has threads, or this is not Linux 5.3.
     """
     global _current  # noqa: PLW0603 - a process is the command of one job
+    if not PROCESS_ENVIRONMENT.items() <= os.environ.items():
+        yield
+        return
+    # What is imported stays: no collection shall look at it, and write to pages that all processes share.
+    gc.freeze()
+    gc.enable()
     if not _can_fork():
         yield
         return
@@ -168,7 +179,7 @@ def process_server() -> Iterator[None]:
 
 
 def _can_fork() -> bool:
-    if sys.platform != "linux" or not PROCESS_ENVIRONMENT.items() <= os.environ.items():
+    if sys.platform != "linux":
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -196,8 +207,6 @@ def serve(connection: socket.socket, parent: int) -> NoReturn:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
-    # What is imported stays: no collection shall write to the pages that all processes share.
-    gc.freeze()
     running: dict[int, _Running] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
