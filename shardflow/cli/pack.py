@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     prepare_to_fork()
     from shardflow.packing import ArrayTask, PackConfig, pack  # needs pydicom, which the training image lacks
+    from shardflow.packing.handlers import load_ahead
 
     configure_logging(withhold_foreign_text=True)
     try:
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         if args.print_config:
             print(dump_config(config), end="")
             return 0
+        load_ahead(config)
         with process_server(), interruptible(), make_progress() as progress:
             mode: PackMode = "append" if args.append else "retry" if args.retry else "pack"
             array_task = None if args.task is None else ArrayTask.parse(args.task)
