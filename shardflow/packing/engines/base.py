@@ -156,9 +156,9 @@ PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
 class WorkerLimits:
     """Limits of one packing process.
 
-    A process sets them on itself before it imports a decoder, so that all foreign code runs under them; the
-    hard memory limit cannot be raised again. The job has its own deadline for each task besides: a sleeping
-    process uses no processor time.
+    A process sets them on itself before it imports a decoder, or right after its fork, so that whatever reads
+    an input runs under them; the hard memory limit cannot be raised again. The job has its own deadline for
+    each task besides: a sleeping process uses no processor time.
     """
 
     memory_bytes: int
