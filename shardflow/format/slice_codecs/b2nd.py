@@ -287,22 +287,19 @@ def load() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _empty_header(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    parts: tuple[tuple[int, ...], tuple[int, ...]] | None,
-    is_fast: bool,
+    shape: tuple[int, ...], dtype: np.dtype[Any], parts: tuple[tuple[int, ...], ...], is_fast: bool
 ) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    frame = make_frame(None, shape, dtype, *(parts or _parts(shape, dtype.itemsize)), is_fast=is_fast)
+    frame = make_frame(None, shape, dtype, *parts, is_fast=is_fast)
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
 
 
 @functools.lru_cache(maxsize=256)
 def _around(shape: tuple[int, ...], dtype: np.dtype[Any], is_fast: bool) -> tuple[int, bytes, bytes]:
     """Size of the blocks of an array of this shape; what is before and behind its only chunk in a frame."""
-    row_num_bytes = math.prod(shape[1:]) * dtype.itemsize
-    header = _empty_header(shape, dtype, None, is_fast)
-    return _block_rows(shape, dtype.itemsize) * row_num_bytes, header, _frame_ending(is_fast)
+    parts = _parts(shape, dtype.itemsize)
+    header = _empty_header(shape, dtype, parts, is_fast)
+    return math.prod(parts[1]) * dtype.itemsize, header, _frame_ending(is_fast)
 
 
 def encode_chunk(array: NDArray[Any], block_shape: Sequence[int], *, is_fast: bool) -> bytes:
