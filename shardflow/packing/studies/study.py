@@ -160,7 +160,7 @@ class StudyMembers:
         self._languages: tuple[str, ...] = ()
         self._is_unread = False
         self._read_by = ""
-        # Whether report or attachments name a side of the body.
+        # Whether report or attachments name a side of the body; looked for where images are augmented.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
         # By file and frame.
@@ -391,8 +391,9 @@ class StudyMembers:
             if aligned is not None:
                 contents["alignment"] = aligned
             self._read_by = rules_of(content, aligned)
-        texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
-        self._has_sides = study_names_a_side([report or b"", *texts], contents)
+        if self.rules.variants.augment.num_variants:
+            texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
+            self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
 
