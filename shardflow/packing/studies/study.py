@@ -162,7 +162,7 @@ class StudyMembers:
         self._languages: tuple[str, ...] = ()
         self._is_unread = False
         self._read_by = ""
-        # Whether report or attachments name a side of the body; variants alone ask.
+        # Whether report or attachments name a side of the body; looked for where images are augmented.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
         # By file and frame.
