@@ -96,7 +96,11 @@ def run(args: argparse.Namespace) -> int:
     if _is_of_lines(args.config):
         _refuse_studies_options(args)
         return run_text(args)
+    from shardflow.packing.engines.forking import prepare_to_fork, process_server
+
+    prepare_to_fork()
     from shardflow.packing import ArrayTask, PackConfig, pack  # needs pydicom, which the training image lacks
+    from shardflow.packing.handlers import load_ahead
 
     configure_logging(withhold_foreign_text=True)
     try:
@@ -105,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         if args.print_config:
             print(dump_config(config), end="")
             return 0
-        with interruptible(), make_progress() as progress:
+        load_ahead(config)
+        with process_server(), interruptible(), make_progress() as progress:
             mode: PackMode = "append" if args.append else "retry" if args.retry else "pack"
             array_task = None if args.task is None else ArrayTask.parse(args.task)
             summary = pack(
@@ -235,6 +240,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_text(arguments: argparse.Namespace) -> int:
     """Run ``shardflow pack-text``; the exit code is 0, or 3 if too much is quarantined."""
+    from shardflow.packing.engines.forking import prepare_to_fork, process_server
+
+    prepare_to_fork()
     from shardflow.packing.corpora.config import CorpusConfig
     from shardflow.packing.corpora.job import pack_corpus
 
@@ -243,7 +251,7 @@ def run_text(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump_config(config), end="")
         return 0
-    with interruptible(), make_progress() as progress:
+    with process_server(), interruptible(), make_progress() as progress:
         summary = pack_corpus(config, progress, mode="append" if arguments.append else "pack")
     if not arguments.json:
         show_lines(_describe_texts(summary, config.fields))

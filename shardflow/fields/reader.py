@@ -259,6 +259,13 @@ class Shard:
         """Return the size of a field."""
         return int(self.index.field_num_bytes[field])
 
+    def sample_num_bytes(self, row: int) -> int:
+        """Return the size of all fields of a sample; 0 for a row that the shard does not have."""
+        if row >= self.index.num_samples:
+            return 0
+        start, stop = self._span(row)
+        return int(self.index.field_num_bytes[start:stop].sum())
+
     def bad(self, reason: BadSampleReason, field: int | str, detail: str = "") -> BadSample:
         """Return the finding that a field of this shard is bad."""
         return BadSample(

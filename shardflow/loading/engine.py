@@ -46,6 +46,9 @@ _JOIN_TIMEOUT_S = 5.0
 _FINISH_ONLY = -1
 _STARVED_S = 1e-3
 """A longer wait means that no result was ready; a shorter one is the cost of the call."""
+_NAP_S = 0.9 * _STARVED_S
+"""How long a consumer waits before it asks to be woken. To wake it for each small result, such as stored
+tokens, costs the thread that makes them a good part of its time; what is ready then is taken in one go."""
 # Windows knows anonymous memory alone, by its number of -1.
 _PRIVATE: Final[dict[str, int]] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -317,6 +320,7 @@ class OrderedEngine(Generic[_Result]):
         self._num_ready = 0
         self._is_opening = False
         self._is_closed = False
+        self._num_awaiting = 0
         self._buffered_bytes = 0
         self._num_busy = 0
         self._busy_since = 0.0
@@ -354,6 +358,8 @@ class OrderedEngine(Generic[_Result]):
             self._counters.observe("buffered_bytes", self._buffered_bytes)
             self._note_busy(0)
             was_ready = self._is_next_done()
+            if not was_ready:
+                self._done.wait(min(_NAP_S, self._wait_timeout_s))
             if not self._wait_for_next(start + self._wait_timeout_s):
                 return None
             entry = self._window.popleft()
@@ -371,14 +377,18 @@ class OrderedEngine(Generic[_Result]):
 
     def _wait_for_next(self, deadline: float) -> bool:
         """Wait until the next result is ready; returns False if another thread closes the engine."""
-        while not self._is_next_done():
-            if self._is_closed:
-                return False
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise WaitTimeoutError(self.describe_wait(self._wait_timeout_s))
-            self._done.wait(left_s)
-        return True
+        self._num_awaiting += 1
+        try:
+            while not self._is_next_done():
+                if self._is_closed:
+                    return False
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WaitTimeoutError(self.describe_wait(self._wait_timeout_s))
+                self._done.wait(left_s)
+            return True
+        finally:
+            self._num_awaiting -= 1
 
     def _is_next_done(self) -> bool:
         return bool(self._window) and self._window[0].is_done
@@ -578,7 +588,7 @@ class OrderedEngine(Generic[_Result]):
             entry.is_done = True
             self._num_ready += 1
             entry.task = None
-            if self._window and self._window[0] is entry:
+            if self._num_awaiting and self._window and self._window[0] is entry:
                 self._done.notify_all()
 
     def describe_activity(self) -> str:

@@ -67,11 +67,9 @@ class ShardRead:
     store: CachedStore
     path: str
     ranges: Sequence[ByteRange]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the blocks that it needs."""
-        return self.store.num_bytes_ahead(self.path, self.ranges)
+    """None of them if the whole shard is cached."""
+    num_bytes: int
+    """Bytes of the blocks that it needs."""
 
     def run(self) -> Callable[[], None] | None:
         """Read what is not cached; returns the call that publishes it, see `CachedStore.read_ahead`."""
@@ -381,9 +379,15 @@ class StreamReads:
                 continue  # the loader finds it again and masks it
             if not isinstance(shard.store, CachedStore):
                 continue
+            here = np.flatnonzero(shards == shard_number)
+            if shard.store.is_kept(shard.path):
+                # As in most epochs but the first; what the loader reads of it is not looked for.
+                num_bytes = sum(map(shard.sample_num_bytes, inside[here].tolist()))
+                found.append(ShardRead(shard.store, shard.path, (), num_bytes))
+                continue
             fields: list[int] = []
             regions: list[RegionPlan] = []
-            for place in np.flatnonzero(shards == shard_number).tolist():
+            for place in here.tolist():
                 if int(inside[place]) < shard.index.num_samples:
                     at = int(inside[place]), int(rows[place]), int(planned_rows[place])
                     for crop in range(self._fields.num_crops):
@@ -393,7 +397,8 @@ class StreamReads:
                             regions += [plan for one in of for plan in one.needed_regions(shard, request)]
             ranges = shard.ranges(fields, regions)
             if ranges:
-                found.append(ShardRead(shard.store, shard.path, ranges))
+                num_bytes = shard.store.num_bytes_ahead(shard.path, ranges)
+                found.append(ShardRead(shard.store, shard.path, ranges, num_bytes))
         return found
 
     def _request(
@@ -551,9 +556,8 @@ class Prefetcher:
         try:
             while self._is_wanted() and (planned := self._reads.take(self._next)) is not None:
                 for read in self._reads.locate(planned, thread):
-                    num_bytes = read.num_bytes
-                    if self._reserve(planned.place, num_bytes):
-                        self._read(read, planned.place, num_bytes)
+                    if self._reserve(planned.place, read.num_bytes):
+                        self._read(read, planned.place)
         except (ShardflowError, OSError) as error:
             # The loader's own read will hit the same fault, with its retries, its deadline and its place.
             _LOGGER.debug("prefetching ended: %s", os_reason(error))
@@ -607,8 +611,8 @@ class Prefetcher:
         held = self._under_way.total() + self._ahead.total()
         return not held or held + num_bytes <= self._max_bytes
 
-    def _read(self, read: ShardRead, place: int, num_bytes: int) -> None:
-        publish = None
+    def _read(self, read: ShardRead, place: int) -> None:
+        publish, num_bytes = None, read.num_bytes
         try:
             publish = read.run()
         finally:

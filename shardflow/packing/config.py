@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shardflow.config import Bounds, ByteSize, Inside, check_fields
 from shardflow.errors import ConfigError
@@ -29,10 +29,12 @@ from shardflow.packing.settings import (
     VariantsConfig,
     VolumesConfig,
 )
-from shardflow.packing.sources.dicomweb.client import ArchiveConfig, check_address
-from shardflow.packing.sources.dicomweb.retrieval import Archive
+from shardflow.packing.sources.dicomweb.config import ArchiveConfig, check_address
 from shardflow.packing.sources.layouts.base import LayoutConfig
 from shardflow.reports.alignment.evidence import AlignmentRules
+
+if TYPE_CHECKING:
+    from shardflow.packing.sources.dicomweb.retrieval import Archive
 
 _SPLIT_NAME = re.compile(r"[a-z0-9]{1,32}")
 _KIB = 1 << 10
@@ -240,6 +242,9 @@ class PackConfig:
         inputs = self.inputs
         if not inputs.dicomweb:
             return None
+        # It brings an HTTP client.
+        from shardflow.packing.sources.dicomweb.retrieval import Archive
+
         return Archive(
             url=inputs.dicomweb,
             settings=inputs.archive,

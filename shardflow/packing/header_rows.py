@@ -18,7 +18,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -59,6 +61,9 @@ _IDENTITY: Final = (
     "other_patient_ids",
 )
 """Header fields that only tell which patients are one person."""
+_BESIDE: Final = ("file_index", *_LINKING, *_IDENTITY)
+"""Header fields that are no content of the file (`HeaderRow.digest`)."""
+_beside_of: Final = attrgetter(*_BESIDE)
 # ASCII: file names that are not UTF-8 contain lone surrogates, which only escapes can express.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 
@@ -105,7 +110,7 @@ class AttachmentRow:
     """Of a volume of labels that a layout names."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeaderRow:
     """One input file after the header pass."""
 
@@ -125,40 +130,64 @@ class HeaderRow:
     pixels: int = 0
     """64 bits of its stored pixels, by which copies under other identifiers are found; 0 for none."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON."""
-        return {
-            "root": self.root_index,
-            "path": self.relative_path,
-            "header": None if self.header is None else header_to_json(self.header),
+    @cached_property
+    def _content(self) -> bytes:
+        """What a later version knows the file by, as JSON.
+
+        Its form is frozen: the digest of another one would not be that of earlier versions. Not included are
+        the split, which belongs to the patient and shows in the names of the plan's shards, and further
+        identifiers of study and patient, which only link.
+        """
+        content: dict[str, Any] = {
+            "header": None,
             "reason": self.reason,
             "patient_id": self.patient_id,
             "study_instance_uid": self.study_instance_uid,
             "sop_instance_uid": self.sop_instance_uid,
-            # Left out if there is none: the digest of a row decides whether an input is already known.
-            **({} if self.placement is None else {"placement": self.placement.to_json()}),
-            **({} if self.attachment is None else {"attachment": encode(self.attachment)}),
-            "pixels": self.pixels,
         }
+        if self.header is not None:
+            header = content["header"] = header_to_json(self.header)
+            for name in _BESIDE:
+                del header[name]
+            if not header["pyramid"]:
+                # Of slides alone, so that other files stay known to versions packed before it.
+                del header["pyramid"]
+        if self.placement is not None:
+            placement = content["placement"] = {**self.placement.to_json(), "split": ""}
+            del placement["other_ids"]
+        return _encode(content)
+
+    def to_json(self) -> bytes:
+        """Return the row as JSON: its content, and beside it all else."""
+        beside: dict[str, Any] = {
+            "root": self.root_index,
+            "path": self.relative_path,
+            "pixels": self.pixels,
+            "header": {} if self.header is None else dict(zip(_BESIDE, _beside_of(self.header), strict=True)),
+        }
+        if self.placement is not None:
+            beside["placement"] = {"split": self.placement.split, "other_ids": self.placement.other_ids}
+        if self.attachment is not None:
+            beside["attachment"] = encode(self.attachment)
+        return b'{"content":%b,"beside":%b}' % (self._content, _encode(beside))
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> HeaderRow:
+    def from_json(cls, data: bytes) -> HeaderRow:
         """Read what `to_json` wrote."""
-        header = None if row["header"] is None else header_from_json(row["header"])
-        identifiers = (row["patient_id"], row["study_instance_uid"], row["sop_instance_uid"])
-        placed = row.get("placement")
-        placement = None if placed is None else Placement.from_json(placed)
-        found = row.get("attachment")
-        attachment = None if found is None else decode(AttachmentRow, found)
+        row = json.loads(data)
+        content, beside = row["content"], row["beside"]
+        header, placed, found = content["header"], content.get("placement"), beside.get("attachment")
         return cls(
-            row["root"],
-            row["path"],
-            header,
-            row["reason"],
-            *identifiers,
-            placement,
-            attachment,
-            row["pixels"],
+            beside["root"],
+            beside["path"],
+            None if header is None else header_from_json({"pyramid": (), **header, **beside["header"]}),
+            content["reason"],
+            content["patient_id"],
+            content["study_instance_uid"],
+            content["sop_instance_uid"],
+            None if placed is None else Placement.from_json({**placed, **beside["placement"]}),
+            None if found is None else decode(AttachmentRow, found),
+            beside["pixels"],
         )
 
     def instance_digest(self) -> int:
@@ -167,26 +196,11 @@ class HeaderRow:
         return digest64(uid)
 
     def digest(self) -> int:
-        """Return 64 bits of the row's content, equal for a file that was moved or renumbered.
-
-        Not included are the split, which belongs to the patient and shows in the names of the plan's shards,
-        and further identifiers of study and patient, which only link.
-        """
+        """Return 64 bits of the row's content, equal for a file that was moved or renumbered."""
         if self.attachment is not None:
             # The content itself, so that a later version of a kind still recognizes the file.
             return int(self.attachment.content[:16], 16)
-        content = self.to_json()
-        del content["root"], content["path"], content["pixels"]
-        if "placement" in content:
-            content["placement"]["split"] = ""
-            del content["placement"]["other_ids"]
-        if content["header"] is not None:
-            for name in ("file_index", *_LINKING, *_IDENTITY):
-                del content["header"][name]
-            if not content["header"]["pyramid"]:
-                # Of slides alone, so that other files stay known to versions packed before it.
-                del content["header"]["pyramid"]
-        return digest_bytes(_encode(content))
+        return digest_bytes(self._content)
 
 
 def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple[int, int]]:
@@ -200,7 +214,7 @@ def store_rows(path: Path, digest: str, rows: Sequence[HeaderRow]) -> list[tuple
     Returns:
         Offset and number of bytes of each row in the file.
     """
-    lines = [_encode(row.to_json()) + b"\n" for row in rows]
+    lines = [row.to_json() + b"\n" for row in rows]
     write_plainly(path, b"".join([digest.encode(), b"\n", *lines, _END]))
     return _places(len(digest) + 1, lines)
 
@@ -216,7 +230,7 @@ def load_rows(path: Path, digest: str) -> tuple[list[HeaderRow], list[tuple[int,
         return None
     lines = data[start : -len(_END)].splitlines(keepends=True)
     try:
-        return [HeaderRow.from_json(json.loads(line)) for line in lines], _places(start, lines)
+        return list(map(HeaderRow.from_json, lines)), _places(start, lines)
     except (ValueError, KeyError, TypeError, ShardflowError):
         return None
 
@@ -241,7 +255,7 @@ def read_rows(folder: Path, places: Sequence[RowPlace]) -> list[HeaderRow]:
                 if place.name not in descriptors:
                     descriptors[place.name] = os.open(folder / place.name, os.O_RDONLY | os.O_CLOEXEC)
                 lines.append(os.pread(descriptors[place.name], place.num_bytes, place.offset))
-        return [HeaderRow.from_json(json.loads(line)) for line in lines]
+        return list(map(HeaderRow.from_json, lines))
     except StorageError:
         raise
     except (ValueError, KeyError, TypeError, ShardflowError) as error:
@@ -275,14 +289,20 @@ def image_facts(row: HeaderRow) -> StudyFacts:
     if header is None:
         return NO_FACTS
     others = () if row.placement is None else row.placement.other_ids
-    accession = digest64((header.accession_number or next(iter(others), "")).strip())
-    day = parse_date(header.study_date)
+    accession = header.accession_number or next(iter(others), "")
+    return _study_facts(accession.strip(), header.study_date, header.study_time)
+
+
+@lru_cache(maxsize=1024)
+def _study_facts(accession: str, date: str, time: str) -> StudyFacts:
+    day = parse_date(date)
     if day is None:
-        return StudyFacts(accession, None, None)
+        return StudyFacts(digest64(accession), None, None)
     midnight = datetime(day.year, day.month, day.day, tzinfo=UTC)
-    seconds = seconds_of_day(header.study_time)
+    seconds = seconds_of_day(time)
     first = int(midnight.timestamp())
-    return StudyFacts(accession, first + (seconds or 0), first + (_DAY_S if seconds is None else seconds))
+    last = first + (_DAY_S if seconds is None else seconds)
+    return StudyFacts(digest64(accession), first + (seconds or 0), last)
 
 
 def seconds_of_day(value: str) -> int | None:

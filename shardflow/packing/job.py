@@ -46,6 +46,7 @@ from shardflow.packing.plan import (
 )
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.publish import PackSummary, Settled, Status, forecast, fragment_basis, publish, settle
+from shardflow.packing.publish_target import check_publish_target, reading_store
 from shardflow.packing.registry import load_attachment_kinds
 from shardflow.packing.scan import HeaderPass
 from shardflow.packing.scheduling import (
@@ -61,7 +62,6 @@ from shardflow.packing.studies.pictures import write_pictures
 from shardflow.packing.studies.report_content import check_languages, reading_basis
 from shardflow.packing.tables.joining import attach_labels, attach_table_files, check_table_files
 from shardflow.packing.tables.keys import PrivateFolder
-from shardflow.packing.upload import Uploader, check_publish_target, reading_store
 from shardflow.packing.versions.base import Base
 from shardflow.packing.versions.files import is_unchanged, write_private_ledger
 from shardflow.packing.versions.ingest import DocumentPass, DocumentTexts, Ingest, Ingested, clear_crash_log
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from shardflow.packing.progress import Progress
     from shardflow.packing.sources.dicomweb.retrieval import Listing
     from shardflow.packing.sources.layouts.base import Layout
+    from shardflow.packing.upload import Uploader
     from shardflow.packing.versions.scope import GrowMode
     from shardflow.packing.workspace import ArrayTask, Workspace
 
@@ -441,6 +442,9 @@ def pack(
         check_publish_target(workspace, config.upload_to)
         uploader = None
         if config.upload_to and not is_dry_run:
+            # It brings clients of object stores.
+            from shardflow.packing.upload import Uploader
+
             uploader = Uploader(workspace, config.upload_to, keeps_local=config.keep_local)
         run = PackRun(
             config=config,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardflow.errors import ShardflowError, SourceError
@@ -60,7 +62,7 @@ NUM_BUCKETS: Final = 10_000
 
 _NUM_SEARCHES: Final = 3
 """How often the files of a batch that fails are read one by one."""
-_ROWS_VERSION: Final = 10
+_ROWS_VERSION: Final = 11
 """Incremented whenever the meaning of a header row changes: rows of another version are read again."""
 _WHOLE_BYTES: Final = 8 << 20
 """A larger file is digested by this many bytes of each end, as an image is by its header."""
@@ -198,12 +200,13 @@ class Scanner:
 
     def scan(self, task: ScanTask) -> ScanDone:
         """Read the headers of a batch, or load them from an earlier run."""
-        times = [self._modified_ns(file) for file in task.files]
+        paths = list(map(self._path_of, task.files))
+        times = list(map(_modified_ns, paths))
         digest = self._digest(task.files, times)
         path = self.folder / task.name
         stored = load_rows(path, digest)
         if stored is None:
-            rows = [self._read_next(file) for file in task.files]
+            rows = list(map(self._read_next, task.files, paths))
             stored = rows, store_rows(path, digest, rows)
         return ScanDone(
             files=tuple(
@@ -214,20 +217,22 @@ class Scanner:
 
     def probe(self, task: ProbeTask) -> ProbeDone:
         """Read one file only to find out whether the process survives."""
-        self._read(task.file)
+        self._read(task.file, self._path_of(task.file))
         return ProbeDone()
 
-    def _read_next(self, file: InputFile) -> HeaderRow:
+    def _path_of(self, file: InputFile) -> Path:
+        return self.roots[file.root_index] / file.relative_path
+
+    def _read_next(self, file: InputFile, path: Path) -> HeaderRow:
         step()
-        return self._read(file)
+        return self._read(file, path)
 
     def _is_for_attachments(self, root_index: int) -> bool:
         return self.num_image_roots is not None and root_index >= self.num_image_roots
 
-    def _read(self, file: InputFile) -> HeaderRow:
+    def _read(self, file: InputFile, path: Path) -> HeaderRow:
         reason, placement = file.reason, file.placement
         row = HeaderRow(file.root_index, file.relative_path, placement=placement)
-        path = self.roots[file.root_index] / file.relative_path
         if self._is_for_attachments(file.root_index):
             found = None if reason is not None else self._find_attachment(row, path)
             return found or _without_header(row, reason or Reason.NOT_ATTACHMENT)
@@ -253,7 +258,10 @@ class Scanner:
                 study_instance_uid=header.study_instance_uid,
                 sop_instance_uid=header.sop_instance_uid,
             )
-        return replace(row, header=header, pixels=_pixel_digest(path, header))
+        pixels = _pixel_digest(path, header)
+        return HeaderRow(
+            file.root_index, file.relative_path, header=header, placement=placement, pixels=pixels
+        )
 
     def _find_attachment(self, row: HeaderRow, path: Path) -> HeaderRow | None:
         """Return the row of an attachment, usable or not; None for any other file."""
@@ -280,11 +288,12 @@ class Scanner:
         elif self._is_for_attachments(row.root_index):
             attachment = Attachment(kind="", version=0, links=())
         offset, num_bytes = place
+        surrogate = partial(_surrogate, self.key)
         return ScannedFile(
             surrogate=self.key.surrogate("input", f"{row.root_index}/{row.relative_path}"),
             reason=row.reason,
-            study=self.key.surrogate("study", study) if study else "",
-            patient=self.key.surrogate("patient", patient) if patient else "",
+            study=surrogate("study", study) if study else "",
+            patient=surrogate("patient", patient) if patient else "",
             bucket=self._bucket(patient, row.placement),
             decoded_bytes=0 if header is None else decoded_num_bytes(header),
             num_slices=0 if header is None else header.image.num_frames,
@@ -305,13 +314,7 @@ class Scanner:
         """Return the keyed bucket of a patient, or `NUM_BUCKETS` plus the split that the layout names."""
         if placement is not None and placement.split:
             return NUM_BUCKETS + self.splits.index(placement.split)
-        return self.key.bucket("split", patient, NUM_BUCKETS) if patient else 0
-
-    def _modified_ns(self, file: InputFile) -> int:
-        try:
-            return (self.roots[file.root_index] / file.relative_path).stat().st_mtime_ns
-        except (OSError, ValueError):
-            return 0
+        return _bucket_of(self.key, patient) if patient else 0
 
     def _digest(self, files: Sequence[InputFile], times: Sequence[int]) -> str:
         limits = [getattr(self.limits, name) for name in HeaderLimits.__slots__]
@@ -328,6 +331,23 @@ class Scanner:
             ]
         )
         return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+@lru_cache(maxsize=1024)
+def _surrogate(key: SecretKey, kind: str, value: str) -> str:
+    return key.surrogate(kind, value)
+
+
+@lru_cache(maxsize=1024)
+def _bucket_of(key: SecretKey, patient: str) -> int:
+    return key.bucket("split", patient, NUM_BUCKETS)
 
 
 def _stated(patient_id: str, header: InstanceHeader | None) -> StatedPerson:
@@ -367,14 +387,26 @@ def _pixel_digest(path: Path, header: InstanceHeader) -> int:
     end = header.num_bytes if header.pixel_num_bytes is None else header.pixel_offset + header.pixel_num_bytes
     start = max(header.pixel_offset, (header.pixel_offset + end - _PIXEL_BYTES) // 2)
     try:
-        with path.open("rb") as file:  # buffered, since one read may be short on a network file system
-            file.seek(start)
-            block = file.read(min(_PIXEL_BYTES, end - start))
+        block = _read_block(path, start, min(_PIXEL_BYTES, end - start))
     except OSError:
         return 0
     if not _tells_copies(block):
         return 0
     return digest_bytes(b"%d %d " % (header.image.rows, header.image.columns) + block)
+
+
+def _read_block(path: Path, start: int, num_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        block = os.pread(descriptor, num_bytes, start)
+        # On a network file system a read may be short.
+        while len(block) < num_bytes and (
+            more := os.pread(descriptor, num_bytes - len(block), start + len(block))
+        ):
+            block += more
+    finally:
+        os.close(descriptor)
+    return block
 
 
 def _tells_copies(block: bytes) -> bool:

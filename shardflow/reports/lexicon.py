@@ -271,14 +271,15 @@ def _inflected(word: str, language: str, place: str) -> list[str]:
         for pattern, forms in _rules_of(language, place):
             match = pattern.fullmatch(word)
             if match is not None:
-                return [word, *(match.expand(form) for form in forms)]
+                return [word, *(form.format(word, *match.groups("")) for form in forms)]
     return [word]
 
 
 @cache
 def _rules_of(language: str, place: str) -> list[tuple[re.Pattern[str], list[str]]]:
+    # Written as templates of a match, which Python 3.11 parses each time that they are expanded.
     return [
-        (re.compile(row["ending"]), row["forms"].split("|"))
+        (re.compile(row["ending"]), re.sub(r"\\(\d)", r"{\1}", row["forms"]).split("|"))
         for row in table_rows("forms.csv", language)
         if row["place"] == place
     ]

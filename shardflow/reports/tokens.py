@@ -118,6 +118,8 @@ def _length(match: Match[Any]) -> int:
 
 def fold_words(text: str, language: str = ENGLISH) -> list[str]:
     """Return a phrase's words as `tokenize` would."""
+    if text.isascii() and text.replace(" ", "").isalpha():  # as most names of findings, which are many
+        return _fold(text.split(), language)
     of = load_language(language)
     return _fold([match.group() for match in _words(of.normalize(text), language)], language)
 

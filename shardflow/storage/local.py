@@ -37,6 +37,8 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # A tar header and padding, at most 1,023 bytes, separate two fields of a shard: reading them into a scratch
 # buffer is cheaper than another system call, and far cheaper on a parallel file system.
 _MAX_GAP_BYTES = 4096
+# Takes what lies between neighbors, from all threads at once; nobody reads it.
+_GAP = memoryview(bytearray(_MAX_GAP_BYTES))
 _MAX_OPEN_FILES = 4096
 # The kernel takes 1,024 buffers a call (IOV_MAX on Linux); a range may need one more for the gap before it.
 _MAX_BUFFERS = 1022
@@ -438,7 +440,6 @@ def read_scattered(fileno: int, path: str, offsets: Iterable[int], buffers: Iter
         ShortReadError: The file ends before; the message names ``path``.
         OSError: Reading failed.
     """
-    scratch = memoryview(bytearray(_MAX_GAP_BYTES))
     pieces: list[memoryview] = []
     start = position = 0
     for offset, buffer in zip(offsets, buffers, strict=True):
@@ -451,7 +452,7 @@ def read_scattered(fileno: int, path: str, offsets: Iterable[int], buffers: Iter
         if not pieces:
             start, gap = offset, 0
         if gap:
-            pieces.append(scratch[:gap])
+            pieces.append(_GAP[:gap])
         pieces.append(buffer.cast("B"))
         position = offset + buffer.nbytes
     if pieces:

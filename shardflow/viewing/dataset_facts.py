@@ -113,8 +113,9 @@ def count_hounsfield(pixels: NDArray[Any]) -> NDArray[np.int64]:
     """
     values = pixels.ravel()
     if values.dtype == np.int16:
-        # Count values first, then add up the counts of each bin, which are adjacent.
-        counts = np.roll(np.bincount(values.view(np.uint16), minlength=1 << 16), 1 << 15)
+        # Count values first, then add up the counts of each bin, which are adjacent: the sign turned, codes
+        # have the order of values.
+        counts = np.bincount(values.view(np.uint16) ^ np.uint16(1 << 15), minlength=1 << 16)
         starts = np.arange(HU_START, HU_STOP + 1, HU_STEP) + (1 << 15)
         return np.add.reduceat(counts, [0, *starts]).astype(np.int64)
     if values.dtype.kind == "f":

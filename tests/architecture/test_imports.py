@@ -49,6 +49,10 @@ STARTS = {
         "from shardflow.cli.main import build_parser; build_parser('pack')",
         {*NUMERICS, "rich"},
     ),
+    "packing job of folders, which sends and fetches nothing": (
+        "import shardflow.packing.job",
+        {*MODELS, "asyncio", "blosc2", "http", "imagecodecs", "pydicom", "rapidfuzz", "ssl"},
+    ),
     # What finds people in texts is imported for the first text, because its patterns take long to compile.
     "packing process before its first text": ("import shardflow.packing.handlers", {"blosc2", "rapidfuzz"}),
     "help of commands that import what they need when they run": (

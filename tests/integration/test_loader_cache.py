@@ -21,6 +21,7 @@ import shardflow as sf
 from shardflow.fields.decode import ThreadState
 from shardflow.fields.field import DrawKey, SlotRequest
 from shardflow.fields.reader import FieldReader
+from shardflow.fields.types.pixels import BoundPixels
 from shardflow.format import Dataset
 from shardflow.loading import Batch, Loader, Selection, World, open_blend
 from shardflow.loading.rows.selection import select
@@ -314,6 +315,40 @@ def test_the_next_epoch_is_warmed_before_this_one_ends(url: str, config: CacheCo
     )
 
 
+def test_in_shards_that_are_kept_whole_nothing_is_looked_for(
+    url: str, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads to come of an epoch whose shards are all cached need no place."""
+    asking: set[str] = set()
+    needed = BoundPixels.needed
+
+    def noted(self: BoundPixels, *arguments: Any) -> Any:
+        asking.add(threading.current_thread().name.rpartition("-")[0])
+        return needed(self, *arguments)
+
+    monkeypatch.setattr(BoundPixels, "needed", noted)
+    dataset = Dataset.open(url, cache=config)
+    source = loader(dataset, SPECS["fixed"])
+    list(source)
+    assert "shardflow-ahead" in asking
+    for position in range(len(dataset.manifest.shards)):
+        path = dataset.manifest.shard_place(position)[1]
+        index = dataset.shard_index(position)
+        spans = [
+            ByteRange(*span)
+            for span in zip(index.field_offsets.tolist(), index.field_num_bytes.tolist(), strict=True)
+        ]
+        dataset.store.read_ranges(path, spans, [memoryview(bytearray(span.num_bytes)) for span in spans])
+    monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 0.0)
+    source.set_epoch(1)
+    asking.clear()
+    found = list(source)
+    assert not asking & {"shardflow-ahead"}
+    plain = loader(Dataset.open(url), SPECS["fixed"])
+    plain.set_epoch(1)
+    assert_equal(found, list(plain))
+
+
 @pytest.mark.parametrize("kind", list(SPECS))
 def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfig, kind: str) -> None:
     world = World(rank=2, world_size=4, ranks_per_node=2)
@@ -348,8 +383,6 @@ def test_the_cache_knows_when_each_row_is_read_next(url: str, config: CacheConfi
 
 
 def test_threads_end_with_the_iteration(url: str, config: CacheConfig) -> None:
-    import threading
-
     def running() -> list[str]:
         return [
             thread.name

@@ -11,7 +11,7 @@ import pytest
 
 from shardflow.errors import ConfigError
 from shardflow.packing import ArrayTask
-from shardflow.packing.sources.dicomweb.client import PASSWORD, TOKEN, USER
+from shardflow.packing.sources.dicomweb.config import PASSWORD, TOKEN, USER
 from tests.dicom_factory import make_study
 from tests.dicomweb_server import Fault, WebArchive, serving
 from tests.pack_case import PackCase, read_ledger, tree_digests

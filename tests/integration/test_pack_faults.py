@@ -239,3 +239,22 @@ def _wait_for_children(pid: int, count: int) -> list[int]:
             return ready
         time.sleep(0.02)
     raise AssertionError("no packing processes came up")
+
+
+def test_a_command_packs_by_forks_of_its_own(case: PackCase, studies: list[MadeStudy]) -> None:
+    """A new interpreter for each process would import everything again."""
+    case.prepare(has_reports=True)
+    case.write_reports({study.study_instance_uid: "No pneumothorax." for study in studies})
+    script = """
+import subprocess, sys
+from shardflow.cli.main import main
+subprocess.Popen = None
+sys.exit(main(["pack", *sys.argv[1:]]))
+"""
+    command = [sys.executable, "-c", script, "--config", str(case.config_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    forked = tree_digests(case.output)
+    shutil.rmtree(case.output)
+    case.pack()
+    assert tree_digests(case.output) == forked

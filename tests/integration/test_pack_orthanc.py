@@ -18,7 +18,7 @@ import pydicom
 import pytest
 from pydicom.uid import RLELossless
 
-from shardflow.packing.sources.dicomweb.client import PASSWORD, TOKEN, USER
+from shardflow.packing.sources.dicomweb.config import PASSWORD, TOKEN, USER
 from tests.dicom_factory import make_study
 from tests.dicomweb_server import basic
 from tests.pack_case import PATIENCE_S, REPOSITORY, PackCase, tree_digests

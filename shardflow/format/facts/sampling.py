@@ -33,6 +33,7 @@ _VOXELS_PER_SAMPLED: Final = 6000
 _MAX_BODY_CELLS: Final = 64
 _MAX_LAYERS: Final = 64
 _CELL_PIXELS: Final = 8
+_ONES: Final = np.ones(_CELL_PIXELS, np.float32)
 _AIR_HU: Final = -500
 _AIR_PERCENT: Final = 10
 _THRESHOLD: Final = 0.5
@@ -157,9 +158,8 @@ class BodyFinder:
             whole = np.pad(whole, missing, mode="edge")
         if whole.dtype.kind in "iu" and whole.itemsize <= 2:
             # Sums of 64 such integers are exact in 32-bit floats: a third of the time of integer sums.
-            ones = np.ones(_CELL_PIXELS, np.float32)
-            rows = ones @ whole.astype(np.float32).reshape(-1, _CELL_PIXELS, whole.shape[1])
-            sums = (rows.reshape(len(rows), -1, _CELL_PIXELS) @ ones).astype(np.float64)
+            rows = _ONES @ whole.astype(np.float32).reshape(-1, _CELL_PIXELS, whole.shape[1])
+            sums = (rows.reshape(len(rows), -1, _CELL_PIXELS) @ _ONES).astype(np.float64)
         else:
             kind = np.float64 if whole.dtype.kind == "f" else np.int64
             rows = whole.reshape(-1, _CELL_PIXELS, whole.shape[1]).sum(axis=1, dtype=kind)

@@ -85,12 +85,11 @@ def encode(array: NDArray[Any], *, is_fast: bool = False) -> bytes:
     """
     # Of one-byte values compress2 and asarray make different chunks.
     if array.itemsize > 1:
-        block_num_bytes = _block_rows(array.shape, array.itemsize) * (array.nbytes // array.shape[0])
+        block_num_bytes, empty_header, ending = _around(array.shape, array.dtype, is_fast)
         chunk = compress(array, block_num_bytes, is_fast=is_fast)
         # One special value (all zeros, mostly) is told by the frame and has no chunk in it.
         if not chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK:
-            header = bytearray(_empty_header(array.shape, array.dtype, None, is_fast))
-            ending = _frame_ending(is_fast)
+            header = bytearray(empty_header)
             _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + len(chunk) + len(ending))
             _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, len(chunk))
             return b"".join((header, chunk, ending))
@@ -288,14 +287,19 @@ def load() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _empty_header(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    parts: tuple[tuple[int, ...], tuple[int, ...]] | None,
-    is_fast: bool,
+    shape: tuple[int, ...], dtype: np.dtype[Any], parts: tuple[tuple[int, ...], ...], is_fast: bool
 ) -> bytes:
     """Header of a frame of this shape; the two lengths in it are those of a frame without a chunk."""
-    frame = make_frame(None, shape, dtype, *(parts or _parts(shape, dtype.itemsize)), is_fast=is_fast)
+    frame = make_frame(None, shape, dtype, *parts, is_fast=is_fast)
     return frame[: _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))[0]]
+
+
+@functools.lru_cache(maxsize=256)
+def _around(shape: tuple[int, ...], dtype: np.dtype[Any], is_fast: bool) -> tuple[int, bytes, bytes]:
+    """Size of the blocks of an array of this shape; what is before and behind its only chunk in a frame."""
+    parts = _parts(shape, dtype.itemsize)
+    header = _empty_header(shape, dtype, parts, is_fast)
+    return math.prod(parts[1]) * dtype.itemsize, header, _frame_ending(is_fast)
 
 
 def encode_chunk(array: NDArray[Any], block_shape: Sequence[int], *, is_fast: bool) -> bytes:
@@ -308,7 +312,7 @@ def encode_chunk(array: NDArray[Any], block_shape: Sequence[int], *, is_fast: bo
     """
     block_num_bytes = math.prod(block_shape) * array.itemsize
     chunk = compress(np.ascontiguousarray(_by_block(array, block_shape)), block_num_bytes, is_fast=is_fast)
-    return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else chunk
+    return b"" if chunk[_CHUNK_SPECIAL] & _SPECIAL_MASK == _SPECIAL_ZEROS else bytes(chunk)
 
 
 def _by_block(array: NDArray[Any], block_shape: Sequence[int]) -> NDArray[Any]:
@@ -535,7 +539,7 @@ def frame_around(
     """
     header = bytearray(_empty_header(shape, dtype, (chunk_shape, block_shape), is_fast))
     offsets = compress(np.ascontiguousarray(chunk_offsets), is_fast=False)
-    ending = offsets + _frame_trailer(is_fast)
+    ending = b"".join((offsets, _frame_trailer(is_fast)))
     _FRAME_NUM_BYTES.pack_into(header, _FRAME_NUM_BYTES_AT, len(header) + chunks_num_bytes + len(ending))
     _NUM_BYTES.pack_into(header, _COMPRESSED_NUM_BYTES_AT, chunks_num_bytes)
     return bytes(header), ending
@@ -575,9 +579,8 @@ def _frame_trailer(is_fast: bool) -> bytes:
     return ending[offsets_num_bytes:]
 
 
-@functools.cache
 def _frame_ending(is_fast: bool) -> bytes:
-    """What follows the only chunk of a frame: where it lies, and the trailer; the same for all frames."""
+    """Make what follows the only chunk of any frame: where it lies, and the trailer."""
     frame = _encode_plainly(np.arange(64, dtype="<i2").reshape(8, 8), is_fast)
     (start,) = _HEADER_NUM_BYTES.unpack_from(frame, len(_FRAME_MAGIC))
     return frame[start + _NUM_BYTES.unpack_from(frame, _COMPRESSED_NUM_BYTES_AT)[0] :]

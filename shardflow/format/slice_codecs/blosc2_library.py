@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,7 +146,7 @@ def _declare(loaded: ctypes.CDLL) -> bool:
 
 
 @functools.cache
-def _encoder() -> Any:
+def _encoding_library() -> Any:
     """Return the library if its structures are those of this module; otherwise None."""
     loaded = library()
     if loaded is None or _fields(loaded.blosc2_get_blosc2_cparams_defaults()) != _fields(_DEFAULTS):
@@ -168,7 +169,42 @@ def _check(array: NDArray[Any]) -> None:
         raise ValueError(f"array must have at most {_MAX_NUM_BYTES} bytes, got {array.nbytes}.")
 
 
-def compress(array: NDArray[Any], block_num_bytes: int = 0, *, is_fast: bool) -> bytes:
+class _Encoder:
+    """What the C library compresses arrays of one size with in one thread.
+
+    Its scratch memory, and that of the chunks, is taken once: as much as four blocks and an array.
+    """
+
+    def __init__(self, loaded: Any, settings: tuple[int, int, int, bool]) -> None:
+        num_bytes, itemsize, block_num_bytes, is_fast = settings
+        self.settings = settings
+        self._free, self._compress = loaded.blosc2_free_ctx, loaded.blosc2_compress_ctx
+        self._pointer = loaded.blosc2_create_cctx(
+            _parameters(itemsize, is_fast, block_num_bytes=block_num_bytes)
+        )
+        if not self._pointer:
+            raise MemoryError
+        chunk = np.empty(num_bytes + _MAX_OVERHEAD, np.uint8)
+        self._chunk, self._address, self._num_bytes = chunk.data, chunk.ctypes.data, num_bytes
+
+    def __del__(self) -> None:
+        if self._pointer:  # the library would read from address 0
+            self._free(self._pointer)
+
+    def compress(self, array: NDArray[Any]) -> memoryview:
+        size = self._compress(
+            self._pointer, array.ctypes.data, self._num_bytes, self._address, self._chunk.nbytes
+        )
+        if size <= 0:
+            raise RuntimeError(f"a chunk must encode, got error {size} from blosc2.")
+        return self._chunk[:size]
+
+
+_of_thread = threading.local()
+_MAX_KEPT_NUM_BYTES: Final = 16 << 20
+
+
+def compress(array: NDArray[Any], block_num_bytes: int = 0, *, is_fast: bool) -> memoryview:
     """Encode a C-contiguous array as one chunk, without the GIL.
 
     Args:
@@ -176,31 +212,27 @@ def compress(array: NDArray[Any], block_num_bytes: int = 0, *, is_fast: bool) ->
         block_num_bytes: Of the blocks, each compressed alone; 0 leaves it to the library.
         is_fast: LZ4 in place of Zstandard: other filters, decoded faster.
 
+    Returns:
+        The chunk, until the calling thread encodes the next one.
+
     Raises:
         ValueError: ``array`` is not C-contiguous, or too large.
         RuntimeError: It cannot be encoded.
         MemoryError: There is no memory for it.
     """
     _check(array)
-    loaded = _encoder()
+    loaded = _encoding_library()
     if loaded is None:
-        chunk: bytes = package().compress2(
-            array, **_settings(array.itemsize, is_fast), blocksize=block_num_bytes
-        )
-        return chunk
-    context = loaded.blosc2_create_cctx(_parameters(array.itemsize, is_fast, block_num_bytes=block_num_bytes))
-    if not context:
-        raise MemoryError
-    out = np.empty(array.nbytes + _MAX_OVERHEAD, np.uint8)
-    try:
-        size = loaded.blosc2_compress_ctx(
-            context, array.ctypes.data, array.nbytes, out.ctypes.data, out.nbytes
-        )
-    finally:
-        loaded.blosc2_free_ctx(context)
-    if size <= 0:
-        raise RuntimeError(f"a chunk must encode, got error {size} from blosc2.")
-    return out[:size].tobytes()
+        settings = _settings(array.itemsize, is_fast)
+        return memoryview(package().compress2(array, **settings, blocksize=block_num_bytes))
+    key = (array.nbytes, array.itemsize, block_num_bytes, is_fast)
+    encoder: _Encoder | None = getattr(_of_thread, "encoder", None)
+    if encoder is None or encoder.settings != key:
+        _of_thread.encoder = None  # its memory is free for the next one
+        encoder = _Encoder(loaded, key)
+        if array.nbytes <= _MAX_KEPT_NUM_BYTES:
+            _of_thread.encoder = encoder
+    return encoder.compress(array)
 
 
 def make_frame(
@@ -229,7 +261,7 @@ def make_frame(
     """
     if array is not None:
         _check(array)
-    loaded = _encoder()
+    loaded = _encoding_library()
     if loaded is None:
         blosc2 = package()
         layout = {

@@ -20,6 +20,7 @@ import secrets
 import stat
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -177,6 +178,7 @@ _MAX_PAST_DAYS: Final = 89 * 365
 """Distance from the study up to which a record's day is kept: an age of 90 years and more identifies."""
 
 
+@lru_cache(maxsize=4096)
 def parse_date(value: str) -> date | None:
     """Parse a DICOM date; None if it is partial, impossible or before 1900.
 

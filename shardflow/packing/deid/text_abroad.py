@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardflow.packing.deid.lexicon import fold, lexicon
-from shardflow.packing.deid.text_patterns import UPPER, Category, Span, spans_of
+from shardflow.packing.deid.text_patterns import UPPER, Category, Span, holds_digit, spans_of
 
 _PART: Final = rf"(?:(?:[dDlL]['\N{{RIGHT SINGLE QUOTATION MARK}}])?[{UPPER}][^\W\d_]*(?:['\N{{RIGHT SINGLE QUOTATION MARK}}-][^\W\d_]+)*\.?)"
 _PARTICLE: Final = r"(?:(?:de|del|la|las|los|y|von|vom|van|der|den|zu|zur|zum|du|des|le|di|da)[ \t]+)"
@@ -116,14 +116,16 @@ def find_people_abroad(text: str) -> Iterator[Span]:
 
 def find_numbers_abroad(text: str) -> Iterator[Span]:
     """Find numbers after a label, and national numbers by their form."""
-    yield from spans_of(_NUMBERED, text, Category.ID, "id")
-    yield from spans_of(_PLATE, text, Category.ID, "id")
-    yield from spans_of(_NATIONAL, text, Category.ID)
+    if holds_digit(text):
+        yield from spans_of(_NUMBERED, text, Category.ID, "id")
+        yield from spans_of(_PLATE, text, Category.ID, "id")
+        yield from spans_of(_NATIONAL, text, Category.ID)
 
 
 def find_phones_abroad(text: str) -> Iterator[Span]:
     """Find telephone and fax numbers as they are grouped in these countries."""
-    yield from spans_of(_PHONES, text, Category.PHONE, "number")
+    if holds_digit(text):
+        yield from spans_of(_PHONES, text, Category.PHONE, "number")
 
 
 def find_places_abroad(text: str) -> Iterator[Span]:

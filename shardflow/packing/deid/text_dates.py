@@ -14,7 +14,7 @@ from datetime import date
 from typing import Final
 
 from shardflow.packing.deid.pseudonyms import DateOrder
-from shardflow.packing.deid.text_patterns import Category, Span, spans_of
+from shardflow.packing.deid.text_patterns import Category, Span, holds_digit, spans_of
 
 MONTHS: Final = """
     january february march april may june july august september october november december
@@ -116,9 +116,14 @@ _AGES: Final = tuple(
         r"|a\.(?=\s)))",
         rf"\b(?:aged?|edad|alter|im\s+alter\s+von|[\xe2a]ge|[\xe2a]g[\xe9e]e?)\s*:?\s*(?:of\s+|de\s+|von\s+)?(?P<age>{_OLD})\b"
         r"(?!\s?(?:%|mm|cm|ml|mg|\.\d))",
+        rf"\bturn(?:s|ed|ing)\s+(?P<age>{_OLD})\b(?!\s?(?:%|degrees|mm|cm|ml|mg|\xb0|\.\d))",
+    )
+)
+_AGES_IN_WORDS: Final = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
         rf"\b(?P<age>{_TENS}|{_HUNDRED})(?=[\s-]+(?:years?\b|yrs?\b|y\.?\s?/?o\b))",
         rf"\b(?:aged?|turn(?:s|ed|ing))\s+(?P<age>{_TENS}|{_HUNDRED})\b",
-        rf"\bturn(?:s|ed|ing)\s+(?P<age>{_OLD})\b(?!\s?(?:%|degrees|mm|cm|ml|mg|\xb0|\.\d))",
         r"\b(?:in\s+(?:his|her|their)\s+)(?P<age>(?:mid[\s-]|early[\s-]|late[\s-])?(?:nineties|90'?s))\b",
         r"\b(?P<age>nonagenarian|centenarian|nonagenaria?|centenari[ao]|nonag[\xe9e]naire|centenaire)s?\b",
         rf"\b(?P<age>noventa(?:\s+y\s+{_UNO})?|cien|ciento\s+{_UNO})(?=\s+a[\xf1n]os\b)",
@@ -135,12 +140,32 @@ _AGE_SEX: Final = re.compile(
 
 def find_ages(text: str) -> Iterator[Span]:
     """Find ages above 89 years, in digits (*94-year-old*, *94F*) and in words."""
-    for pattern in (*_AGES, _AGE_SEX):
-        yield from spans_of(pattern, text, Category.AGE, "age", *(("other",) if pattern is _AGE_SEX else ()))
+    for pattern in _AGES_IN_WORDS:
+        yield from spans_of(pattern, text, Category.AGE, "age")
+    if holds_digit(text):
+        for pattern in _AGES:
+            yield from spans_of(pattern, text, Category.AGE, "age")
+        yield from spans_of(_AGE_SEX, text, Category.AGE, "age", "other")
 
 
 def find_dates(text: str, order: DateOrder) -> Iterator[Span]:
     """Find dates; the span of one that names a single day holds the day."""
+    has_digit = holds_digit(text)
+    if has_digit:
+        yield from _find_days(text, order)
+    # Without a day: a birth date is only known in its English forms, and must never become a distance.
+    # Searching for the bare words first is much faster than searching for them in context.
+    lowered = text.lower()
+    is_abroad = any(month in lowered for month in _MONTHS_ABROAD)
+    for match in _WRITTEN_ABROAD.finditer(text) if is_abroad else ():
+        yield Span(start=match.start(), end=match.end(), category=Category.DATE)
+    for match in _MONTH_AFTER.finditer(text):
+        yield Span(start=match.start("month"), end=match.end("month"), category=Category.DATE)
+    if has_digit:
+        yield from _find_partial(text)
+
+
+def _find_days(text: str, order: DateOrder) -> Iterator[Span]:
     for match in _NUMERIC.finditer(text):
         span = _numeric(match, order)
         if span is not None:
@@ -157,14 +182,9 @@ def find_dates(text: str, order: DateOrder) -> Iterator[Span]:
         if number is not None and (year := match["y1"] or match["y2"]) is not None:
             day = _day(_full_year(year), _MONTH_NUMBERS[month[:3].lower()], int(number))
         yield Span(start=match.start(), end=match.end(), category=Category.DATE, day=day)
-    # Without a day: a birth date is only known in its English forms, and must never become a distance.
-    # Searching for the bare words first is much faster than searching for them in context.
-    lowered = text.lower()
-    is_abroad = any(month in lowered for month in _MONTHS_ABROAD)
-    for match in _WRITTEN_ABROAD.finditer(text) if is_abroad else ():
-        yield Span(start=match.start(), end=match.end(), category=Category.DATE)
-    for match in _MONTH_AFTER.finditer(text):
-        yield Span(start=match.start("month"), end=match.end("month"), category=Category.DATE)
+
+
+def _find_partial(text: str) -> Iterator[Span]:
     for match in _PARTIAL.finditer(text):
         first, second = int(match["a"]), int(match["b"])
         is_day = (1 <= first <= 12 and 1 <= second <= 31) or (1 <= second <= 12 and 1 <= first <= 31)
@@ -186,7 +206,7 @@ _TIME_ABROAD: Final = re.compile(
 
 def find_times(text: str) -> Iterator[Span]:
     """Find times of day."""
-    if ":" not in text and "m" not in text.lower() and "h" not in text:
+    if not holds_digit(text) or (":" not in text and "m" not in text.lower() and "h" not in text):
         return
     for pattern in (_TIME, _ISO_TIME):
         for match in pattern.finditer(text):

@@ -77,6 +77,7 @@ def merge(spans: Iterable[Span], text: str) -> list[Span]:
     return merged
 
 
+_DIGIT: Final = re.compile(r"\d")
 _EMAIL: Final = re.compile(r"(?<![\w.+-])[\w.+-]+\s?@\s?[\w-]+(?:\.[\w-]+)*")
 _URL: Final = re.compile(
     r"\b(?:https?|ftp)://\S+|\bwww\.[^\s,;)]+|(?<![\w.-])[a-z0-9-]+(?:\.[a-z0-9-]+)*\.(?:com|org|net|edu"
@@ -195,15 +196,17 @@ def find_contacts(text: str) -> Iterator[Span]:
 
 def find_phones(text: str) -> Iterator[Span]:
     """Find telephone, fax and pager numbers."""
-    yield from spans_of(_PHONE, text, Category.PHONE, "number")
+    if holds_digit(text):
+        yield from spans_of(_PHONE, text, Category.PHONE, "number")
 
 
 def find_labelled(text: str) -> Iterator[Span]:
     """Find numbers after a label such as *MRN*, social security numbers, and names of image files."""
-    yield from spans_of(_SSN, text, Category.ID, "last")
-    yield from spans_of(_LABELLED, text, Category.ID, "id")
     yield from spans_of(_LETTERS_ONLY, text, Category.ID, "id")
-    yield from spans_of(_FILE, text, Category.ID)
+    if holds_digit(text):
+        yield from spans_of(_SSN, text, Category.ID, "last")
+        yield from spans_of(_LABELLED, text, Category.ID, "id")
+        yield from spans_of(_FILE, text, Category.ID)
 
 
 def find_places(text: str) -> Iterator[Span]:
@@ -218,6 +221,8 @@ def find_places(text: str) -> Iterator[Span]:
 
 def find_numbers(text: str) -> Iterator[Span]:
     """Find long numbers and codes without a label; a date may look like one."""
+    if not holds_digit(text):
+        return
     yield from spans_of(_LONG_NUMBER, text, Category.ID)
     for match in _CODE.finditer(text):
         token = match[0].rstrip("-")
@@ -225,6 +230,11 @@ def find_numbers(text: str) -> Iterator[Span]:
             continue
         if len(token) > _LONGEST_WORD or not _NO_CODE.fullmatch(token):
             yield Span(start=match.start(), end=match.end(), category=Category.ID)
+
+
+def holds_digit(text: str) -> bool:
+    """Return whether a text holds a digit of any script: half of the patterns need one."""
+    return _DIGIT.search(text) is not None
 
 
 def spans_of(pattern: re.Pattern[str], text: str, category: Category, *groups: str) -> Iterator[Span]:

@@ -48,14 +48,18 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 Decoder = Callable[[Any], Any]
+_PLAIN: Final = frozenset({bool, float, int, str, type(None)})
 
 
 def encode(value: Any) -> Any:
     """Convert a record, or a collection of records, to JSON values."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        return {name: encode(getattr(value, name)) for name in _names_of(kind)}
     if isinstance(value, (list, tuple)):
         return [encode(one) for one in value]
     if isinstance(value, Mapping):
@@ -63,6 +67,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
     return str(value) if isinstance(value, (Path, str)) else value
+
+
+@cache
+def _names_of(record: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(record))
 
 
 def decode(record: type[Record], value: Any) -> Record:
@@ -156,9 +165,9 @@ PROCESS_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
 class WorkerLimits:
     """Limits of one packing process.
 
-    A process sets them on itself before it imports a decoder, so that all foreign code runs under them; the
-    hard memory limit cannot be raised again. The job has its own deadline for each task besides: a sleeping
-    process uses no processor time.
+    A process sets them on itself before it imports a decoder, or right after its fork, so that whatever reads
+    an input runs under them; the hard memory limit cannot be raised again. The job has its own deadline for
+    each task besides: a sleeping process uses no processor time.
     """
 
     memory_bytes: int

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from shardflow.errors import ShardflowError
+from shardflow.errors import ShardflowError, os_reason
 from shardflow.packing.engines.base import (
     PROCESS_ENVIRONMENT,
     Answer,
@@ -33,6 +33,7 @@ from shardflow.packing.engines.base import (
     done_with,
     encode,
 )
+from shardflow.packing.engines.forking import ForkedProcess, current_server
 from shardflow.packing.engines.worker import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _KILL_S: Final = 20.0
 
 @dataclass(slots=True, eq=False)
 class _Child:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     channel: Channel
     deadline: float
     is_ready: bool = False
@@ -78,6 +79,7 @@ class LocalEngine(Engine):
         self._full_num_processes = num_processes
         self._num_processes = num_processes
         self._num_failed_starts = 0
+        self._server = current_server()
 
     @property
     def pids(self) -> list[int]:
@@ -141,7 +143,7 @@ class LocalEngine(Engine):
     def _start(self) -> _Child:
         ours, theirs = socket.socketpair()
         with theirs, open(self._log_path, "ab", opener=_open_private) as log:
-            process = subprocess.Popen(
+            process = self._fork(theirs.fileno(), log.fileno()) or subprocess.Popen(
                 # -P: a folder of the working directory must not shadow a library.
                 [
                     sys.executable,
@@ -164,6 +166,20 @@ class LocalEngine(Engine):
         with suppress(ChannelClosedError):  # noticed by the next read
             child.channel.send(self._start_message, timeout_s=_SEND_TIMEOUT_S)
         return child
+
+    def _fork(self, channel: int, log: int) -> ForkedProcess | None:
+        """Start a process as a fork; None where there is nothing to fork."""
+        if self._server is None:
+            return None
+        try:
+            return self._server.start(channel, log)
+        except OSError as error:
+            _logger.warning(
+                "packing processes cannot be forked any more (%s): they start as new interpreters",
+                os_reason(error),
+            )
+            self._server = None
+            return None
 
     def _send_task(self, child: _Child) -> None:
         task = child.task

@@ -1,8 +1,9 @@
 """Packing process: takes its limits, then runs tasks until the job closes the channel.
 
-It is started by `shardflow.packing.engines.local` in a fresh interpreter, never by a fork: decoders and their
-threads do not survive one. Once it runs, its standard streams are closed, because native libraries print text
-of inputs. Only results reach the job; a failure carries a class name and a place in the code, no text.
+It is started by `shardflow.packing.engines.local`: in a fresh interpreter, or by a fork of a command that has
+no threads and has read nothing (`shardflow.packing.engines.forking`). Once it runs, its standard streams are
+closed, because native libraries print text of inputs. Only results reach the job; a failure carries a class
+name and a place in the code, no text.
 
 Messages are length-prefixed JSON over a socket pair. JSON, not pickle: the process decodes files from others,
 and a process that such a file took over must not be able to run code in the job.

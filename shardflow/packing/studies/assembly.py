@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
 _FOOTER: Final = struct.Struct("<II8s")
 _MAGIC: Final = b"SFFRAG04"
+# Members of slices are a few hundred KB: some of them are written by one call.
+_WRITE_BYTES: Final = 1 << 20
+_MAX_PARTS: Final = 512
+"""Parts of one call; Linux and macOS take 1,024."""
 # Small enough to stay in the second-level cache between read, checksum, digest and write.
 _COPY_BYTES: Final = 1 << 18
 
@@ -155,7 +159,6 @@ class FragmentWriter:
         self._volumes.append((name, volume.stored))
 
     def _append(self, name: str, payload: bytes) -> None:
-        parts = [member_header(f"{self._sample_key}.{name}", len(payload)), payload, padding(len(payload))]
         self._fields.append(
             FieldLocation(
                 name=name,
@@ -164,13 +167,23 @@ class FragmentWriter:
                 crc32c=google_crc32c.value(payload),
             )
         )
-        self._append_bytes(*parts)
+        header = member_header(f"{self._sample_key}.{name}", len(payload))
+        self._append_bytes(header, payload, padding(len(payload)))
 
     def _append_bytes(self, *parts: bytes) -> None:
-        self._write(*parts)
-        for part in parts:
+        self._waiting += parts
+        num_bytes = sum(map(len, parts))
+        self._num_bytes += num_bytes
+        self._num_waiting += num_bytes
+        if self._num_waiting >= _WRITE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        for part in self._waiting:
             self._crc32c.update(part)
-            self._num_bytes += len(part)
+        self._write(self._waiting)
+        self._waiting.clear()
+        self._num_waiting = 0
 
     def restart(self) -> None:
         """Drop all fields."""
@@ -185,6 +198,8 @@ class FragmentWriter:
         self._volumes: list[tuple[str, StoredVolume]] = []
         self._crc32c = google_crc32c.Checksum()
         self._num_bytes = 0
+        self._waiting: list[bytes] = []
+        self._num_waiting = 0
 
     def commit(
         self, outcome: StudyOutcome, facts: SampleFacts | None, voxels: Sequence[ClassVoxels] = ()
@@ -194,6 +209,7 @@ class FragmentWriter:
             self.restart()
         while self._held:
             self._append_held()
+        self._flush()
         fragment = Fragment(
             sample_key=self._sample_key,
             task_digest=self._task_digest,
@@ -211,7 +227,7 @@ class FragmentWriter:
         volumes = [_volume_to_json(name, volume) for name, volume in self._volumes]
         whole = {**rest, "fields": fields, "volumes": volumes, "voxels": [*map(_voxels_to_json, voxels)]}
         trailer = json.dumps(whole, separators=(",", ":")).encode("ascii")
-        self._write(trailer + _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC))
+        self._write([trailer, _FOOTER.pack(len(trailer), google_crc32c.value(trailer), _MAGIC)])
         with naming_os_errors("writing a fragment"):
             self._file.close()
             self._temporary.replace(self._path)
@@ -226,12 +242,12 @@ class FragmentWriter:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def _write(self, *parts: bytes) -> None:
+    def _write(self, parts: Sequence[bytes]) -> None:
         """Write parts one after another, without joining them."""
         rest = [memoryview(part) for part in parts if part]
         with naming_os_errors("writing a fragment"):
             while rest:
-                num_bytes = os.writev(self._file.fileno(), rest)
+                num_bytes = os.writev(self._file.fileno(), rest[:_MAX_PARTS])
                 while rest and num_bytes >= rest[0].nbytes:
                     num_bytes -= rest.pop(0).nbytes
                 if rest:

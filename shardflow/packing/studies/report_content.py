@@ -253,13 +253,19 @@ class ReportParser:
             annotations: ``annotations.json``, if there is one.
             text: The report as it is stored.
         """
-        if self._setup.alignment is None:
+        if self._rules is None:
             return None
         from shardflow.reports.alignment.aligning import align
+
+        return align({"series": series}, report, annotations, self._rules, text=text)
+
+    @cached_property
+    def _rules(self) -> AlignmentRules | None:
+        if self._setup.alignment is None:
+            return None
         from shardflow.reports.alignment.evidence import AlignmentRules
 
-        rules = AlignmentRules(**self._setup.alignment)
-        return align({"series": series}, report, annotations, rules, text=text)
+        return AlignmentRules(**self._setup.alignment)
 
     @cached_property
     def _reader(self) -> ReportReader:

@@ -1,7 +1,7 @@
 """Packing of one study: its report, slices and ``study.json`` become a fragment; runs in a packing process.
 
-Slices stream: one is decoded, measured, encoded and written before the next is read, so that a study of any
-size takes the memory of one slice, and of its attachments. Facts that need the whole series (display range,
+Slices stream: a few are decoded, measured, encoded and written before the next are read, so that a study of
+any size takes the memory of these, and of its attachments. Facts that need the whole series (display range,
 number of clipped values) go into ``study.json``, which sorts behind all slices.
 """
 
@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from shardflow.packing.studies.tasks import StudyAttachment, StudyTask
     from shardflow.packing.workspace import Workspace
 
+_BATCH_BYTES: Final = 4 << 20
+"""Decoded slices that are in memory at once, if one is not larger."""
 _ANGIOGRAMS: Final = frozenset({"RF", "XA"})
 
 
@@ -160,7 +162,7 @@ class StudyMembers:
         self._languages: tuple[str, ...] = ()
         self._is_unread = False
         self._read_by = ""
-        # Whether report or attachments name a side of the body.
+        # Whether report or attachments name a side of the body; looked for where images are augmented.
         self._has_sides = False
         self._known_people: list[Mapping[str, AttributeValue]] | None = None
         # By file and frame.
@@ -391,8 +393,9 @@ class StudyMembers:
             if aligned is not None:
                 contents["alignment"] = aligned
             self._read_by = rules_of(content, aligned)
-        texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
-        self._has_sides = study_names_a_side([report or b"", *texts], contents)
+        if self.rules.variants.augment.num_variants:
+            texts = [text for name, text in self._attached.fields.items() if name.endswith(".txt")]
+            self._has_sides = study_names_a_side([report or b"", *texts], contents)
         for name, content in contents.items():
             self.writer.hold(f"{name}.json", encode_json(content))
 
@@ -425,25 +428,28 @@ class StudyMembers:
         finder = None if is_settled else self._head_finder(stack)
         wanted = frozenset() if finder is None else finder.first
         body = self._body_finder(stack, facts)
+        names = [slice_field(number, index, stored_codec(codec)) for index in range(len(stack.slices))]
         with (
             SeriesVariants(self.rules.variants, self.writer, number, stack, form, codec, draws) as variants,
             bricks or nullcontext(),
         ):
-            for index, decoded in enumerate(self._decode(stack, form)):
-                display.add(decoded)
-                if finder is not None and index in wanted:
-                    finder.add(index, decoded.pixels)
-                if body is not None:
-                    body.add(index, decoded.pixels)
-                payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
-                variants.add(index, decoded, payload)
-                num_clipped += decoded.num_clipped
-                num_padding += decoded.num_padding
-                decoders.add(decoded.decoder)
-                if bricks is None:
-                    self.writer.add(slice_field(number, index, stored_codec(codec)), payload)
-                else:
-                    bricks.add(decoded.pixels)
+            for batch in self._decode_batches(stack, form):
+                for index, decoded in batch:
+                    display.add(decoded)
+                    if finder is not None and index in wanted:
+                        finder.add(index, decoded.pixels)
+                    if body is not None:
+                        body.add(index, decoded.pixels)
+                    num_clipped += decoded.num_clipped
+                    num_padding += decoded.num_padding
+                    decoders.add(decoded.decoder)
+                for index, decoded in batch:
+                    payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
+                    variants.add(index, decoded, payload)
+                    if bricks is None:
+                        self.writer.add(names[index], payload)
+                    else:
+                        bricks.add(decoded.pixels)
             display_range = display.result()
             made = variants.finish(display_range)
             if bricks is not None:
@@ -472,6 +478,17 @@ class StudyMembers:
         if not suits_bricks(kind=stack.kind, num_slices=num_slices, num_samples=num_samples):
             return None
         return BodyFinder((num_slices, stack.rows, stack.columns), facts["unit"])
+
+    def _decode_batches(self, stack: Stack, form: SliceForm) -> Iterator[list[tuple[int, DecodedSlice]]]:
+        """Decode a few slices at a time, numbered.
+
+        After a codec the processor's caches hold pixels, and each step of Python has to be fetched again.
+        """
+        samples = stack.rows * stack.columns * stack.samples_per_pixel
+        most = max(1, _BATCH_BYTES // (samples * np.dtype(form.dtype).itemsize))
+        slices = enumerate(self._decode(stack, form))
+        while batch := list(itertools.islice(slices, most)):
+            yield batch
 
     def _decode(self, stack: Stack, form: SliceForm) -> Iterator[DecodedSlice]:
         """Decode in geometric order, file by file, so that a bad file can be named."""

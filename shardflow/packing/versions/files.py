@@ -48,7 +48,6 @@ from shardflow.packing.inventory import (
     reason_name,
 )
 from shardflow.packing.people import write_evidence
-from shardflow.packing.upload import uploader_of
 from shardflow.packing.versions.base import Base, ShardRows, file_identity
 from shardflow.packing.workspace import locked_workspace
 from shardflow.storage import LocalStore
@@ -353,6 +352,9 @@ def open_newest(output: Path, private: Path) -> Iterator[NewestVersion]:
         StorageError: Something cannot be read or written.
     """
     with locked_workspace(output, private) as workspace:
+        # It brings clients of object stores, which a job that publishes nowhere writes a version without.
+        from shardflow.packing.upload import uploader_of
+
         base = Base.open(workspace, load(LocalStore(workspace.output)))
         with uploader_of(workspace) as uploader:
             yield NewestVersion(workspace=workspace, base=base, uploader=uploader)

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import google_crc32c
 import numpy as np
@@ -252,8 +252,7 @@ class Claim(Enum):
     """Nothing less valuable can be evicted; read the block from the origin."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A requested part of a block, and its destination."""
 
     start: int

@@ -122,10 +122,12 @@ class DiskTier:
             return found
         with self._guarded():
             try:
+                numbers = list(wanted)
+                sizes = (blocks.stops[numbers] - blocks.starts[numbers]).tolist()
                 with self._folder.opened(blocks.name) as folder:
-                    for number, pieces in wanted.items():
+                    for (number, pieces), num_bytes in zip(wanted.items(), sizes, strict=True):
                         try:
-                            self._read_block(folder, blocks, number, pieces)
+                            self._read_block(folder, number, num_bytes, pieces)
                         except BlockDamagedError:
                             damaged.append(number)
                         except (FileNotFoundError, ShortReadError):  # ShortReadError: cut while it is read
@@ -136,14 +138,12 @@ class DiskTier:
                 pass
             except BlockDamagedError:
                 damaged = list(wanted)
-            for number in found:
-                self._note_use(blocks, number)
+            self._note_uses(blocks, found)
         for number in damaged:
             self.drop(blocks, number)
         return found
 
-    def _read_block(self, folder: int, blocks: ObjectBlocks, number: int, pieces: Sequence[Piece]) -> None:
-        num_bytes = int(blocks.stops[number]) - int(blocks.starts[number])
+    def _read_block(self, folder: int, number: int, num_bytes: int, pieces: Sequence[Piece]) -> None:
         descriptor = self._folder.open_block_in(folder, number, num_bytes)
         try:
             starts, buffers = [piece.start for piece in pieces], [piece.buffer for piece in pieces]
@@ -250,7 +250,7 @@ class DiskTier:
         if not blocks.is_sound(0, found):
             self.drop(blocks, 0)
             return None
-        self._note_use(blocks, 0)
+        self._note_uses(blocks, [0])
         return found
 
     def close(self) -> None:
@@ -336,22 +336,24 @@ class DiskTier:
                     self._catalog.write_rows(row, rows)
                 self._catalog.write_header(header)
 
-    def _note_use(self, blocks: ObjectBlocks, number: int) -> None:
-        """Record that a block was read, unless that was recorded a small part of a half-life ago."""
-        row = self._catalog.object_of(blocks).first_row + number
-        self._num_reads += 1
-        if self._num_reads % _READ_CLOCK_EVERY == 1:
+    def _note_uses(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> None:
+        """Record that blocks were read, except those recorded a small part of a half-life ago."""
+        first_row = self._catalog.object_of(blocks).first_row
+        before, self._num_reads = self._num_reads, self._num_reads + len(numbers)
+        if not before or before // _READ_CLOCK_EVERY != self._num_reads // _READ_CLOCK_EVERY:
             self._clock = self._catalog.header().clock
-        noted = self._noted.get(row)
-        if noted is not None and self._clock - noted < self._evictor.half_life / _NOTES_PER_HALF_LIFE:
-            return
-        if len(self._noted) >= _MAX_NOTED:
-            self._noted.clear()
-        self._noted[row] = self._clock
-        found = self._catalog.rows(row, 1)[0]
-        age = max(self._clock - int(found["last_use"]), 0)
-        frequency = decayed(float(found["frequency"]), age, self._evictor.half_life)
-        self._catalog.write_use(row, self._clock, frequency + 1.0)
+        clock, half_life = self._clock, self._evictor.half_life
+        noted = self._noted
+        for row in (first_row + number for number in numbers):
+            last = noted.get(row)
+            if last is not None and clock - last < half_life / _NOTES_PER_HALF_LIFE:
+                continue
+            if len(noted) >= _MAX_NOTED:
+                noted.clear()
+            noted[row] = clock
+            found = self._catalog.rows(row, 1)[0]
+            age = max(clock - int(found["last_use"]), 0)
+            self._catalog.write_use(row, clock, decayed(float(found["frequency"]), age, half_life) + 1.0)
 
     def _recover(self) -> None:
         """Settle the claims and unfinished files of the last process with this slot."""

@@ -33,6 +33,9 @@ _LOGGER = logging.getLogger(__name__)
 BlocksOf = Callable[[str], ObjectBlocks | None]
 # With a full shuffle each sample is in another shard, and its blocks take longer to find than to read.
 _MAX_KNOWN_BYTES = 64 << 20
+# How long a look at all blocks of an object answers for them, in seconds.
+_LOOK_S = 1.0
+_MAX_LOOKS = 4096
 _NO_BLOCKS_BYTES = 256  # the path of an object that is not cached, and its entry
 _Wanted = Mapping[int, Sequence[Piece]]
 
@@ -276,6 +279,18 @@ class CachedStore:
         """Declare an object that `bind` does not cover, such as a sidecar table."""
         self._remember(path, blocks)
 
+    def is_kept(self, path: str) -> bool:
+        """Return whether all blocks of an object are cached, or were within the last second: a hint."""
+        now = time.monotonic()
+        looked, is_kept = self._looks.get(path, (-_LOOK_S, False))
+        if now - looked >= _LOOK_S:
+            blocks = self._blocks(path)
+            is_kept = blocks is not None and all(self.cache.home.has(blocks, range(blocks.num_blocks)))
+            if len(self._looks) >= _MAX_LOOKS:
+                self._looks.clear()
+            self._looks[path] = now, is_kept
+        return is_kept
+
     def num_bytes_ahead(self, path: str, ranges: Sequence[ByteRange]) -> int:
         """Return the bytes of the blocks that ranges need, cached or not."""
         blocks = self._blocks(path)
@@ -327,6 +342,7 @@ class CachedStore:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, ObjectBlocks | None] = OrderedDict()
         self._known_bytes = 0
+        self._looks: dict[str, tuple[float, bool]] = {}
 
     def _blocks(self, path: str) -> ObjectBlocks | None:
         if self._blocks_of is None or not self.cache.is_on:

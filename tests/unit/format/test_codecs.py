@@ -125,6 +125,30 @@ def test_the_same_slice_gives_the_same_bytes(codec: str) -> None:
     assert len(set(payloads)) == 1
 
 
+def test_what_a_thread_encoded_before_does_not_show() -> None:
+    """The scratch memory of the library outlives an array."""
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.integers(0, most, shape).astype(dtype)
+        for most in (1, 2, 200, 4096)
+        for shape in ((512, 512), (100, 70), (512, 512, 3))
+        for dtype in ("<u2", "<i4", "<f4")
+    ]
+
+    def encode_alone(codec: str, array: NDArray[Any]) -> bytes:
+        found: list[bytes] = []
+        thread = threading.Thread(target=lambda: found.append(encode_array(codec, array)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    for codec in ("b2nd", FAST):
+        alone = [encode_alone(codec, array) for array in arrays]
+        for number in rng.permutation(2 * len(arrays)) % len(arrays):
+            assert encode_array(codec, arrays[number]) == alone[number]
+        assert [encode_array(codec, array) for array in arrays] == alone
+
+
 def test_encoding_takes_one_thread() -> None:
     """More give other bytes from run to run."""
     before = len(list(Path("/proc/self/task").iterdir()))
@@ -153,13 +177,13 @@ def test_encoding_by_the_package_takes_one_thread_and_makes_the_same_bytes(
     monkeypatch.setattr(blosc2, "compress2", record_compress)
     # As where the library has another structure of settings, which it would misread.
     monkeypatch.setattr(blosc2_library, "_DEFAULTS", blosc2_library.EncodingParameters(level=4))
-    blosc2_library._encoder.cache_clear()
+    blosc2_library._encoding_library.cache_clear()
     b2nd._empty_header.cache_clear()
-    b2nd._frame_ending.cache_clear()
+    b2nd._around.cache_clear()
     try:
         assert [encode_array(codec, one) for one in pixels for codec in ("b2nd", FAST)] == frames
     finally:
-        blosc2_library._encoder.cache_clear()
+        blosc2_library._encoding_library.cache_clear()
     assert len(threads) >= len(frames)
     assert set(threads) == {1}
 
@@ -222,10 +246,12 @@ def test_frames_do_not_depend_on_the_threads_of_the_writer(dtype: str, is_fast: 
     try:
         for num_threads in (1, 4):
             blosc2.set_nthreads(num_threads)
+            b2nd._around.cache_clear()
             b2nd._empty_header.cache_clear()
             found.add(b2nd.encode(pixels, is_fast=is_fast))
     finally:
         blosc2.set_nthreads(former)
+        b2nd._around.cache_clear()
         b2nd._empty_header.cache_clear()
     assert len(found) == 1
 
@@ -561,7 +587,7 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the package was built for a library of the system."""
     monkeypatch.setattr(b2nd, "library", lambda: None)
-    monkeypatch.setattr(blosc2_library, "_encoder", lambda: None)
+    monkeypatch.setattr(blosc2_library, "_encoding_library", lambda: None)
 
 
 @pytest.mark.usefixtures("without_library")

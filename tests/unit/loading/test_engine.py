@@ -298,6 +298,32 @@ def test_a_take_that_finds_nothing_ready_is_starved_and_one_that_need_not_wait_i
     engine.close()
 
 
+def test_results_that_come_soon_after_one_another_are_taken_by_one_wake_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = _engine(lambda n: Task(n, num_parts=1), 5, num_threads=1)
+    naps: list[float] = []
+    told: list[int] = []
+    wait, notify_all = engine._done.wait, engine._done.notify_all
+
+    def nap(timeout: float) -> bool:
+        naps.append(timeout)
+        while engine._num_ready < 5:
+            wait(0.01)
+        return True
+
+    def tell() -> None:
+        told.append(engine._num_ready)
+        notify_all()
+
+    monkeypatch.setattr(engine._done, "wait", nap)
+    monkeypatch.setattr(engine._done, "notify_all", tell)
+    assert [engine.take() for _ in range(5)] == [*range(5)]
+    assert len(naps) == 1
+    assert not told
+    engine.close()
+
+
 # ---- other threads and bounds while it runs ---------------------------------------------------------
 
 

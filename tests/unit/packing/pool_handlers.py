@@ -39,6 +39,12 @@ def _answer(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
             return {"limits": Path("/proc/self/limits").read_text(encoding="ascii"), "pid": os.getpid()}
         case "modules":
             return {"modules": sorted(sys.modules)}
+        case "surroundings":
+            descriptors = {}
+            for one in Path("/proc/self/fd").iterdir():
+                with suppress(OSError):  # that of the listing
+                    descriptors[one.name] = str(one.readlink())
+            return {"environment": dict(os.environ), "descriptors": descriptors}
         case "hang":
             time.sleep(3600)
         case "steps":

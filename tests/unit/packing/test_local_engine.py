@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,21 +17,54 @@ from typing import Any
 import pytest
 
 from shardflow.errors import ShardflowError, StorageError
+from shardflow.packing.engines import forking
 from shardflow.packing.engines import local as pool_module
-from shardflow.packing.engines.base import Task, TaskDone, WorkerLimits, WorkerSetup
+from shardflow.packing.engines.base import (
+    PROCESS_ENVIRONMENT,
+    Task,
+    TaskDone,
+    WorkerLimits,
+    WorkerSetup,
+)
+from shardflow.packing.engines.forking import ForkedProcess, ProcessServer
 from shardflow.packing.engines.local import LocalEngine
-from tests.forks import ForkedChildren
+from tests.forks import SERVERS, ForkedChildren
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 LIMITS = WorkerLimits(memory_bytes=600 * MIB, task_s=30.0, file_bytes=10 * MIB, open_files=64)
 
 MakePool = Callable[..., LocalEngine]
 
 
-@pytest.fixture(autouse=True)
-def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes as users do: limits and failures of a start are among what is tested."""
+SERVE = """
+import socket, sys
+from shardflow.packing.engines.forking import serve
+serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ProcessServer]:
+    """A process server that is an interpreter of its own: this process has threads."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", SERVE, str(theirs.fileno()), str(os.getpid())]
+        with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=REPOSITORY) as process:
+            theirs.close()
+            SERVERS.add(process.pid)
+            yield ProcessServer(ours)
+            ours.close()
+        assert process.returncode == 0
+
+
+@pytest.fixture(autouse=True, params=["interpreter", "fork"])
+def starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Start processes as jobs do: limits and failures of a start are among what is tested."""
     monkeypatch.setattr(ForkedChildren, "are_forked", False)
+    if request.param == "fork":
+        monkeypatch.setattr(forking, "_current", request.getfixturevalue("server"))
+    return str(request.param)
 
 
 @pytest.fixture
@@ -285,11 +319,12 @@ def test_a_process_that_cannot_be_killed_does_not_hold_the_job(
     (child,) = pool._children
     with monkeypatch.context() as patch:
         patch.setattr(pool_module, "_KILL_S", 0.2)
-        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        for kind in (subprocess.Popen, ForkedProcess):
+            patch.setattr(kind, "kill", lambda process: None)
         pool.submit(_task("hang", timeout_s=0.2))
         assert pool.wait().failure == "timeout"
     child.process.kill()
-    child.process.wait()
+    child.process.wait(300)
     assert "giving up on it" in caplog.text
 
 
@@ -305,27 +340,32 @@ def test_waiting_for_nothing_is_refused(make_pool: MakePool) -> None:
         make_pool().wait()
 
 
-def test_processes_end_with_a_killed_job(tmp_path: Path) -> None:
+def test_processes_end_with_a_killed_job(starts: str, tmp_path: Path) -> None:
     """kill -9 of the job leaves no packing process behind, not even a busy one."""
+    prepare = "with process_server():" if starts == "fork" else "if True:"
     log = str(tmp_path / "log")
     script = f"""
 import sys
 from pathlib import Path
 from shardflow.packing.engines.base import WorkerLimits
 from shardflow.packing.engines.base import Task, WorkerSetup
+from shardflow.packing.engines.forking import ForkedProcess, prepare_to_fork, process_server
 from shardflow.packing.engines.local import LocalEngine
 worker = WorkerSetup(limits=WorkerLimits(memory_bytes={600 * MIB}, task_s=60.0, file_bytes={MIB}),
                      handlers="tests.unit.packing.pool_handlers:make_handler", setup={{}},
                      log_path=Path({log!r}))
-pool = LocalEngine(2, worker)
-pool.submit(Task(kind="echo", payload={{}}, timeout_s=60)); pool.wait()
-pool.submit(Task(kind="hang", payload={{}}, timeout_s=600))
-pool.submit(Task(kind="burn", payload={{}}, timeout_s=600))
-print(*pool.pids, flush=True)
-pool.wait()
+prepare_to_fork()
+{prepare}
+    pool = LocalEngine(2, worker)
+    pool.submit(Task(kind="echo", payload={{}}, timeout_s=60)); pool.wait()
+    pool.submit(Task(kind="hang", payload={{}}, timeout_s=600))
+    pool.submit(Task(kind="burn", payload={{}}, timeout_s=600))
+    assert all(isinstance(one.process, ForkedProcess) == {starts == "fork"} for one in pool._children)
+    print(*pool.pids, flush=True)
+    pool.wait()
 """
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
     ) as job:
         assert job.stdout is not None
         pids = [int(pid) for pid in job.stdout.readline().split()]
@@ -343,3 +383,42 @@ def _is_alive(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
         return False
+
+
+def test_a_process_has_its_environment_and_no_descriptor_of_the_job(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    with (tmp_path / "of the job").open("wb"):
+        done = _do(make_pool(), "surroundings")
+    assert done.result is not None
+    assert PROCESS_ENVIRONMENT.items() <= done.result["environment"].items()
+    descriptors = done.result["descriptors"]
+    assert [descriptors[stream] for stream in ("0", "1", "2")] == ["/dev/null"] * 3
+    assert [target.partition(":")[0] for target in descriptors.values()].count("socket") == 1
+    assert not any("of the job" in target for target in descriptors.values())
+
+
+def test_a_lost_server_costs_its_processes_and_no_job(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        monkeypatch.setattr(forking, "_current", ProcessServer(ours))
+        assert _do(make_pool(), "echo", number=1).result is not None
+    assert "cannot be forked any more" in caplog.text
+
+
+def test_a_command_can_be_forked_after_its_imports(starts: str) -> None:
+    """A library that starts threads when it is imported would cost each packing process its imports."""
+    early, late = ("", "prepare_to_fork()") if starts == "interpreter" else ("prepare_to_fork()", "")
+    script = f"""
+from shardflow.packing.engines.forking import current_server, prepare_to_fork, process_server
+{early}
+import shardflow.packing.corpora.job, shardflow.packing.handlers, shardflow.packing.job
+{late}
+with process_server():
+    assert (current_server() is not None) == {starts == "fork"}
+assert current_server() is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPOSITORY)

@@ -77,6 +77,13 @@ def describe_image(elements: Elements, limits: HeaderLimits) -> tuple[ImageDescr
     Raises:
         SourceError: INVALID_IMAGE_DESCRIPTION or LIMIT_EXCEEDED.
     """
+    image, flags = _read_description(elements)
+    _check_size(image, limits)
+    return image, flags
+
+
+@values.shared(*DESCRIPTION_TAGS)
+def _read_description(elements: Elements) -> tuple[ImageDescription, tuple[str, ...]]:
     photometric = values.code(elements, _PHOTOMETRIC).upper()
     samples = values.short(elements, _SAMPLES) or 1
     if _SAMPLES_OF.get(photometric) != samples:
@@ -104,7 +111,6 @@ def describe_image(elements: Elements, limits: HeaderLimits) -> tuple[ImageDescr
         planar_configuration=(values.short(elements, _PLANAR) or 0) if samples > 1 else 0,
         photometric_interpretation=photometric,
     )
-    _check_size(image, limits)
     return image, flags
 
 

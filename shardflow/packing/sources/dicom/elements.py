@@ -11,24 +11,27 @@ Source: DICOM PS3.5, section 7 (data elements, sequences of items).
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from shardflow.format.reasons import Reason, reading_source, source_error
+from shardflow.errors import SourceError, os_reason
+from shardflow.format.reasons import Reason, source_error
 from shardflow.packing.sources.dicom.dictionary import (
     DEFLATED,
     EXPLICIT_BIG,
     EXPLICIT_LITTLE,
     IMPLICIT_LITTLE,
 )
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +68,22 @@ MAX_DEPTH = 32
 """Deepest nesting of sequences that is followed; real files stay below ten."""
 
 _PIXEL_TAGS = frozenset({0x7FE00008, 0x7FE00009, 0x7FE00010})
+_PIXEL_GROUP = 0x7FE0
 _UNDEFINED = 0xFFFFFFFF
 _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
+_ORDERS = {
+    is_little: tuple(struct.Struct(order + form).unpack_from for form in ("HH2sH", "HHI", "I"))
+    for is_little, order in ((True, "<"), (False, ">"))
+}
+"""Readers of an explicit head, of an implicit one, and of a long length, by the order of bytes."""
 _LONG_VRS = frozenset(
     {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
 )
-VRS = _LONG_VRS | frozenset(
+_SHORT_VRS = frozenset(
     {b"AE", b"AS", b"AT", b"CS", b"DA", b"DS", b"DT", b"FD", b"FL", b"IS", b"LO"}
     | {b"LT", b"PN", b"SH", b"SL", b"SS", b"ST", b"TM", b"UI", b"UL", b"US"}
 )
+VRS = _LONG_VRS | _SHORT_VRS
 """All value representations."""
 
 
@@ -142,10 +152,7 @@ class Walk:
         self._data = data
         self._num_bytes = num_bytes
         self._little = is_little_endian
-        order = "<" if is_little_endian else ">"
-        self._explicit = struct.Struct(order + "HH2sH").unpack_from
-        self._implicit = struct.Struct(order + "HHI").unpack_from
-        self._length = struct.Struct(order + "I").unpack_from
+        self._explicit, self._implicit, self._length = _ORDERS[is_little_endian]
 
     def element(self, position: int, is_implicit: bool) -> tuple[int, bytes, int, int | None]:
         """Tag, VR, where the value begins and where it ends (None: undefined length)."""
@@ -171,6 +178,8 @@ class Walk:
         """Walk the dataset until its pixel data or its end."""
         is_implicit, data = found.is_implicit, self._data
         while position + 8 <= self._num_bytes:
+            if not is_implicit:
+                position = self._short_elements(position, wanted, found.values)
             try:
                 tag, vr, value, end = self.element(position, is_implicit)
             except MalformedError:
@@ -197,6 +206,22 @@ class Walk:
                     raise NeedMoreError
                 found.values[tag] = data[value:end]
             position = end
+
+    def _short_elements(self, position: int, wanted: frozenset[int], values: dict[int, bytes]) -> int:
+        """Walk elements that are short and explicit, as nearly all are; return where another one begins."""
+        data, read = self._data, self._explicit
+        stop = min(len(data), self._num_bytes) - 8
+        while position <= stop:
+            group, number, vr, length = read(data, position)
+            value = position + 8
+            end = value + length
+            if vr not in _SHORT_VRS or group == _PIXEL_GROUP or end > stop:
+                break
+            tag = group << 16 | number
+            if tag in wanted:
+                values[tag] = data[value:end]
+            position = end
+        return position
 
     def items(
         self, position: int, stop: int | None, is_implicit: bool, depth: int, *, keep: bool
@@ -251,9 +276,10 @@ class Walk:
 _CHUNK_BYTES: Final = 1 << 20
 
 
-@contextlib.contextmanager
-def open_file(path: Path, max_inflated_bytes: int) -> Iterator[int]:
-    """Open a file for ``os.pread``.
+class open_file:  # noqa: N801 - a block, as `contextlib.suppress` is
+    """Descriptor of a file for ``os.pread``, closed at the end of the block.
+
+    Every file is opened here at least twice, and a generator for its block would take as long as opening it.
 
     Args:
         path: The file; inflated first where its name ends in ``.dcm.gz``.
@@ -263,15 +289,32 @@ def open_file(path: Path, max_inflated_bytes: int) -> Iterator[int]:
         SourceError: LIMIT_EXCEEDED; HEADER_UNREADABLE where the compressed stream is damaged;
             FILE_UNREADABLE, also for reads inside the block.
     """
-    with reading_source():
-        if path.name.lower().endswith(".dcm.gz"):
-            descriptor = _inflate(path, max_inflated_bytes)
-        else:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    __slots__ = ("_descriptor", "_max_inflated_bytes", "_path")
+
+    def __init__(self, path: Path, max_inflated_bytes: int) -> None:
+        self._path, self._max_inflated_bytes = path, max_inflated_bytes
+
+    def __enter__(self) -> int:
         try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            if str(self._path).lower().endswith(".dcm.gz"):
+                self._descriptor = _inflate(self._path, self._max_inflated_bytes)
+            else:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(error) from None
+        return self._descriptor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+        if isinstance(error, OSError):
+            raise _unreadable(error) from None
+
+
+def _unreadable(error: OSError) -> SourceError:
+    return source_error(Reason.FILE_UNREADABLE, os_reason(error))
 
 
 def _inflate(path: Path, max_bytes: int) -> int:

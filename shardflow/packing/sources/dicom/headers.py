@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardflow.errors import SourceError
@@ -29,7 +32,7 @@ from shardflow.packing.sources.dicom.dictionary import (
     STATED_UNITS,
     WHOLE_SLIDE,
 )
-from shardflow.packing.sources.dicom.elements import FileElements, HeaderLimits, read_elements
+from shardflow.packing.sources.dicom.elements import Elements, FileElements, HeaderLimits, read_elements
 from shardflow.packing.sources.dicom.maps import MAP_TAGS, float_padding, read_map, read_reconstruction
 from shardflow.packing.sources.dicom.planes import (
     MAX_SPACING_MM,
@@ -54,7 +57,7 @@ _SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT = (
     0x0020000E,
     0x00100020,
 )
-_CHARACTER_SET, _IMAGE_TYPE, _MODALITY, _SERIES_TEXT = 0x00080005, 0x00080008, 0x00080060, 0x0008103E
+_IMAGE_TYPE, _MODALITY, _SERIES_TEXT = 0x00080008, 0x00080060, 0x0008103E
 _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION = (
     0x00200011,
     0x00200013,
@@ -72,9 +75,11 @@ _PIXEL_VRS = {0x7FE00008: "OF", 0x7FE00009: "OD"}
 """Of float pixel data, which the implicit encoding does not state."""
 
 _WANTED = (
-    frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _CHARACTER_SET, _IMAGE_TYPE, _MODALITY})
-    | frozenset({_SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _FRAME_OF_REFERENCE, _LOCATION})
-    | frozenset({_BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
+    frozenset(
+        {_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _IMAGE_TYPE, _MODALITY, values.CHARACTER_SET}
+    )
+    | frozenset({values.CHARACTER_SET, _SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _LOCATION})
+    | frozenset({_FRAME_OF_REFERENCE, _BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
     | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
     | frozenset({_ACCESSION, _STUDY_DATE, _STUDY_TIME})
     | frozenset({_ACQUISITION, _ACQUISITION_DATE, _ACQUISITION_TIME, _UTC_OFFSET})
@@ -287,7 +292,7 @@ def _read_instance(
     identify: Identify | None,
 ) -> InstanceHeader:
     _check_readable(elements, sop_class)
-    identifiers = _identifiers(elements, identify)
+    identifiers: Mapping[str, Any] = _identifiers(elements, identify)
     is_slide = sop_class == WHOLE_SLIDE
     image, image_flags = describe_image(elements, slide_limits(limits) if is_slide else limits)
     image = _with_sample_format(elements, image)
@@ -300,56 +305,71 @@ def _read_instance(
     if sop_class in MAP_CLASSES:
         planes, unit, map_flags = read_map(elements, sop_class, planes, image.num_frames)
         plane_flags += map_flags
-    image_type = values.codes(elements, _IMAGE_TYPE)
+    series = _series_facts(elements)
+    image_type = series["image_type"]
     if sop_class == NUCLEAR:
         planes = read_reconstruction(elements, image_type, planes, image.num_frames)
-    detector = values.decimals(elements, _DETECTOR_SPACING, 2)
     mosaic = read_mosaic(path, image, planes[0], limits) if "MOSAIC" in image_type else None
     if mosaic is not None:
         image, planes, plane_flags = mosaic.image, mosaic.planes, (*plane_flags, "mosaic_unfolded")
     return InstanceHeader(
         file_index=file_index,
         **identifiers,
+        **series,
         sop_class_uid=sop_class,
         transfer_syntax_uid=sys.intern(elements.transfer_syntax_uid),
-        modality=values.code(elements, _MODALITY).upper(),
-        image_type=image_type,
-        series_number=values.integer(elements, _SERIES_NUMBER),
         instance_number=values.integer(elements, _INSTANCE_NUMBER),
         image=image,
         planes=planes,
-        frame_of_reference_uid=values.code(elements, _FRAME_OF_REFERENCE),
         slice_location=_single(values.decimals(elements, _LOCATION)),
-        spacing_between_slices=_single(values.decimals(elements, _BETWEEN_SLICES)),
-        detector_spacing=(detector[0], detector[1])
-        if detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
-        else None,
         unit=unit,
-        window_function=values.code(elements, _VOI_FUNCTION).upper(),
-        burned_in=values.code(elements, _BURNED_IN).upper(),
         padding=float_padding(elements)
         if elements.pixel_tag in _PIXEL_VRS
         else _padding(elements, is_signed=image.is_signed),
         has_modality_lut=bool(elements.items(_MODALITY_LUT)),
-        is_localizer=_is_localizer(elements, image_type),
         pixel_vr=_PIXEL_VRS.get(elements.pixel_tag or 0, elements.pixel_vr),
         pixel_offset=elements.pixel_offset,
         pixel_num_bytes=elements.pixel_num_bytes,
         num_bytes=elements.num_bytes,
         flags=(*elements.flags, *image_flags, *pixel_flags, *plane_flags),
-        accession_number=values.text(elements, _ACCESSION),
-        study_date=values.code(elements, _STUDY_DATE),
-        study_time=values.code(elements, _STUDY_TIME),
         acquired=_acquired(elements),
-        utc_offset=_utc_offset(elements),
         mosaic=0 if mosaic is None else mosaic.tiles_per_row,
         pyramid=pyramid_of(elements) if is_slide else (),
-        patient_name=values.text(elements, _NAME, has_escapes=True),
-        birth_date=values.code(elements, _BIRTH_DATE),
-        sex=values.code(elements, _SEX),
-        patient_age=values.code(elements, _AGE),
-        patient_id_issuer=values.text(elements, _ISSUER),
         other_patient_ids=_other_patient_ids(elements),
+    )
+
+
+@values.shared(
+    *(values.CHARACTER_SET, _IMAGE_TYPE, _MODALITY, _SERIES_TEXT, _SERIES_NUMBER, _FRAME_OF_REFERENCE),
+    *(_BETWEEN_SLICES, _DETECTOR_SPACING, _VOI_FUNCTION, _BURNED_IN, _ACCESSION, _STUDY_DATE, _STUDY_TIME),
+    *(_UTC_OFFSET, _NAME, _BIRTH_DATE, _SEX, _AGE, _ISSUER),
+)
+def _series_facts(elements: Elements) -> Mapping[str, Any]:
+    """Fields of the header that differ between series, and seldom in one."""
+    image_type = values.codes(elements, _IMAGE_TYPE)
+    detector = values.decimals(elements, _DETECTOR_SPACING, 2)
+    is_spacing = detector and 0 < min(detector) <= max(detector) <= MAX_SPACING_MM
+    return MappingProxyType(
+        {
+            "modality": values.code(elements, _MODALITY).upper(),
+            "image_type": image_type,
+            "series_number": values.integer(elements, _SERIES_NUMBER),
+            "frame_of_reference_uid": values.code(elements, _FRAME_OF_REFERENCE),
+            "spacing_between_slices": _single(values.decimals(elements, _BETWEEN_SLICES)),
+            "detector_spacing": detector if is_spacing else None,
+            "window_function": values.code(elements, _VOI_FUNCTION).upper(),
+            "burned_in": values.code(elements, _BURNED_IN).upper(),
+            "is_localizer": _is_localizer(elements, image_type),
+            "accession_number": values.text(elements, _ACCESSION),
+            "study_date": values.code(elements, _STUDY_DATE),
+            "study_time": values.code(elements, _STUDY_TIME),
+            "utc_offset": _utc_offset(elements),
+            "patient_name": values.text(elements, _NAME, has_escapes=True),
+            "birth_date": values.code(elements, _BIRTH_DATE),
+            "sex": values.code(elements, _SEX),
+            "patient_age": values.code(elements, _AGE),
+            "patient_id_issuer": values.text(elements, _ISSUER),
+        }
     )
 
 
@@ -451,7 +471,7 @@ def _unit(elements: FileElements) -> str:
     return stated if stated in STATED_UNITS or not stated else UNKNOWN_UNIT
 
 
-def _is_localizer(elements: FileElements, image_type: tuple[str, ...]) -> bool:
+def _is_localizer(elements: Elements, image_type: tuple[str, ...]) -> bool:
     """Whether the image type or the series description calls it a scout; the text itself goes no further."""
     said = (*image_type[2:], values.text(elements, _SERIES_TEXT).upper())
     return any(word in part for part in said for word in _SCOUT_WORDS)
@@ -465,7 +485,7 @@ def _acquired(elements: FileElements) -> str:
     return stated if _MOMENT.fullmatch(stated) else ""
 
 
-def _utc_offset(elements: FileElements) -> str:
+def _utc_offset(elements: Elements) -> str:
     stated = values.code(elements, _UTC_OFFSET)
     return stated if _OFFSET.fullmatch(stated) else ""
 
@@ -483,15 +503,18 @@ def _single(numbers: tuple[float, ...] | None) -> float | None:
 
 
 _HEADER = tuple(field.name for field in fields(InstanceHeader))
+_TUPLES = ("detector_spacing", "flags", "image_type", "other_patient_ids", "padding", "pyramid")
+"""Fields of a header whose values are tuples."""
 _IMAGE = tuple(field.name for field in fields(ImageDescription))
 _PLANE = tuple(field.name for field in fields(PlaneHeader))
+_header_values, _image_values, _plane_values = attrgetter(*_HEADER), attrgetter(*_IMAGE), attrgetter(*_PLANE)
 
 
 def header_to_json(header: InstanceHeader) -> dict[str, Any]:
     """Turn a header into an object that ``json.dumps`` takes. It holds identifiers: private folder only."""
-    row = {name: getattr(header, name) for name in _HEADER}
-    row["image"] = [getattr(header.image, name) for name in _IMAGE]
-    row["planes"] = [[getattr(plane, name) for name in _PLANE] for plane in header.planes]
+    row = dict(zip(_HEADER, _header_values(header), strict=True))
+    row["image"] = _image_values(header.image)
+    row["planes"] = [_plane_values(plane) for plane in header.planes]
     return row
 
 
@@ -502,15 +525,22 @@ def header_from_json(row: dict[str, Any]) -> InstanceHeader:
         SourceError: HEADER_UNREADABLE where the object is not one that `header_to_json` made.
     """
     try:
-        known = {name: _tuples(row[name]) for name in _HEADER if name not in ("image", "planes")}
-        image = ImageDescription(**dict(zip(_IMAGE, row["image"], strict=True)))
-        planes = tuple(
-            PlaneHeader(**dict(zip(_PLANE, map(_tuples, plane), strict=True))) for plane in row["planes"]
-        )
-        return InstanceHeader(**known, image=image, planes=planes)
+        known = {name: row[name] for name in _HEADER}
+        for name in _TUPLES:
+            known[name] = None if known[name] is None else tuple(known[name])
+        known["image"] = _image_of(*row["image"])
+        known["planes"] = tuple([_plane_of(plane) for plane in row["planes"]])
+        return InstanceHeader(**known)
     except (KeyError, TypeError, ValueError) as error:
         raise source_error(Reason.HEADER_UNREADABLE, f"stored header: {type(error).__name__}") from None
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+@lru_cache(maxsize=1024)
+def _image_of(*values: Any) -> ImageDescription:
+    """One object for all equal descriptions, as `describe_image` makes them."""
+    return ImageDescription(**dict(zip(_IMAGE, values, strict=True)))
+
+
+def _plane_of(values: Sequence[Any]) -> PlaneHeader:
+    found: list[Any] = [tuple(value) if type(value) is list else value for value in values]
+    return PlaneHeader(**dict(zip(_PLANE, found, strict=True)))

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from shardflow.packing.sources.dicom import values
 from shardflow.packing.sources.dicom.description import ImageDescription
@@ -226,25 +227,35 @@ def _nearest(root: Elements, groups: Sequence[Elements], group: int, tag: int) -
 
 
 def _classic_plane(root: Elements) -> PlaneHeader:
-    return PlaneHeader(
-        position=_triple(values.decimals(root, _POSITION, 3)),
-        orientation=_six(values.decimals(root, _ORIENTATION, 6)),
-        pixel_spacing=_positive_pair(values.decimals(root, _PIXEL_SPACING, 2)),
-        slice_thickness=_first(values.decimals(root, _THICKNESS)),
-        slope=_first(values.decimals(root, _SLOPE)),
-        intercept=_first(values.decimals(root, _INTERCEPT)),
-        window=_window(root, root),
-        phase=_phase(
-            *(
-                "",
-                values.code(root, _ACQUISITION),
-                values.code(root, _ECHO_NUMBER),
-                values.code(root, _ECHO_TIME),
-            ),
-            *(values.code(root, _TEMPORAL), values.code(root, _TRIGGER), *read_diffusion(root)),
-            *(values.code(root, _SEQUENCE_NAME), _type_tail(root, _IMAGE_TYPE), values.code(root, _KERNEL)),
-            "contrast" if root.values.get(_CONTRAST, b"").strip(b"\0 ") else "",
-        ),
+    position = _triple(values.decimals(root, _POSITION, 3))
+    return PlaneHeader(position=position, **_classic_facts(root), phase=_classic_phase(root))
+
+
+@values.shared(_ORIENTATION, _PIXEL_SPACING, _THICKNESS, _SLOPE, _INTERCEPT, _CENTER, _WIDTH)
+def _classic_facts(root: Elements) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {
+            "orientation": _six(values.decimals(root, _ORIENTATION, 6)),
+            "pixel_spacing": _positive_pair(values.decimals(root, _PIXEL_SPACING, 2)),
+            "slice_thickness": _first(values.decimals(root, _THICKNESS)),
+            "slope": _first(values.decimals(root, _SLOPE)),
+            "intercept": _first(values.decimals(root, _INTERCEPT)),
+            "window": _window(root, root),
+        }
+    )
+
+
+@values.shared(
+    *(_ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER, _SEQUENCE_NAME, _IMAGE_TYPE, _KERNEL),
+    *(_CONTRAST, *DIFFUSION_TAGS),
+)
+def _classic_phase(root: Elements) -> tuple[str, ...]:
+    return _phase(
+        "",
+        *(values.code(root, tag) for tag in (_ACQUISITION, _ECHO_NUMBER, _ECHO_TIME, _TEMPORAL, _TRIGGER)),
+        *read_diffusion(root),
+        *(values.code(root, _SEQUENCE_NAME), _type_tail(root, _IMAGE_TYPE), values.code(root, _KERNEL)),
+        "contrast" if root.values.get(_CONTRAST, b"").strip(b"\0 ") else "",
     )
 
 

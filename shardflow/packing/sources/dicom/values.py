@@ -13,16 +13,18 @@ import re
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardflow.packing.sources.dicom.elements import Elements
 
 if TYPE_CHECKING:
     from pydicom import Dataset
+
+Fact = TypeVar("Fact")
 
 _NOTHING = logging.CRITICAL + 1
 # What follows the end of a JPEG may be zeros, and of anything else so many bytes.
@@ -78,11 +80,37 @@ def is_whole(dataset: Dataset, num_bytes: int | None = None) -> bool:
     return num_bytes is None or not is_last_raw or not 0 < num_bytes - end < _TAG_BYTES
 
 
-_SPECIFIC_CHARACTER_SET = 0x00080005
+CHARACTER_SET = 0x00080005
+"""(0008,0005) *Specific Character Set*, which `text` needs."""
 _MAX_DIGITS = 12
 _MAX_INTEGER = 1 << 31
 _MAX_NUMBER = 1e12
 """Larger decimals mean nothing here, and products of them would overflow."""
+
+
+def shared(*tags: int) -> Callable[[Callable[[Elements], Fact]], Callable[[Elements], Fact]]:
+    """Make a reader of facts run once for all files with equal values of some tags.
+
+    Most facts are equal all over a series, and to compare values takes far less than to read them. The reader
+    is given these tags alone, and no sequence; what it returns is shared, so it must be immutable.
+
+    Args:
+        tags: All that the facts depend on.
+    """
+
+    def decorate(read: Callable[[Elements], Fact]) -> Callable[[Elements], Fact]:
+        @lru_cache(maxsize=1024)
+        def read_once(is_little_endian: bool, stated: tuple[bytes | None, ...]) -> Fact:
+            known = {tag: value for tag, value in zip(tags, stated, strict=True) if value is not None}
+            return read(Elements(is_little_endian=is_little_endian, values=known))
+
+        @wraps(read)
+        def read_shared(elements: Elements) -> Fact:
+            return read_once(elements.is_little_endian, tuple(map(elements.values.get, tags)))
+
+        return read_shared
+
+    return decorate
 
 
 def code(elements: Elements, tag: int) -> str:
@@ -111,7 +139,7 @@ def text(elements: Elements, tag: int, *, has_escapes: bool = False) -> str:
         # Few files need it, and pydicom is a third of a second to import.
         from pydicom.charset import convert_encodings, decode_bytes
 
-        names = code(elements, _SPECIFIC_CHARACTER_SET).split("\\")
+        names = code(elements, CHARACTER_SET).split("\\")
         with third_party_silence():
             try:
                 return str(decode_bytes(raw, convert_encodings(names), set())).strip("\0 \t\r\n")

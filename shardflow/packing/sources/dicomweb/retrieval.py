@@ -29,11 +29,11 @@ from shardflow.errors import ConfigError, StorageError, naming_os_errors, os_rea
 from shardflow.format.reasons import Reason
 from shardflow.packing.sources.dicomweb.client import (
     ArchiveClient,
-    ArchiveConfig,
     DeliveryError,
     RefusedError,
     authorization,
 )
+from shardflow.packing.sources.dicomweb.config import ArchiveConfig
 from shardflow.packing.sources.dicomweb.multipart import MultipartError, PartReader, boundary_of, media_type
 from shardflow.packing.sources.placement import DiscoveredFile
 from shardflow.storage import is_temporary_name

@@ -121,6 +121,24 @@ def test_patients_who_are_numbered_by_name_are_known_by_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Accession number: QXRTLM.", "Accession number: [ID]."),
+        ("A nonagenarian, ninety-two years old.", "A [AGE], [AGE] years old."),
+        ("Unchanged since March.", "Unchanged since [DATE]."),
+        ("Control en mayo.", "Control en [DATE]."),
+        ("Seen at Kings Hospital, write to a@b.org.", "Seen at [PLACE], write to [EMAIL]."),
+        # Digits of another script.
+        ("Call \u0665\u0665\u0665-\u0665\u0665\u0665-\u0665\u0665\u0665\u0665.", "Call [PHONE]."),
+    ],
+)
+def test_what_needs_no_digit_is_found_without_one(text: str, said: str) -> None:
+    """Patterns that need a digit are not searched for in a text without any."""
+    assert _scrub(text) == said
+    assert _scrub(f"7 images.\n{text}") == f"7 images.\n{said}"
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (

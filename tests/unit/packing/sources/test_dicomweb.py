@@ -19,16 +19,8 @@ from shardflow.format.reasons import Reason
 from shardflow.packing.config import InputsConfig
 from shardflow.packing.progress import SilentProgress
 from shardflow.packing.sources.dicomweb import client
-from shardflow.packing.sources.dicomweb.client import (
-    PASSWORD,
-    TOKEN,
-    USER,
-    ArchiveClient,
-    ArchiveConfig,
-    DeliveryError,
-    Pace,
-    check_address,
-)
+from shardflow.packing.sources.dicomweb.client import ArchiveClient, DeliveryError, Pace
+from shardflow.packing.sources.dicomweb.config import PASSWORD, TOKEN, USER, ArchiveConfig, check_address
 from shardflow.packing.sources.dicomweb.multipart import MultipartError, PartReader, boundary_of
 from shardflow.packing.sources.dicomweb.retrieval import Archive, Instance, Listing, _differs, instance_uid
 from shardflow.storage.requests import RetryPolicy

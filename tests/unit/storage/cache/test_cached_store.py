@@ -511,6 +511,23 @@ def test_the_blocks_of_hundreds_of_objects_are_found_once(
     assert len(store._known) == 10
 
 
+def test_whether_all_of_an_object_is_kept_is_looked_up_once_a_second(
+    origin: Origin, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = origin.cached(config)
+    assert not store.is_kept("a.tar")
+    assert_reads_right(store, origin, range(1))
+    monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 0.0)
+    assert not store.is_kept("a.tar")
+    assert_reads_right(store, origin)
+    assert store.is_kept("a.tar")
+    store.drop("a.tar", [origin.ranges[0]])
+    monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 3600.0)
+    assert store.is_kept("a.tar")  # as it was a moment ago
+    monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 0.0)
+    assert not store.is_kept("a.tar")
+
+
 def test_objects_that_are_not_cached_are_forgotten_too(
     origin: Origin, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

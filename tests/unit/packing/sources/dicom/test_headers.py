@@ -21,7 +21,8 @@ from pydicom.uid import (
 
 from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom import values
+from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits
 from shardflow.packing.sources.dicom.headers import (
     BrokenInstance,
     InstanceHeader,
@@ -112,6 +113,24 @@ def test_a_header_is_small_plain_and_survives_pickle_and_json(tmp_path: Path) ->
     rows = json.dumps([header_to_json(header) for header in headers])
     assert [header_from_json(row) for row in json.loads(rows)] == headers
     assert headers[0].image is headers[49].image
+
+
+def test_facts_are_read_once_for_equal_values_alone() -> None:
+    rows, columns, window = 0x00280010, 0x00280011, 0x00281050
+    seen = []
+
+    @values.shared(rows, columns)
+    def shape(elements: Elements) -> tuple[int | None, ...]:
+        seen.append(elements.values)
+        return values.short(elements, rows), values.short(elements, columns)
+
+    first = {rows: b"\x02\x01", columns: b"\x03\x01", window: b"40"}
+    assert shape(Elements(values=first)) == (258, 259)
+    assert shape(Elements(values={**first, window: b"80"})) == (258, 259)
+    assert seen == [{rows: b"\x02\x01", columns: b"\x03\x01"}], "once, and nothing else is seen"
+    assert shape(Elements(values={rows: b"\x02\x01"})) == (258, None)
+    assert shape(Elements(values=first, is_little_endian=False)) == (513, 769)
+    assert len(seen) == 3
 
 
 def test_a_damaged_stored_header_is_refused(tmp_path: Path) -> None:

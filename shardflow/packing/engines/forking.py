@@ -1,0 +1,308 @@
+"""Process server: a fork of a command, made before it has read an input, that forks its packing processes.
+
+Most of what a new interpreter costs a packing process are imports, which the command has made for itself. A
+fork shares them, in memory too. It is safe only in a process with one thread, because another thread may
+hold a lock that nobody releases in the fork; and only in a process of a command's own, because another one
+has memory, files and libraries that are no business of a packing process. So the command makes its server
+first of all: later it has threads, and inputs in memory. Elsewhere packing processes are new interpreters.
+
+The server dies with the job, and packing processes die with the server. A socket pair for each of them tells
+the job how it ended; the job closes its side to have it killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple, NoReturn
+
+from shardflow.packing.engines.base import PROCESS_ENVIRONMENT, end_with
+from shardflow.packing.engines.worker import main
+from shardflow.processes import group_signals_held_back, ignore_group_signals
+
+_NUMBER: Final = struct.Struct("<i")
+_CHANNEL: Final = 3
+"""Descriptor of the channel in a packing process, behind the standard streams."""
+_MALLOC_OPTIONS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "MALLOC_TRIM_THRESHOLD_": -1,
+        "MALLOC_TOP_PAD_": -2,
+        "MALLOC_MMAP_THRESHOLD_": -3,
+        "MALLOC_ARENA_MAX": -8,
+    }
+)
+"""What ``mallopt`` of glibc (malloc.h) calls the variables that it reads when a program starts."""
+
+
+class ForkedProcess:
+    """A packing process that the server forked; to its job what `subprocess.Popen` is.
+
+    Attributes:
+        pid: Its process id.
+        returncode: Its exit code, below 0 for a signal; None while it runs, or if nobody knows.
+    """
+
+    def __init__(self, pid: int, link: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._link = link
+        self._has_ended = False
+
+    def poll(self) -> int | None:
+        """Return the exit code if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end and return its exit code.
+
+        Args:
+            timeout: In seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        if not self._has_ended:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._link, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired("packing process", timeout)
+            self.returncode = _receive_number(self._link)
+            self._has_ended = True
+            self._link.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it; without effect once it has ended."""
+        if not self._has_ended:
+            with suppress(OSError):
+                self._link.shutdown(socket.SHUT_WR)
+
+
+class ProcessServer:
+    """The job's end of a process server.
+
+    Args:
+        connection: Socket whose other end `serve` has.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def start(self, channel: int, log: int) -> ForkedProcess:
+        """Start a packing process.
+
+        Args:
+            channel: Descriptor of its end of the channel.
+            log: Descriptor for its standard output and errors until it runs.
+
+        Raises:
+            OSError: The server has ended, or cannot fork.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._connection, [b"\0"], [channel, log, theirs.fileno()])
+            pid = _receive_number(ours)
+            if pid is None:
+                raise ChildProcessError(errno.ECHILD, os.strerror(errno.ECHILD))
+        except OSError:
+            ours.close()
+            raise
+        return ForkedProcess(pid, ours)
+
+
+_current: ProcessServer | None = None
+
+
+def current_server() -> ProcessServer | None:
+    """Return the server of this process, if it has one."""
+    return _current
+
+
+def prepare_to_fork() -> None:
+    """Prepare a command for `process_server`; call it before its imports.
+
+    Libraries then start no threads, and the garbage collector, which finds nothing among what is imported,
+    waits for the end of the imports.
+    """
+    if "numpy" not in sys.modules:
+        os.environ.update(PROCESS_ENVIRONMENT)
+        gc.disable()
+
+
+@contextmanager
+def process_server() -> Iterator[None]:
+    """Let packing processes be forks of this process as it is now, where that is safe.
+
+    Without effect where `prepare_to_fork` came too late, this process has threads, or this is not Linux 5.3.
+    """
+    global _current  # noqa: PLW0603 - a process is the command of one job
+    if not PROCESS_ENVIRONMENT.items() <= os.environ.items():
+        yield
+        return
+    # What is imported stays: no collection shall look at it, and write to pages that all processes share.
+    gc.freeze()
+    gc.enable()
+    if not _can_fork():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    with group_signals_held_back():
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _be_server(theirs, parent)
+    theirs.close()
+    _current = ProcessServer(ours)
+    try:
+        yield
+    finally:
+        _current = None
+        ours.close()
+        os.waitpid(pid, 0)
+
+
+def _can_fork() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        return len([*Path("/proc/self/task").iterdir()]) == 1
+    except OSError:
+        return False
+
+
+def _be_server(connection: socket.socket, parent: int) -> NoReturn:
+    """Serve in a fork, which never returns to its caller."""
+    with suppress(BaseException):
+        ignore_group_signals()
+        serve(connection, parent)
+    os._exit(1)
+
+
+def serve(connection: socket.socket, parent: int) -> NoReturn:
+    """Fork packing processes until the job closes the connection.
+
+    Args:
+        connection: The server's end.
+        parent: Process id of the job.
+    """
+    end_with(parent)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    running: dict[int, _Running] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is connection:
+                    for one in _fork_for(connection):
+                        running[one.pid] = one
+                        selector.register(one.ended, selectors.EVENT_READ, one.pid)
+                        selector.register(one.link, selectors.EVENT_READ, one.pid)
+                elif key.data not in running:
+                    continue  # its end was the event before
+                elif key.fileobj is running[key.data].link:  # the job has closed its side
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+                else:
+                    one = running.pop(key.data)
+                    selector.unregister(one.ended)
+                    with suppress(KeyError):  # the job had closed its side before
+                        selector.unregister(one.link)
+                    one.tell_end()
+
+
+class _Running(NamedTuple):
+    """A packing process in its server."""
+
+    pid: int
+    ended: int
+    """Descriptor that can be read once it has ended."""
+    link: socket.socket
+
+    def tell_end(self) -> None:
+        """Reap the process, and tell the job its exit code."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.ended)
+        with self.link, suppress(OSError):  # nobody waits
+            self.link.sendall(_NUMBER.pack(code))
+
+
+def _fork_for(connection: socket.socket) -> Iterator[_Running]:
+    """Fork a packing process as the job asks for, if that is possible; end once the job is done."""
+    data, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    if not data:
+        os._exit(0)
+    channel, log, link_descriptor = descriptors
+    link = socket.socket(fileno=link_descriptor)
+    server = os.getpid()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _be_packing_process(channel, log, server)
+    except OSError:
+        link.close()
+    else:
+        with suppress(OSError):  # nobody waits
+            link.sendall(_NUMBER.pack(pid))
+        yield _Running(pid, os.pidfd_open(pid), link)
+    finally:
+        os.close(channel)
+        os.close(log)
+
+
+def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
+    code = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if channel != _CHANNEL:
+            os.dup2(channel, _CHANNEL)
+        for one in [*Path("/proc/self/fd").iterdir()]:
+            if int(one.name) > _CHANNEL:
+                with suppress(OSError):  # that of the listing
+                    os.close(int(one.name))
+        os.environ.update(PROCESS_ENVIRONMENT)
+        set_malloc_options()
+        main(_CHANNEL, server)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - as in an interpreter, which would end
+        traceback.print_exc()
+    os._exit(code)
+
+
+def set_malloc_options() -> None:
+    """Set what glibc has read from the environment when the program started; elsewhere without effect."""
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for name, option in _MALLOC_OPTIONS.items():
+            mallopt(option, int(PROCESS_ENVIRONMENT[name]))
+
+
+def _receive_number(link: socket.socket) -> int | None:
+    """Receive a number; None if the other side has closed."""
+    try:
+        data = link.recv(_NUMBER.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None
