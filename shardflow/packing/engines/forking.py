@@ -137,8 +137,8 @@ def current_server() -> ProcessServer | None:
 def prepare_to_fork() -> None:
     """Prepare a command for `process_server`; call it before its imports.
 
-    Libraries then start no threads, and the garbage collector, which finds nothing among what is imported,
-    waits for the end of the imports.
+    It gets the environment of its packing processes, so that libraries start no threads. The garbage
+    collector, which finds nothing among what is imported, waits for the end of the imports.
     """
     if "numpy" not in sys.modules:
         os.environ.update(PROCESS_ENVIRONMENT)
@@ -158,6 +158,7 @@ def process_server() -> Iterator[None]:
     # What is imported stays: no collection shall look at it, and write to pages that all processes share.
     gc.freeze()
     gc.enable()
+    _set_malloc_options()
     if not _can_fork():
         yield
         return
@@ -280,8 +281,6 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
             if int(one.name) > _CHANNEL:
                 with suppress(OSError):  # that of the listing
                     os.close(int(one.name))
-        os.environ.update(PROCESS_ENVIRONMENT)
-        set_malloc_options()
         main(_CHANNEL, server)
         code = 0
     except SystemExit as error:
@@ -291,8 +290,11 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
     os._exit(code)
 
 
-def set_malloc_options() -> None:
-    """Set what glibc has read from the environment when the program started; elsewhere without effect."""
+def _set_malloc_options() -> None:
+    """Set what glibc has read from the environment when the program started; elsewhere without effect.
+
+    The job makes a page of slices in the same way.
+    """
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for name, option in _MALLOC_OPTIONS.items():

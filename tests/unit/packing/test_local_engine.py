@@ -50,7 +50,10 @@ def server() -> Iterator[ProcessServer]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-c", SERVE, str(theirs.fileno()), str(os.getpid())]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=REPOSITORY) as process:
+        environment = {**os.environ, **PROCESS_ENVIRONMENT}
+        with subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, env=environment
+        ) as process:
             theirs.close()
             SERVERS.add(process.pid)
             yield ProcessServer(ours)
