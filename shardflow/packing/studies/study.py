@@ -444,7 +444,8 @@ class StudyMembers:
                     num_padding += decoded.num_padding
                     decoders.add(decoded.decoder)
                 payloads = [
-                    b"" if bricks and not draws else encode_array(codec, decoded.pixels) for _, decoded in batch
+                    b"" if bricks and not draws else encode_array(codec, decoded.pixels)
+                    for _, decoded in batch
                 ]
                 for (index, decoded), payload in zip(batch, payloads, strict=True):
                     variants.add(index, decoded, payload)
