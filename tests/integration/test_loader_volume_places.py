@@ -17,7 +17,7 @@ from shardflow.format import Dataset, verify
 from shardflow.format.copies.conversion import VolumeStorage
 from shardflow.format.copies.subset import copy_subset
 from shardflow.format.entities import EntityRules
-from shardflow.format.facts.sampling import BODY, BodyFinder
+from shardflow.format.facts.sampling import BODY, BodyFinder, cell_shape
 from shardflow.format.facts.voxels import VOXELS_NAME, VoxelsManifest, attach_voxels
 from shardflow.format.keys import REPORT_FIELD
 from shardflow.format.tables import StoredColumn, write_table
@@ -316,6 +316,28 @@ def test_a_body_of_other_units_is_above_the_dark(tmp_path: Path) -> None:
     for index in range(3):
         empty.add(index, np.full((8, 8), -1000))
     assert empty.entry(0, "key") is None
+
+
+@pytest.mark.parametrize("shape", [(5, 17, 33), (70, 16, 24), (130, 41, 49)])
+def test_a_body_counts_the_voxels_of_its_cells(shape: tuple[int, int, int]) -> None:
+    """Cells at the ends are smaller where the sides of the volume are no multiples of theirs."""
+    random = np.random.default_rng(1)
+    side, finder = cell_shape(shape), BodyFinder(shape, "HU")
+    cells = random.random([-(-end // step) for end, step in zip(shape, side, strict=True)]) < 0.1
+    cells[:, :, -1] = cells[:, 0] = False
+    cells[0, -1, 0] = True
+    whole = cells.repeat(side[0], 0).repeat(side[1], 1).repeat(side[2], 2)
+    voxels = np.where(whole, 40, -1000).astype(np.int16)[: shape[0], : shape[1], : shape[2]]
+    for index, plane in enumerate(voxels):
+        finder.add(index, plane)
+    body = finder.entry(0, "key")
+    assert body is not None
+    places = np.argwhere(voxels == 40)
+    assert body.num_voxels == len(places)
+    assert body.box == (*places.min(axis=0), *(places.max(axis=0) + 1))
+    assert len(body.voxels) == min(64, cells.sum())
+    assert (voxels[tuple(body.voxels.T)] == 40).all()
+    assert len(np.unique(body.voxels // side, axis=0)) == len(body.voxels)
 
 
 @pytest.mark.parametrize("storage", ["slices", "bricks"])

@@ -12,9 +12,10 @@ from shardflow.fields.types.pictures import Slices
 from shardflow.format import Dataset, webdataset_decoder
 from shardflow.format.keys import parse_slice_field
 from shardflow.loading import Loader
+from shardflow.packing.studies import study
 from shardflow.sampling import BatchSpec
-from tests.dicom_factory import make_study
-from tests.pack_case import PackCase
+from tests.dicom_factory import make_study, truncate
+from tests.pack_case import PackCase, tree_digests
 
 pytestmark = pytest.mark.usefixtures("packs_inline")
 
@@ -52,3 +53,23 @@ def test_the_same_pixels_by_another_codec(tmp_path: Path, codec: str) -> None:
                 assert decoded.dtype == np.dtype(series["dtype"])
     assert len(images["b2nd"]) == 2
     assert images[codec] == images["b2nd"]
+
+
+@pytest.mark.parametrize("storage", ["slices", "bricks"])
+def test_how_many_slices_are_decoded_at_once_does_not_show(
+    tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for num_slices in (1, 3, 1000):
+        monkeypatch.setattr(study, "_BATCH_BYTES", num_slices * 24 * 20 * 2)
+        folder = tmp_path / str(num_slices)
+        folder.mkdir()
+        case = PackCase(folder)
+        case.prepare()
+        made = make_study(case.dicom / "a", patient="a", num_slices=20, size=(24, 20))
+        truncate(made.files[7])
+        make_study(case.dicom / "b", patient="b", num_slices=7, size=(24, 20))
+        settings = ("policy.drop_reasons=PIXEL_DATA_TRUNCATED", f"volumes.storage={storage}")
+        assert case.pack(*settings, *_ONE_SPLIT).inputs["packed"] == 26
+        found.append(tree_digests(case.output))
+    assert found[0] == found[1] == found[2]

@@ -82,8 +82,10 @@ class _Chosen:
             return
         self._low = np.minimum(self._low, voxels.min(axis=0))
         self._high = np.maximum(self._high, voxels.max(axis=0) + 1)
-        index, rows, columns = voxels.astype(np.uint64).T
-        places = index << np.uint64(32) | rows << np.uint64(16) | columns
+        self.choose_places(_places(*voxels.astype(np.uint64).T))
+
+    def choose_places(self, places: NDArray[np.uint64]) -> None:
+        """Choose among further voxels, as `_places` has them; their box is not taken note of."""
         hashes = np.concatenate([self._hashes, _hash(places ^ self._key)])
         places = np.concatenate([self._places, places])
         if len(places) > self._most:
@@ -174,16 +176,22 @@ class BodyFinder:
             key: Of the sample.
         """
         means = np.stack([self._means[index] for index in self.indices])
-        cells = np.argwhere(means > self._threshold(means))
-        if not len(cells):
+        is_body = means > self._threshold(means)
+        if not is_body.any():
             return None
-        side = np.array(cell_shape(self._shape))
-        low, high = cells * side, np.minimum((cells + 1) * side, self._shape)
+        # Cells are a grid: what all of them have follows from its layers, rows and columns, without a list.
+        sides, ends = cell_shape(self._shape), self._shape
+        lows = [np.arange(0, end, side) for side, end in zip(sides, ends, strict=True)]
+        highs = [np.minimum(low + side, end) for low, side, end in zip(lows, sides, ends, strict=True)]
+        layers, rows, columns = (high - low for low, high in zip(lows, highs, strict=True))
+        num_voxels = int(layers @ (is_body @ columns) @ rows)
+        known = [np.flatnonzero(is_body.any(axis=others)) for others in ((1, 2), (0, 2), (0, 1))]
+        firsts = [int(low[at[0]]) for low, at in zip(lows, known, strict=True)]
+        stops = [int(high[at[-1]]) for high, at in zip(highs, known, strict=True)]
+        middles = [((low + high) // 2).astype(np.uint64) for low, high in zip(lows, highs, strict=True)]
         chosen = _Chosen(derive(0, f"voxels {key} {BODY}", series), _MAX_BODY_CELLS)
-        chosen.choose((low + high) // 2)
-        box = (*low.min(axis=0).tolist(), *high.max(axis=0).tolist())
-        num_voxels = int((high - low).prod(axis=1).sum())
-        return ClassVoxels(series, BODY, num_voxels, chosen.voxels(), box)
+        chosen.choose_places(_places(*np.ix_(*middles))[is_body])
+        return ClassVoxels(series, BODY, num_voxels, chosen.voxels(), (*firsts, *stops))
 
     def _threshold(self, means: NDArray[np.float64]) -> float:
         if self._unit == "HU":
@@ -193,6 +201,14 @@ class BodyFinder:
             return math.inf
         low, high = (float(known[(len(known) - 1) * percent // 100]) for percent in (1, 99))
         return low + (high - low) * _AIR_PERCENT / 100
+
+
+def _places(
+    index: NDArray[np.uint64], rows: NDArray[np.uint64], columns: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Return a number for each voxel, ascending as they are."""
+    places: NDArray[np.uint64] = index << np.uint64(32) | rows << np.uint64(16) | columns
+    return places
 
 
 def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

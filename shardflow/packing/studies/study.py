@@ -443,8 +443,11 @@ class StudyMembers:
                     num_clipped += decoded.num_clipped
                     num_padding += decoded.num_padding
                     decoders.add(decoded.decoder)
-                for index, decoded in batch:
-                    payload = b"" if bricks and not draws else encode_array(codec, decoded.pixels)
+                payloads = [
+                    b"" if bricks and not draws else encode_array(codec, decoded.pixels)
+                    for _, decoded in batch
+                ]
+                for (index, decoded), payload in zip(batch, payloads, strict=True):
                     variants.add(index, decoded, payload)
                     if bricks is None:
                         self.writer.add(names[index], payload)

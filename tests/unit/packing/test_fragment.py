@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 
 from shardflow.errors import StorageError
 from shardflow.format.samples import SampleFacts
-from shardflow.format.tar import END_OF_ARCHIVE
+from shardflow.format.tar import END_OF_ARCHIVE, encode_member
 from shardflow.packing.deid.pixel_text import SEARCH_VERSION
 from shardflow.packing.publish import fragment_basis
 from shardflow.packing.studies.assembly import (
@@ -59,6 +61,32 @@ def test_members_are_a_tar_once_it_is_closed(tmp_path: Path) -> None:
             assert stream.read() == FIELDS[location.name]
             raw = archive.read_bytes()[location.offset : location.offset + location.num_bytes]
             assert raw == FIELDS[location.name]
+
+
+def test_members_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a call of the system may take a part of them, also of more than it takes at once."""
+    sizes, calls = [*[3] * 700, 700_000, 400_000, 0, 3_000_000, 5], []
+    payloads = {f"s000.i{index:04d}.npy": bytes([index % 251]) * size for index, size in enumerate(sizes)}
+    write = os.writev
+
+    def write_less(descriptor: int, parts: list[memoryview]) -> int:
+        calls.append(len(parts))
+        return write(descriptor, [*parts[:-1], parts[-1][: len(parts[-1]) // 2 + 1]])
+
+    monkeypatch.setattr(os, "writev", write_less)
+    path = fragment_path(tmp_path, "abcd")
+    with FragmentWriter(path, sample_key="abcd", task_digest="d1") as writer:
+        for name, payload in payloads.items():
+            writer.add(name, payload)
+        fragment = writer.commit(PACKED, FACTS)
+    assert len(calls) < 60
+    assert max(calls) <= 1024
+    members = [encode_member(f"abcd.{name}", payload) for name, payload in payloads.items()]
+    assert b"".join(copy_members(path, fragment)) == b"".join(members)
+    data = path.read_bytes()
+    for place in fragment.fields:
+        assert data[place.offset : place.offset + place.num_bytes] == payloads[place.name]
+        assert place.crc32c == google_crc32c.value(payloads[place.name])
 
 
 def test_another_task_does_not_take_it(tmp_path: Path) -> None:
