@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from rapidfuzz.distance import OSA
@@ -189,7 +190,7 @@ class KnownValues:
 
     def _is_misspelled(self, word: str) -> bool:
         """Return whether a word differs from one of the longer names by a letter or two."""
-        if len(word) < 5 or self._lexicon.is_known(word):
+        if len(word) < 5 or _is_known(word):
             return False
         return any(
             ratio(part, word) >= _MIN_RATIO
@@ -233,6 +234,12 @@ class KnownValues:
             return _id_expression(value)
         pattern = r"(?<![^\W_])" + r"[\W_]{1,3}".join(map(re.escape, words)) + r"(?![^\W_])"
         return _Expression(pattern, "".join(words))
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_known(word: str) -> bool:
+    """Return whether a folded word is known; reports share most of theirs."""
+    return lexicon().is_known(word)
 
 
 def _name_parts(name: str) -> list[str]:

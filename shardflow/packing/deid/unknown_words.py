@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final
 
 from shardflow.packing.deid.lexicon import Lexicon, fold, lexicon
@@ -17,6 +18,8 @@ from shardflow.packing.deid.text_patterns import Category, Span
 
 _WORD: Final = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
 _YEAR: Final = re.compile(r"(?<![\w.,/-])(?:19|20)\d\d(?![\w/-]|[.,]\d|\s?(?:mm|cm|ml|hu|mg))", re.IGNORECASE)
+_REMEMBERED: Final = 1 << 14
+"""Words whose judgment is kept: reports share most of theirs."""
 _FUNCTION_WORDS: Final = {
     "de": frozenset(
         """
@@ -67,7 +70,7 @@ def find_unknown_words(text: str) -> Iterator[Span]:
         if end - start > 1 or text[end : end + 1] != "."
         for part in _APOSTROPHE.split(fold(text[start:end]))
     ]
-    language = _language(text, parts, known)
+    language = _language(text, parts)
     unknown: list[bool] = []
     for start, end in words:
         elided = _ELISION.match(text, start, end)
@@ -112,7 +115,16 @@ _GRADED: Final = frozenset(("cobb", "garden", "gleason", "neer", "risser", "rock
 _GRADE: Final = re.compile(r"[ ](?:\d{1,2}(?!\d|[:/-]\d|\.\d+\.|[ ]?[ap]\.?m\b)|[IV]{1,3}\b)")
 
 
-def _language(text: str, words: list[str], known: Lexicon) -> str:
+@lru_cache(maxsize=_REMEMBERED)
+def _is_foreign(word: str) -> tuple[bool, bool]:
+    """Return whether a folded word is German, and whether it is Spanish or French, and no English one."""
+    known = lexicon()
+    if len(word) <= 3 or known.is_common(word) or word in known.english:
+        return False, False
+    return known.is_german(word), known.is_romance(word)
+
+
+def _language(text: str, words: list[str]) -> str:
     """Return the language of a text by its words and letters: ``de``, ``romance`` or ``en``."""
     # Names have such letters too: they count no more than one function word.
     counts = {
@@ -123,9 +135,9 @@ def _language(text: str, words: list[str], known: Lexicon) -> str:
     for word in words:
         for name, listed in _FUNCTION_WORDS.items():
             counts[name] += 2 * (word in listed)
-        if len(word) > 3 and not (known.is_common(word) or word in known.english):
-            counts["de"] += known.is_german(word)
-            counts["romance"] += known.is_romance(word)
+        is_german, is_romance = _is_foreign(word)
+        counts["de"] += is_german
+        counts["romance"] += is_romance
     best = max(counts, key=lambda name: (counts[name], name == "en"))
     return best if counts[best] else "en"
 
@@ -148,7 +160,7 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if _CONTRACTED.fullmatch(word) and known.is_common(_CONTRACTED.sub(r"\1", word)):
         return False
     if written.islower():
-        return language == "en" and _is_unknown_word(written, known)
+        return language == "en" and _is_unknown_word(written)
     if word in _GERMAN_ABBREVIATIONS and language != "de":
         return True
     eponym = word.removesuffix("'s")
@@ -158,13 +170,13 @@ def _is_unknown(text: str, start: int, end: int, known: Lexicon, language: str) 
     if language == "romance" and is_title and not _START.search(text, max(0, start - 12), start):
         is_term = word in known.eponyms or known.is_acronym(written) or word in _TITLES
         return not (is_term or text[end : end + 2].strip()[:1] == ":")
-    return _is_unknown_word(written, known) and not (
-        is_title and _is_noun_here(text, start, end, known, language)
-    )
+    return _is_unknown_word(written) and not (is_title and _is_noun_here(text, start, end, known, language))
 
 
-def _is_unknown_word(written: str, known: Lexicon) -> bool:
+@lru_cache(maxsize=_REMEMBERED)
+def _is_unknown_word(written: str) -> bool:
     """Return whether a word is on no list, and has no form of a term; in lower case more forms are terms."""
+    known = lexicon()
     if known.may_pass(written) or known.is_misspelled(written):
         return False
     return not (written.islower() and (known.is_medical(fold(written)) or known.is_joined(written)))

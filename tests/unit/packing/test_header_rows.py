@@ -26,7 +26,9 @@ from shardflow.packing.header_rows import (
 from shardflow.packing.inventory import NO_STUDY, FileTable, StudyFacts
 from shardflow.packing.sources.attachments import AttachmentItem, PatientNumber
 from shardflow.packing.sources.dicom.headers import InstanceHeader, read_header
+from shardflow.packing.sources.placement import Placement
 from tests.dicom_factory import make_study
+from tests.unit.packing.sources.dicom.factory import make_header
 
 pytestmark = pytest.mark.fast
 
@@ -83,6 +85,17 @@ def test_the_digest_is_of_the_content(rows: list[HeaderRow]) -> None:
     assert moved.digest() == first.digest()
     assert replace(first, header=replace(first.header, instance_number=77)).digest() != first.digest()
     assert len({row.digest() for row in rows}) == 4
+
+
+def test_digests_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """By them a later version knows its inputs: another form of the content would pack all files again."""
+    header = replace(make_header(tmp_path, 1), pixel_offset=1000, num_bytes=9000)
+    placed = Placement(
+        patient="P", study="S", split="test", other_ids=("A1",), attributes={"Laterality": ("L",)}
+    )
+    assert f"{HeaderRow(0, 'a', header=header).digest():016x}" == "9b7d20959ae707fb"
+    assert f"{HeaderRow(0, 'a', header=header, placement=placed).digest():016x}" == "9ec2b46e2683f285"
+    assert f"{HeaderRow(0, 'a', reason='NOT_DICOM', patient_id='P').digest():016x}" == "a5f7b4abdb91563b"
 
 
 def test_an_image_that_is_known_by_a_path_of_other_bytes_has_a_digest() -> None:

@@ -71,6 +71,7 @@ _UTC_OFFSET = 0x00080201
 _MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN = 0x00283000, 0x00281056, 0x00541001, 0x00280301
 _NAME, _BIRTH_DATE, _SEX, _AGE = 0x00100010, 0x00100030, 0x00100040, 0x00101010
 _ISSUER, _OTHER_IDS, _OTHER_IDS_ITEMS = 0x00100021, 0x00101000, 0x00101002
+_SYNTAXES = NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES
 _PIXEL_VRS = {0x7FE00008: "OF", 0x7FE00009: "OD"}
 """Of float pixel data, which the implicit encoding does not state."""
 
@@ -394,7 +395,7 @@ def _check_kind(elements: FileElements) -> str:
 def _check_readable(elements: FileElements, sop_class: str) -> None:
     if elements.problem is not None:
         raise source_error(Reason.HEADER_UNREADABLE, elements.problem)
-    if elements.transfer_syntax_uid not in NATIVE_SYNTAXES | ENCAPSULATED_SYNTAXES:
+    if elements.transfer_syntax_uid not in _SYNTAXES:
         raise source_error(Reason.UNSUPPORTED_TRANSFER_SYNTAX)
     if elements.pixel_tag in _PIXEL_VRS and sop_class not in MAP_CLASSES:
         raise source_error(Reason.INVALID_IMAGE_DESCRIPTION, "floating point pixel data")
@@ -426,8 +427,8 @@ def _said_identifiers(elements: FileElements, identify: Identify | None) -> dict
 
 def _identifiers(elements: FileElements, identify: Identify | None) -> dict[str, str]:
     identifiers = _said_identifiers(elements, identify)
-    missing = sorted(name for name, value in identifiers.items() if not value)
-    if missing:
+    if not all(identifiers.values()):
+        missing = sorted(name for name, value in identifiers.items() if not value)
         raise source_error(Reason.MISSING_IDENTIFIER, ", ".join(missing))
     return identifiers
 
