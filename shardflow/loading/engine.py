@@ -34,7 +34,6 @@ from shardflow.telemetry import StageCounters
 
 _MIN_BYTES = 1 << 16
 _STEPS_PER_DOUBLING = 8
-_NUM_SPARE = 2
 # NumPy asks for huge pages from this size on as well.
 _MIN_HUGE_BYTES = 4 << 20
 # What decoders allocate for one picture is smaller; glibc then keeps up to twice as much a thread.
@@ -85,6 +84,9 @@ class BufferPool:
         max_free_bytes: How much memory may be idle in the pool, plus two buffers, which are those that a
             consumer held; beyond that, the least recently requested sizes return to the system.
     """
+
+    # Of the class, because at the end of the interpreter a lease may be freed after the module's names.
+    _num_spare: Final = 2
 
     def __init__(self, max_free_bytes: int) -> None:
         self._max_free_bytes = max_free_bytes
@@ -173,7 +175,7 @@ class BufferPool:
         size = len(memory)
         self._free[size] = [*self._free.pop(size, ()), memory]
         self._free_bytes += size
-        self._trim(_NUM_SPARE * size)
+        self._trim(self._num_spare * size)
 
     def _trim(self, spare_bytes: int) -> None:
         while self._free_bytes > self._max_free_bytes + spare_bytes:
