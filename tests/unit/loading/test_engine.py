@@ -302,6 +302,7 @@ def test_results_that_come_soon_after_one_another_are_taken_by_one_wake_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = _engine(lambda n: Task(n, num_parts=1), 5, num_threads=1)
+    engine._is_soon = True  # as after a short wait
     naps: list[float] = []
     told: list[int] = []
     wait, notify_all = engine._done.wait, engine._done.notify_all
