@@ -224,7 +224,8 @@ class Workspace:
 
     def remove_work(self) -> None:
         """Remove the work folder, temporary files of killed writers, and the private spools."""
-        for folder in (self.output, self.output / "shards", self.output / "samples", self.private):
+        facts = self.output.glob("facts/*/*")
+        for folder in (self.output, self.output / "shards", self.output / "samples", *facts, self.private):
             for path in folder.glob("*"):
                 if is_temporary_name(path.name):
                     path.unlink()
