@@ -59,7 +59,7 @@ def test_a_removal_killed_after_some_of_its_writes(before: Path, tmp_path: Path)
 
 
 def test_an_append_killed_after_some_of_its_writes(before: Path, tmp_path: Path) -> None:
-    # A shard, a ledger of the private folder, a table of facts, the manifest, and the removal of the work folder.
+    # A shard, a ledger of the private folder, a table of facts, the manifest, the removal of the work folder.
     assert _sweep(before, tmp_path, "append", [9, 50, 77, 96, 104]) == 5
 
 
