@@ -131,6 +131,9 @@ def test_facts_are_read_once_for_equal_values_alone() -> None:
     assert shape(Elements(values={rows: b"\x02\x01"})) == (258, None)
     assert shape(Elements(values=first, is_little_endian=False)) == (513, 769)
     assert len(seen) == 3
+    long = Elements(values={rows: b"\x02\x01" * 4096})
+    assert shape(long) == shape(long) == (258, None)
+    assert len(seen) == 5, "a file cannot fill the memory with what is kept"
 
 
 def test_a_damaged_stored_header_is_refused(tmp_path: Path) -> None:
