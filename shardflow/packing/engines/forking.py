@@ -155,7 +155,8 @@ def prepare_to_fork() -> None:
 def process_server() -> Iterator[None]:
     """Let packing processes be forks of this process as it is now, where that is safe.
 
-    Without effect where `prepare_to_fork` came too late, this process has threads, or this is not Linux 5.3.
+    Without effect where `prepare_to_fork` came too late, this process has threads, or the system is not Linux
+    5.3 or later.
     """
     global _current, _former_environment  # noqa: PLW0603 - a process is the command of one job
     former, _former_environment = _former_environment, None
@@ -311,7 +312,7 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
                 with suppress(OSError):  # that of the listing
                     os.close(int(one.name))
         os.environ.update(PROCESS_ENVIRONMENT)
-        set_malloc_options()
+        _set_malloc_options()
         main(_CHANNEL, server)
         code = 0
     except SystemExit as error:
@@ -321,7 +322,7 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
     os._exit(code)
 
 
-def set_malloc_options() -> None:
+def _set_malloc_options() -> None:
     """Set what glibc has read from the environment when the program started; elsewhere without effect."""
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import signal
 import socket
@@ -399,6 +400,12 @@ def test_a_process_has_its_environment_and_no_descriptor_of_the_job(
     assert [descriptors[stream] for stream in ("0", "1", "2")] == ["/dev/null"] * 3
     assert [target.partition(":")[0] for target in descriptors.values()].count("socket") == 1
     assert not any("of the job" in target for target in descriptors.values())
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="other libraries have no such options")
+def test_memory_of_a_slice_is_kept_for_the_next_one(make_pool: MakePool) -> None:
+    """A block that is mapped by itself goes back to the kernel when it is freed."""
+    assert _do(make_pool(), "large block").result == {"num_mapped": 0}
 
 
 def test_a_lost_server_costs_its_processes_and_no_job(
