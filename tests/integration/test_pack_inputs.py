@@ -226,8 +226,12 @@ def test_settings_can_be_shown(case: PackCase) -> None:
     assert not case.output.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)]
+)
+def test_a_signal_ends_the_job_and_it_goes_on_later(
+    case: PackCase, numbers: tuple[signal.Signals, ...]
+) -> None:
     studies = [make_study(case.dicom / f"p{patient}", patient=f"Q{patient}") for patient in range(4)]
     case.write_faults(study={case.sample_key(studies[-1].study_instance_uid): "hold"})
     with subprocess.Popen(
@@ -242,7 +246,8 @@ def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: sign
         (server,) = _children_of(job.pid)
         processes = [server, *_children_of(server)]
         # As a terminal or a scheduler does it: to the whole group.
-        os.killpg(job.pid, number)
+        for number in numbers:
+            os.killpg(job.pid, number)
         output, errors = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 130, output + errors
     assert json.loads(output.splitlines()[-1])["status"] == "interrupted"
