@@ -23,6 +23,7 @@ from shardflow.format.facts.columns import image_starts, open_columns
 from shardflow.format.facts.series import open_series
 from shardflow.loading.rows.lock import encode_lock
 from shardflow.packing.settings import KeyKind
+from shardflow.packing.tables import joining
 from shardflow.packing.tables.joining import AttachedTable, TableSettings, attach_table
 from shardflow.packing.tables.keys import PrivateFolder
 from shardflow.packing.versions.removal import Withdrawn, compact, remove
@@ -231,7 +232,14 @@ def test_no_identifier_enters(job: PackCase, packed: tuple[PackCase, list[MadeSt
     assert named.taken_anyway == {"code": "a different text in most rows"}
 
 
-def test_doubled_keys_and_rounded_keys(job: PackCase, packed: tuple[PackCase, list[MadeStudy]]) -> None:
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 18])
+def test_doubled_keys_and_rounded_keys(
+    job: PackCase,
+    packed: tuple[PackCase, list[MadeStudy]],
+    rows_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "_TARGETS_AT_ONCE", rows_at_once)
     uid = packed[1][0].study_instance_uid
     file = write_csv(job.folder / "a.csv", ["study_instance_uid", "value"], [(uid, 1), (uid, 2), (uid, 1)])
     with pytest.raises(ConfigError, match=r"1 rows of a\.csv repeat a key with other values"):

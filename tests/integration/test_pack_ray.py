@@ -180,12 +180,13 @@ def test_ray_started_for_a_job_is_closed_to_others_and_leaves_nothing(tmp_path: 
         setup={},
         log_path=tmp_path / "processes.log",
     )
-    engine, signals = RayEngine(1, worker), list[int]()
+    signals: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    engine = RayEngine(1, worker)
     with engine:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals == [signal.SIGTERM], "the job ends as its handler says, and not as Ray would end it"
         signal.signal(signal.SIGTERM, former)
+        assert signals == [signal.SIGTERM], "the job ends as its handler says, and not as Ray would end it"
         engine.submit(Task(kind="raise", payload={}, timeout_s=60.0))
         done = engine.wait()
         assert done.failure == "failed"

@@ -141,8 +141,8 @@ def current_server() -> ProcessServer | None:
 def prepare_to_fork() -> None:
     """Prepare a command for `process_server`; call it before its imports.
 
-    Libraries then start no threads, and the garbage collector, which finds nothing among what is imported,
-    waits for the end of the imports.
+    It gets the environment of its packing processes, so that libraries start no threads. The garbage
+    collector, which finds nothing among what is imported, waits for the end of the imports.
     """
     global _former_environment  # noqa: PLW0603 - a process is the command of one job
     if "numpy" not in sys.modules:
@@ -163,32 +163,27 @@ def process_server() -> Iterator[None]:
     if former is None:
         yield
         return
+    # What is imported stays: no collection shall look at it, and write to pages that all processes share.
+    gc.freeze()
+    gc.enable()
+    _set_malloc_options()
+    server = _fork_server() if _can_fork() else None
     # What else the job starts, such as Ray, has the environment of the job.
     for name, value in former.items():
         if value is None:
             del os.environ[name]
         else:
             os.environ[name] = value
-    # What is imported stays: no collection shall look at it, and write to pages that all processes share.
-    gc.freeze()
-    gc.enable()
-    if not _can_fork():
+    if server is None:
         yield
         return
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    with group_signals_held_back():
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            _be_server(theirs, parent)
-    theirs.close()
-    _current = ProcessServer(ours)
+    pid, connection = server
+    _current = ProcessServer(connection)
     try:
         yield
     finally:
         _current = None
-        ours.close()
+        connection.close()
         with suppress(ChildProcessError):  # where SIGCHLD is ignored, the kernel has reaped it
             os.waitpid(pid, 0)
 
@@ -201,6 +196,19 @@ def _can_fork() -> bool:
         return len([*Path("/proc/self/task").iterdir()]) == 1
     except OSError:
         return False
+
+
+def _fork_server() -> tuple[int, socket.socket]:
+    """Fork the server; return its process id and the job's end of the connection."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    with group_signals_held_back():
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _be_server(theirs, parent)
+    theirs.close()
+    return pid, ours
 
 
 def _be_server(connection: socket.socket, parent: int) -> NoReturn:
@@ -311,8 +319,6 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
             if int(one.name) > _CHANNEL:
                 with suppress(OSError):  # that of the listing
                     os.close(int(one.name))
-        os.environ.update(PROCESS_ENVIRONMENT)
-        _set_malloc_options()
         main(_CHANNEL, server)
         code = 0
     except SystemExit as error:
@@ -323,7 +329,10 @@ def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
 
 
 def _set_malloc_options() -> None:
-    """Set what glibc has read from the environment when the program started; elsewhere without effect."""
+    """Set what glibc has read from the environment when the program started; elsewhere without effect.
+
+    The job makes a page of slices in the same way.
+    """
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for name, option in _MALLOC_OPTIONS.items():

@@ -38,6 +38,7 @@ from shardflow.storage import LocalStore, write_atomic
 _LOGGER = logging.getLogger(__name__)
 _MAX_LISTED: Final = 1_000_000
 _ROWS: Final = 8_192
+_TARGETS_AT_ONCE: Final = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -407,9 +408,7 @@ class _Join:
     def fill(self) -> list[StoredColumn]:
         """Return the columns by target."""
         builders = self._builders()
-        is_first = np.zeros(len(self.targets), bool)
-        matched = np.flatnonzero(self.targets >= 0)
-        is_first[matched[np.unique(self.targets[matched], return_index=True)[1]]] = True
+        is_first = _are_first(self.targets, self.index.num_targets)
         num_different, first = 0, 0
         for batch in self._read(self._file):
             num = _num_rows(batch)
@@ -497,6 +496,19 @@ class _Join:
             return []
         keys = dataset.studies.gather("sample_key", np.flatnonzero(~self.has_row()))
         return [{"sample_key": key.decode(), "problem": "no row"} for key in keys[:_MAX_LISTED].tolist()]
+
+
+def _are_first(targets: NDArray[np.int64], num_targets: int) -> NDArray[np.bool_]:
+    """Return which rows of the file are the first of their target, in two bytes a row."""
+    is_first, is_seen = np.zeros(len(targets), bool), np.zeros(num_targets + 1, bool)
+    is_seen[-1] = True  # where negative numbers point: of rows that name nothing, none is the first
+    for start in range(0, len(targets), _TARGETS_AT_ONCE):
+        block = targets[start : start + _TARGETS_AT_ONCE]
+        found, places = np.unique(block, return_index=True)
+        is_new = ~is_seen[np.maximum(found, -1)]
+        is_first[start + places[is_new]] = True
+        is_seen[found[is_new]] = True
+    return is_first
 
 
 def check_columns(batch: Batch, file: Path, settings: TableSettings) -> str:

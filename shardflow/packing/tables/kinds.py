@@ -366,7 +366,7 @@ class ColumnBuilder:
         for place, name in enumerate(names):
             order[self._codes[name]] = place
         if names:
-            self.values = order[self.values]
+            self.values = order.astype(self.values.dtype)[self.values]
         return tuple(names)
 
 

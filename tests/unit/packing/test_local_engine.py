@@ -54,7 +54,10 @@ def server() -> Iterator[ProcessServer]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-c", SERVE, str(theirs.fileno()), str(os.getpid())]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=REPOSITORY) as process:
+        environment = {**os.environ, **PROCESS_ENVIRONMENT}
+        with subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, env=environment
+        ) as process:
             theirs.close()
             SERVERS.add(process.pid)
             yield ProcessServer(ours)
@@ -403,9 +406,19 @@ def test_a_process_has_its_environment_and_no_descriptor_of_the_job(
 
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="other libraries have no such options")
-def test_memory_of_a_slice_is_kept_for_the_next_one(make_pool: MakePool) -> None:
+def test_memory_of_a_slice_is_kept_for_the_next_one(make_pool: MakePool, starts: str) -> None:
     """A block that is mapped by itself goes back to the kernel when it is freed."""
-    assert _do(make_pool(), "large block").result == {"num_mapped": 0}
+    assert _do(make_pool(), "large block").result == {"is_mapped": False}
+    script = """
+from shardflow.packing.engines.forking import prepare_to_fork, process_server
+from tests.unit.packing.pool_handlers import is_large_block_mapped
+prepare_to_fork()
+assert is_large_block_mapped()
+with process_server():
+    assert not is_large_block_mapped()
+"""
+    if starts == "fork":  # what the command does for itself, and so for its forks
+        subprocess.run([sys.executable, "-c", script], check=True, cwd=REPOSITORY)
 
 
 def test_a_lost_server_costs_its_processes_and_no_job(
