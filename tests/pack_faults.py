@@ -26,12 +26,14 @@ HELD = "held"
 """Name of the file that a process writes before it holds."""
 FAULTY_COMMAND = f"""
 import functools, sys
+from shardflow.packing.engines.forking import prepare_to_fork
+prepare_to_fork()
 import shardflow.packing
 from shardflow.cli.main import main
 shardflow.packing.pack = functools.partial(shardflow.packing.pack, handlers="{HANDLERS}")
 sys.exit(main(["pack", *sys.argv[1:]]))
 """
-"""``shardflow pack`` with the faults of ``faults.json``, for ``python -c``."""
+"""``shardflow pack`` with the faults of ``faults.json``, for ``python -c``; it packs by forks, as there."""
 
 
 def make_handler(setup: Mapping[str, Any]) -> Handler:

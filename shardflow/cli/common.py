@@ -91,17 +91,19 @@ class Pace:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Make SIGTERM, which schedulers send, end the job as Ctrl-C does; later signals are ignored."""
+    is_stopping = False
 
-    def stop(*_: Any) -> NoReturn:
-        for number in stopping:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    def stop(*_: Any) -> None:
+        # Not SIG_IGN: of a second signal that is pending already, Python would show a traceback.
+        nonlocal is_stopping
+        if not is_stopping:
+            is_stopping = True
+            raise KeyboardInterrupt
 
-    stopping = (signal.SIGTERM, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, stop) for number in stopping}
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

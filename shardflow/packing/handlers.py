@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +128,10 @@ def make_setup(config: PackConfig, workspace: Workspace) -> PackSetup:
 def load_ahead(config: PackConfig) -> None:
     """Load what each packing process loads for its first report, to be shared by those that are forks."""
     if config.inputs.reports is not None and config.execution.engine == "local":
-        for module in ("packing.deid.known_values", "packing.deid.report_text"):
-            import_module(f"shardflow.{module}")
-        import_module("shardflow.reports.detection").detect_languages("")
+        from shardflow.packing.deid import known_values, report_text  # noqa: F401 - as `StudyPrivacy` does
+        from shardflow.reports.detection import detect_languages
+
+        detect_languages("")
 
 
 def make_handler(fields: Mapping[str, Any]) -> Handler:

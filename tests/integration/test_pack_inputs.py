@@ -226,8 +226,12 @@ def test_settings_can_be_shown(case: PackCase) -> None:
     assert not case.output.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)]
+)
+def test_a_signal_ends_the_job_and_it_goes_on_later(
+    case: PackCase, numbers: tuple[signal.Signals, ...]
+) -> None:
     studies = [make_study(case.dicom / f"p{patient}", patient=f"Q{patient}") for patient in range(4)]
     case.write_faults(study={case.sample_key(studies[-1].study_instance_uid): "hold"})
     with subprocess.Popen(
@@ -239,18 +243,26 @@ def test_a_signal_ends_the_job_and_it_goes_on_later(case: PackCase, number: sign
         start_new_session=True,
     ) as job:
         case.wait_until_held(job)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text(encoding="ascii").split()
+        (server,) = _children_of(job.pid)
+        processes = [server, *_children_of(server)]
         # As a terminal or a scheduler does it: to the whole group.
-        os.killpg(job.pid, number)
+        for number in numbers:
+            os.killpg(job.pid, number)
         output, errors = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 130, output + errors
     assert json.loads(output.splitlines()[-1])["status"] == "interrupted"
     assert "run the job again to resume" in errors
     assert "Traceback" not in errors
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert len(processes) > 1
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
     assert not list(case.output.glob("manifest*"))
     assert not (case.private / "resource_outcomes.jsonl").exists()
     assert case.pack().reasons == {}
+
+
+def _children_of(process: int) -> list[int]:
+    listed = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii")
+    return [int(child) for child in listed.split()]
 
 
 def test_an_internal_error_shows_classes_and_places_only(case: PackCase) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -247,6 +248,28 @@ def test_a_truncated_file_can_be_left_out(case: PackCase) -> None:
     fields = case.open().read_fields(0)
     slices = [decode_array("b2nd", payload) for name, payload in fields.items() if name.startswith("s000.")]
     np.testing.assert_array_equal(slices, study.modality_units[[0, 1, 3, 4]])
+
+
+def test_slices_decoded_together_are_packed_and_blamed_alone(
+    case: PackCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(dataset: FileDataset, index: int) -> None:
+        if index == 3:
+            dataset.compress(RLELossless, generate_instance_uid=False)
+            dataset.PixelData = encapsulate([bytes(64)])
+
+    study = make_study(case.dicom / "a", num_slices=6, change=damage)
+    bad = case.key.surrogate("input", f"0/{study.files[3].relative_to(case.dicom).as_posix()}")
+    found = []
+    for slices_at_once in (1, 2, 6):
+        monkeypatch.setattr("shardflow.packing.studies.study._BATCH_BYTES", slices_at_once * 16 * 12 * 2)
+        summary = case.pack("policy.max_quarantined_share=1.0", "policy.on_bad_instance=drop_instance")
+        assert summary.reasons == {"DECODE_FAILED": 1}
+        (row,) = (row for row in read_ledger(case.output) if row["reason"] is not None)
+        assert row["input"] == bad
+        found.append(tree_digests(case.output))
+        shutil.rmtree(case.output)
+    assert found[0] == found[1] == found[2]
 
 
 def test_images_in_encodings_that_nothing_reads_take_no_other_image_with_them(case: PackCase) -> None:

@@ -117,16 +117,20 @@ class ProcessServer:
         try:
             with theirs:
                 socket.send_fds(self._connection, [b"\0"], [channel, log, theirs.fileno()])
-            pid = _receive_number(ours)
-            if pid is None:
-                raise ChildProcessError(errno.ECHILD, os.strerror(errno.ECHILD))
         except OSError:
             ours.close()
             raise
+        pid = _receive_number(ours)
+        if pid is None or pid < 0:
+            ours.close()
+            code = errno.ECONNRESET if pid is None else -pid
+            raise OSError(code, os.strerror(code))
         return ForkedProcess(pid, ours)
 
 
 _current: ProcessServer | None = None
+_former_environment: Mapping[str, str | None] | None = None
+"""What `prepare_to_fork` has replaced, until `process_server` puts it back."""
 
 
 def current_server() -> ProcessServer | None:
@@ -140,7 +144,9 @@ def prepare_to_fork() -> None:
     It gets the environment of its packing processes, so that libraries start no threads. The garbage
     collector, which finds nothing among what is imported, waits for the end of the imports.
     """
+    global _former_environment  # noqa: PLW0603 - a process is the command of one job
     if "numpy" not in sys.modules:
+        _former_environment = {name: os.environ.get(name) for name in PROCESS_ENVIRONMENT}
         os.environ.update(PROCESS_ENVIRONMENT)
         gc.disable()
 
@@ -149,34 +155,37 @@ def prepare_to_fork() -> None:
 def process_server() -> Iterator[None]:
     """Let packing processes be forks of this process as it is now, where that is safe.
 
-    Without effect where `prepare_to_fork` came too late, this process has threads, or this is not Linux 5.3.
+    Without effect where `prepare_to_fork` came too late, this process has threads, or the system is not Linux
+    5.3 or later.
     """
-    global _current  # noqa: PLW0603 - a process is the command of one job
-    if not PROCESS_ENVIRONMENT.items() <= os.environ.items():
+    global _current, _former_environment  # noqa: PLW0603 - a process is the command of one job
+    former, _former_environment = _former_environment, None
+    if former is None:
         yield
         return
     # What is imported stays: no collection shall look at it, and write to pages that all processes share.
     gc.freeze()
     gc.enable()
     _set_malloc_options()
-    if not _can_fork():
+    server = _fork_server() if _can_fork() else None
+    # What else the job starts, such as Ray, has the environment of the job.
+    for name, value in former.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    if server is None:
         yield
         return
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    with group_signals_held_back():
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            _be_server(theirs, parent)
-    theirs.close()
-    _current = ProcessServer(ours)
+    pid, connection = server
+    _current = ProcessServer(connection)
     try:
         yield
     finally:
         _current = None
-        ours.close()
-        os.waitpid(pid, 0)
+        connection.close()
+        with suppress(ChildProcessError):  # where SIGCHLD is ignored, the kernel has reaped it
+            os.waitpid(pid, 0)
 
 
 def _can_fork() -> bool:
@@ -187,6 +196,19 @@ def _can_fork() -> bool:
         return len([*Path("/proc/self/task").iterdir()]) == 1
     except OSError:
         return False
+
+
+def _fork_server() -> tuple[int, socket.socket]:
+    """Fork the server; return its process id and the job's end of the connection."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    with group_signals_held_back():
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _be_server(theirs, parent)
+    theirs.close()
+    return pid, ours
 
 
 def _be_server(connection: socket.socket, parent: int) -> NoReturn:
@@ -205,26 +227,30 @@ def serve(connection: socket.socket, parent: int) -> NoReturn:
         parent: Process id of the job.
     """
     end_with(parent)
+    # A scheduler may leave it ignored, and nobody would learn how a process ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
-    running: dict[int, _Running] = {}
+    running: set[_Running] = set()
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is connection:
-                    for one in _fork_for(connection):
-                        running[one.pid] = one
-                        selector.register(one.ended, selectors.EVENT_READ, one.pid)
-                        selector.register(one.link, selectors.EVENT_READ, one.pid)
-                elif key.data not in running:
+                one: _Running | None = key.data
+                if one is None:
+                    one = _fork_for(connection)
+                    if one is not None:
+                        running.add(one)
+                        selector.register(one.ended, selectors.EVENT_READ, one)
+                        selector.register(one.link, selectors.EVENT_READ, one)
+                elif one not in running:
                     continue  # its end was the event before
-                elif key.fileobj is running[key.data].link:  # the job has closed its side
-                    selector.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
+                elif key.fileobj is one.link:  # the job has closed its side
+                    selector.unregister(one.link)
+                    os.kill(one.pid, signal.SIGKILL)
                 else:
-                    one = running.pop(key.data)
+                    running.remove(one)
                     selector.unregister(one.ended)
                     with suppress(KeyError):  # the job had closed its side before
                         selector.unregister(one.link)
@@ -243,12 +269,12 @@ class _Running(NamedTuple):
         """Reap the process, and tell the job its exit code."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.ended)
-        with self.link, suppress(OSError):  # nobody waits
-            self.link.sendall(_NUMBER.pack(code))
+        with self.link:
+            _send_number(self.link, code)
 
 
-def _fork_for(connection: socket.socket) -> Iterator[_Running]:
-    """Fork a packing process as the job asks for, if that is possible; end once the job is done."""
+def _fork_for(connection: socket.socket) -> _Running | None:
+    """Fork a packing process as the job asks for, None if that is impossible; end once the job is done."""
     data, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     if not data:
         os._exit(0)
@@ -259,15 +285,27 @@ def _fork_for(connection: socket.socket) -> Iterator[_Running]:
         pid = os.fork()
         if pid == 0:
             _be_packing_process(channel, log, server)
-    except OSError:
-        link.close()
+        ended = _watch(pid)
+    except OSError as error:
+        with link:
+            _send_number(link, -(error.errno or errno.EAGAIN))
+        return None
     else:
-        with suppress(OSError):  # nobody waits
-            link.sendall(_NUMBER.pack(pid))
-        yield _Running(pid, os.pidfd_open(pid), link)
+        _send_number(link, pid)
+        return _Running(pid, ended, link)
     finally:
         os.close(channel)
         os.close(log)
+
+
+def _watch(pid: int) -> int:
+    """Return a descriptor that can be read once a child has ended; without one it does not stay."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _be_packing_process(channel: int, log: int, server: int) -> NoReturn:
@@ -299,6 +337,11 @@ def _set_malloc_options() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for name, option in _MALLOC_OPTIONS.items():
             mallopt(option, int(PROCESS_ENVIRONMENT[name]))
+
+
+def _send_number(link: socket.socket, number: int) -> None:
+    with suppress(OSError):  # nobody waits
+        link.sendall(_NUMBER.pack(number))
 
 
 def _receive_number(link: socket.socket) -> int | None:

@@ -281,7 +281,7 @@ def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"ended by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    return "exit code unknown" if code is None else f"exit code {code}"
 
 
 def _cannot_start(detail: str) -> ShardflowError:

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from shardflow.packing.workspace import Workspace
 
 _BATCH_BYTES: Final = 4 << 20
-"""Decoded slices that are in memory at once, if one is not larger."""
+"""Bytes of the slices that are decoded at once: as many as fit, and at least one."""
 _ANGIOGRAMS: Final = frozenset({"RF", "XA"})
 
 
@@ -485,7 +485,7 @@ class StudyMembers:
     def _decode_batches(self, stack: Stack, form: SliceForm) -> Iterator[list[tuple[int, DecodedSlice]]]:
         """Decode a few slices at a time, numbered.
 
-        After a codec the processor's caches hold pixels, and each step of Python has to be fetched again.
+        A codec fills the processor's caches with pixels, and after it the interpreter finds nothing there.
         """
         samples = stack.rows * stack.columns * stack.samples_per_pixel
         most = max(1, _BATCH_BYTES // (samples * np.dtype(form.dtype).itemsize))

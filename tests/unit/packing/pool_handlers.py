@@ -20,6 +20,28 @@ from shardflow.packing.engines.base import step
 from shardflow.packing.engines.worker import Handler
 
 
+class _MallocFacts(ctypes.Structure):
+    """``struct mallinfo`` of glibc (malloc.h)."""
+
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def is_large_block_mapped() -> bool:
+    """Whether glibc maps 20 MiB by themselves, to be unmapped when they are freed."""
+    library = ctypes.CDLL(None)
+    library.mallinfo.restype = _MallocFacts
+    library.malloc.restype = ctypes.c_void_p
+    before = library.mallinfo().hblks
+    library.malloc(20 << 20)
+    return bool(library.mallinfo().hblks > before)
+
+
 def make_handler(setup: Mapping[str, Any]) -> Handler:
     """Answer the tasks below."""
     if setup.get("broken"):
@@ -45,6 +67,8 @@ def _answer(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
                 with suppress(OSError):  # that of the listing
                     descriptors[one.name] = str(one.readlink())
             return {"environment": dict(os.environ), "descriptors": descriptors}
+        case "large block":
+            return {"is_mapped": is_large_block_mapped()}
         case "hang":
             time.sleep(3600)
         case "steps":

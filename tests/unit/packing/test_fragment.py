@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardflow.format.samples import SampleFacts
 from shardflow.format.tar import END_OF_ARCHIVE, encode_member
 from shardflow.packing.deid.pixel_text import SEARCH_VERSION
 from shardflow.packing.publish import fragment_basis
+from shardflow.packing.studies import assembly
 from shardflow.packing.studies.assembly import (
     DamagedFragmentError,
     Fragment,
@@ -106,7 +108,30 @@ def test_an_outcome_has_no_members(tmp_path: Path) -> None:
     assert read_fragment(path, "d1") == fragment
 
 
-def test_starting_again_forgets_what_was_added(tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_how_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fragment = _write(tmp_path)
+    expected = path.read_bytes()
+    real = os.writev
+
+    def write_part(file: int, parts: Sequence[memoryview]) -> int:
+        """As a disk that is nearly full does it."""
+        assert len(parts) <= 2
+        return real(file, [parts[0][:300]])
+
+    monkeypatch.setattr(os, "writev", write_part)
+    monkeypatch.setattr(assembly, "_MAX_PARTS", 2)
+    for num_bytes in (1, 1500, 1 << 20):
+        monkeypatch.setattr(assembly, "_WRITE_BYTES", num_bytes)
+        assert _write(tmp_path) == (path, fragment)
+        assert path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("write_bytes", [1, assembly._WRITE_BYTES])
+def test_starting_again_forgets_what_was_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_bytes: int
+) -> None:
+    """Both what was written and what was about to be."""
+    monkeypatch.setattr(assembly, "_WRITE_BYTES", write_bytes)
     path = fragment_path(tmp_path, "abcd")
     with FragmentWriter(path, sample_key="abcd", task_digest="d1") as writer:
         writer.add("report.txt", b"first")

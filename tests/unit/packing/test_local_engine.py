@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import re
 import signal
 import socket
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,9 @@ MakePool = Callable[..., LocalEngine]
 
 
 SERVE = """
-import socket, sys
+import signal, socket, sys
 from shardflow.packing.engines.forking import serve
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some schedulers leave it
 serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 """
 
@@ -401,6 +405,22 @@ def test_a_process_has_its_environment_and_no_descriptor_of_the_job(
     assert not any("of the job" in target for target in descriptors.values())
 
 
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="other libraries have no such options")
+def test_memory_of_a_slice_is_kept_for_the_next_one(make_pool: MakePool, starts: str) -> None:
+    """A block that is mapped by itself goes back to the kernel when it is freed."""
+    assert _do(make_pool(), "large block").result == {"is_mapped": False}
+    script = """
+from shardflow.packing.engines.forking import prepare_to_fork, process_server
+from tests.unit.packing.pool_handlers import is_large_block_mapped
+prepare_to_fork()
+assert is_large_block_mapped()
+with process_server():
+    assert not is_large_block_mapped()
+"""
+    if starts == "fork":  # what the command does for itself, and so for its forks
+        subprocess.run([sys.executable, "-c", script], check=True, cwd=REPOSITORY)
+
+
 def test_a_lost_server_costs_its_processes_and_no_job(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,16 +432,34 @@ def test_a_lost_server_costs_its_processes_and_no_job(
     assert "cannot be forked any more" in caplog.text
 
 
+def test_a_server_says_why_it_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(forking._fork_for, theirs)
+        with pytest.raises(OSError, match=os.strerror(errno.EAGAIN)):
+            ProcessServer(ours).start(ours.fileno(), ours.fileno())
+        assert answered.result() is None
+
+
 def test_a_command_can_be_forked_after_its_imports(starts: str) -> None:
     """A library that starts threads when it is imported would cost each packing process its imports."""
     early, late = ("", "prepare_to_fork()") if starts == "interpreter" else ("prepare_to_fork()", "")
     script = f"""
+import os, signal
+from shardflow.packing.engines.base import PROCESS_ENVIRONMENT
 from shardflow.packing.engines.forking import current_server, prepare_to_fork, process_server
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+former = {{name: os.environ.get(name) for name in PROCESS_ENVIRONMENT}}
 {early}
 import shardflow.packing.corpora.job, shardflow.packing.handlers, shardflow.packing.job
 {late}
 with process_server():
     assert (current_server() is not None) == {starts == "fork"}
+    assert {{name: os.environ.get(name) for name in PROCESS_ENVIRONMENT}} == former, "Ray starts with it"
 assert current_server() is None
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=REPOSITORY)

@@ -76,9 +76,7 @@ _PIXEL_VRS = {0x7FE00008: "OF", 0x7FE00009: "OD"}
 """Of float pixel data, which the implicit encoding does not state."""
 
 _WANTED = (
-    frozenset(
-        {_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _IMAGE_TYPE, _MODALITY, values.CHARACTER_SET}
-    )
+    frozenset({_SOP_CLASS, _SOP_INSTANCE, _STUDY, _SERIES, _PATIENT, _IMAGE_TYPE, _MODALITY})
     | frozenset({values.CHARACTER_SET, _SERIES_TEXT, _SERIES_NUMBER, _INSTANCE_NUMBER, _LOCATION})
     | frozenset({_FRAME_OF_REFERENCE, _BETWEEN_SLICES, _DETECTOR_SPACING, _PADDING, _PADDING_LIMIT})
     | frozenset({_MODALITY_LUT, _VOI_FUNCTION, _UNITS, _BURNED_IN})
@@ -504,8 +502,8 @@ def _single(numbers: tuple[float, ...] | None) -> float | None:
 
 
 _HEADER = tuple(field.name for field in fields(InstanceHeader))
-_TUPLES = ("detector_spacing", "flags", "image_type", "other_patient_ids", "padding", "pyramid")
-"""Fields of a header whose values are tuples."""
+_TUPLES = tuple(field.name for field in fields(InstanceHeader) if str(field.type).startswith("tuple["))
+"""Fields whose values JSON makes lists of."""
 _IMAGE = tuple(field.name for field in fields(ImageDescription))
 _PLANE = tuple(field.name for field in fields(PlaneHeader))
 _header_values, _image_values, _plane_values = attrgetter(*_HEADER), attrgetter(*_IMAGE), attrgetter(*_PLANE)

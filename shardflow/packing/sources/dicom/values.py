@@ -86,6 +86,8 @@ _MAX_DIGITS = 12
 _MAX_INTEGER = 1 << 31
 _MAX_NUMBER = 1e12
 """Larger decimals mean nothing here, and products of them would overflow."""
+_MAX_SHARED_BYTES = 1 << 12
+"""Longer values, which no device writes, are read each time: kept ones would fill the memory."""
 
 
 def shared(*tags: int) -> Callable[[Callable[[Elements], Fact]], Callable[[Elements], Fact]]:
@@ -106,7 +108,10 @@ def shared(*tags: int) -> Callable[[Callable[[Elements], Fact]], Callable[[Eleme
 
         @wraps(read)
         def read_shared(elements: Elements) -> Fact:
-            return read_once(elements.is_little_endian, tuple(map(elements.values.get, tags)))
+            stated = tuple(map(elements.values.get, tags))
+            num_bytes = sum(map(len, filter(None, stated)))
+            call = read_once if num_bytes <= _MAX_SHARED_BYTES else read_once.__wrapped__
+            return call(elements.is_little_endian, stated)
 
         return read_shared
 

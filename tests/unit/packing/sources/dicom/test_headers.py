@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
+import random
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from pydicom.uid import (
 
 from shardflow.errors import SourceError
 from shardflow.format.reasons import Reason
-from shardflow.packing.sources.dicom import values
+from shardflow.packing.sources.dicom import description, headers, planes, values
 from shardflow.packing.sources.dicom.elements import Elements, HeaderLimits
 from shardflow.packing.sources.dicom.headers import (
     BrokenInstance,
@@ -131,6 +135,36 @@ def test_facts_are_read_once_for_equal_values_alone() -> None:
     assert shape(Elements(values={rows: b"\x02\x01"})) == (258, None)
     assert shape(Elements(values=first, is_little_endian=False)) == (513, 769)
     assert len(seen) == 3
+    long = Elements(values={rows: b"\x02\x01" * 4096})
+    assert shape(long) == shape(long) == (258, None)
+    assert len(seen) == 5, "a file cannot fill the memory with what is kept"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        description._read_description,
+        headers._series_facts,
+        planes._classic_facts,
+        planes._classic_phase,
+    ],
+)
+def test_facts_that_are_shared_depend_on_the_named_tags_alone(read: Callable[[Elements], object]) -> None:
+    """Another tag would be absent for the reader, which nobody would see."""
+    words = [b"MONOCHROME2", b"ORIGINAL\\PRIMARY\\AXIAL", b"20240102", b"\xc4nna", b"ISO_IR 100", b"+0100"]
+    words += [b"3", b"5\\6", b"1\\0\\0\\0\\1\\0", b"\x08\0", b"\x01\0", struct.pack("<d", 700.0)]
+    words += [b"SIEMENS MR HEADER", b"GEMS_PARM_01", b"PHILIPS IMAGING DD 001", b"PHILIPS MR IMAGING DD 001"]
+
+    def outcome(read: Callable[[Elements], object], elements: Elements) -> object:
+        try:
+            return read(elements)
+        except SourceError as error:
+            return error.message
+
+    rng = random.Random(0)
+    for _ in range(300):
+        elements = Elements(values={tag: rng.choice(words) for tag in sorted(headers._WANTED)})
+        assert outcome(read, elements) == outcome(inspect.unwrap(read), elements)
 
 
 def test_a_damaged_stored_header_is_refused(tmp_path: Path) -> None:
