@@ -106,7 +106,7 @@ class DiskTier:
 
     def has(self, blocks: ObjectBlocks, numbers: Sequence[int] | Int64Array) -> NDArray[np.bool_]:
         """Return which blocks are published according to the catalog; see `Tier.has`."""
-        if not self._is_off and len(numbers):
+        if not self._is_off and len(numbers) and time.monotonic() >= self._paused_until:
             with self._guarded():
                 wanted = np.asarray(numbers)
                 first, last = int(wanted.min()), int(wanted.max())
@@ -139,7 +139,8 @@ class DiskTier:
                 pass
             except BlockDamagedError:
                 damaged = list(wanted)
-            self._note_uses(blocks, found)
+            if found:  # an object of which nothing was ever cached has no rows
+                self._note_uses(blocks, found)
         for number in damaged:
             self.drop(blocks, number)
         return found
