@@ -34,7 +34,6 @@ from shardflow.telemetry import StageCounters
 
 _MIN_BYTES = 1 << 16
 _STEPS_PER_DOUBLING = 8
-_NUM_SPARE = 2
 # NumPy asks for huge pages from this size on as well.
 _MIN_HUGE_BYTES = 4 << 20
 # What decoders allocate for one picture is smaller; glibc then keeps up to twice as much a thread.
@@ -50,6 +49,8 @@ _NAP_S = 0.9 * _STARVED_S
 """How long a consumer waits before it asks to be woken. To wake it for each small result, such as stored
 tokens, costs the thread that makes them a good part of its time; what is ready then is taken in one go. It is
 woken at once where no thread can go on before it takes a result."""
+_SOON_S = 4 * _STARVED_S
+"""It waits so if its last wait was shorter; a result that takes longer is worth a wake-up."""
 # Windows knows anonymous memory alone, by its number of -1.
 _PRIVATE: Final[dict[str, int]] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -86,6 +87,9 @@ class BufferPool:
         max_free_bytes: How much memory may be idle in the pool, plus two buffers, which are those that a
             consumer held; beyond that, the least recently requested sizes return to the system.
     """
+
+    # Of the class, because at the end of the interpreter a lease may be freed after the module's names.
+    _num_spare: Final = 2
 
     def __init__(self, max_free_bytes: int) -> None:
         self._max_free_bytes = max_free_bytes
@@ -174,7 +178,7 @@ class BufferPool:
         size = len(memory)
         self._free[size] = [*self._free.pop(size, ()), memory]
         self._free_bytes += size
-        self._trim(_NUM_SPARE * size)
+        self._trim(self._num_spare * size)
 
     def _trim(self, spare_bytes: int) -> None:
         while self._free_bytes > self._max_free_bytes + spare_bytes:
@@ -322,6 +326,7 @@ class OrderedEngine(Generic[_Result]):
         self._is_opening = False
         self._is_closed = False
         self._num_awaiting = 0
+        self._is_soon = False
         self._buffered_bytes = 0
         self._num_busy = 0
         self._busy_since = 0.0
@@ -359,7 +364,7 @@ class OrderedEngine(Generic[_Result]):
             self._counters.observe("buffered_bytes", self._buffered_bytes)
             self._note_busy(0)
             was_ready = self._is_next_done()
-            if not was_ready:
+            if self._is_soon and not was_ready:
                 self._done.wait(min(_NAP_S, self._wait_timeout_s))
             if not self._wait_for_next(start + self._wait_timeout_s):
                 return None
@@ -370,8 +375,10 @@ class OrderedEngine(Generic[_Result]):
             self._work.notify()  # one thread, because one at a time opens a task
         waited_s = time.monotonic() - start
         self._counters.add("wait", waited_s, entry.num_bytes, 1)
-        if waited_s > _STARVED_S and not was_ready:
-            self._counters.add("starved", waited_s, 0, 1)
+        if not was_ready:
+            self._is_soon = waited_s < _SOON_S
+            if waited_s > _STARVED_S:
+                self._counters.add("starved", waited_s, 0, 1)
         if entry.error is not None:
             raise entry.error
         return entry.result

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import gc
 import mmap
+import subprocess
+import sys
 import threading
 import time
 
@@ -92,6 +94,16 @@ def test_memory_that_dies_in_another_thread_or_in_the_collector_comes_back() -> 
     del cycle
     gc.collect()
     assert pool.free_bytes == MIB
+
+
+def test_a_buffer_that_is_freed_after_the_modules_says_nothing() -> None:
+    """A function of a script that a library keeps holds the script's names until the very end."""
+    code = (
+        "from shardflow import errors; from shardflow.loading.engine import BufferPool\n"
+        "held = BufferPool(1).lend(100); errors.keeps = lambda: held"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert ended.stderr == b""
 
 
 def test_threads_that_lend_and_drop_never_share_memory() -> None:

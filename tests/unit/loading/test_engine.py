@@ -302,6 +302,7 @@ def test_results_that_come_soon_after_one_another_are_taken_by_one_wake_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = _engine(lambda n: Task(n, num_parts=1), 5, num_threads=1)
+    engine._is_soon = True  # as after a short wait
     naps: list[float] = []
     told: list[int] = []
     wait, notify_all = engine._done.wait, engine._done.notify_all
@@ -331,6 +332,7 @@ def test_a_loop_is_woken_where_nothing_more_is_made_before_it_takes_a_result(
 ) -> None:
     """The bound has room for one result, for one and a part of the next, or for all."""
     engine = _engine(lambda n: Task(n, num_parts=1), 4, num_threads=num_threads, max_bytes=max_bytes)
+    engine._is_soon = True  # as after a short wait
     num_naps = 0
     wait = engine._done.wait
 
@@ -341,6 +343,7 @@ def test_a_loop_is_woken_where_nothing_more_is_made_before_it_takes_a_result(
         return True
 
     monkeypatch.setattr("shardflow.loading.engine._NAP_S", 20.0)
+    monkeypatch.setattr("shardflow.loading.engine._SOON_S", DEADLINE_S)
     monkeypatch.setattr(engine._done, "wait", nap)
     assert _take_all(engine) == [*range(4)]
     assert num_naps
