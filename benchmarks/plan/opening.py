@@ -236,10 +236,12 @@ def _view(folder: Path, node: Path, middle: int) -> Iterator[tuple[str, dict[str
 
                 watcher = threading.Thread(target=watch)
                 watcher.start()
-                with urlopen(url + path.format(middle=middle)) as answer:
-                    answer.read()
-                done.set()
-                watcher.join()
+                try:
+                    with urlopen(url + path.format(middle=middle)) as answer:
+                        answer.read()
+                finally:
+                    done.set()
+                    watcher.join()
                 after = _processor_s(viewer.pid)
                 yield name, {"processor_s": after - before, "private_mb": peak / 2**20}
                 before = after

@@ -33,6 +33,7 @@ FORMAT_VERSION: Final = 1
 _PIECE_ROWS: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 1 << 16
 """Far more than the grammar of a row allows; bounds what is held of a file without ends of lines."""
+_MAX_PROBLEMS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,8 @@ class LedgerProblem:
 class LedgerReport:
     """What `verify_ledger` found, in file order, at most one problem a line; and the inputs it counted.
 
+    Of the problems of lines the first 1,000: a ledger of 10^8 lines may be wrong in each of them.
+
     After a broken link the chain goes on from the hash that the broken line states, so that one damaged
     line does not make all that follow suspect.
     """
@@ -152,7 +155,7 @@ def verify_ledger(
             else:
                 is_closed = "num_inputs" in body
                 problem = _check_line(chain, body, line)
-        if problem:
+        if problem and len(problems) < _MAX_PROBLEMS:
             problems.append(LedgerProblem(number, offset, problem))
     if not is_closed:
         problems.append(LedgerProblem(number + 1, end, "no closing line"))

@@ -47,9 +47,10 @@ _STARVED_S = 1e-3
 """A longer wait means that no result was ready; a shorter one is the cost of the call."""
 _NAP_S = 0.9 * _STARVED_S
 """How long a consumer waits before it asks to be woken. To wake it for each small result, such as stored
-tokens, costs the thread that makes them a good part of its time; what is ready then is taken in one go."""
+tokens, costs the thread that makes them a good part of its time; what is ready then is taken in one go. It is
+woken at once where no thread can go on before it takes a result."""
 _SOON_S = 4 * _STARVED_S
-"""It does so if its last wait was shorter; a result that takes longer is worth a wake-up."""
+"""It waits so if its last wait was shorter; a result that takes longer is worth a wake-up."""
 # Windows knows anonymous memory alone, by its number of -1.
 _PRIVATE: Final[dict[str, int]] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -524,6 +525,8 @@ class OrderedEngine(Generic[_Result]):
                 if idle_since is None:
                     idle_since = time.monotonic()
                     self._note_busy(-1)
+                if self._num_ready == len(self._window) and not self._is_opening:
+                    self._done.notify_all()  # nothing more is made before a result is taken
                 self._work.wait()
 
     def _note_busy(self, change: int) -> None:

@@ -69,7 +69,7 @@ class ShardRead:
     ranges: Sequence[ByteRange]
     """None of them if the whole shard is cached."""
     num_bytes: int
-    """Bytes of the blocks that it needs."""
+    """Bytes of the blocks that it needs; of a shard that is cached whole, as many as is likely."""
 
     def run(self) -> Callable[[], None] | None:
         """Read what is not cached; returns the call that publishes it, see `CachedStore.read_ahead`."""
@@ -224,6 +224,8 @@ class StreamReads:
         self._reader = FieldReader(self._selection, read_bytes=1, counters=counters)
         self._plans: dict[int, EpochPlan] = {}
         self._planning = threading.Lock()
+        # Of the bytes of samples, those of the blocks that their reads needed where they were looked for.
+        self._share_needed = 1.0
         self._planned: Iterator[PlannedRead] = iter(())
 
     # ---- progress --------------------------------------------------------------------------------
@@ -380,9 +382,10 @@ class StreamReads:
             if not isinstance(shard.store, CachedStore):
                 continue
             here = np.flatnonzero(shards == shard_number)
+            num_stored = sum(map(shard.sample_num_bytes, inside[here].tolist()))
             if shard.store.is_kept(shard.path):
                 # As in most epochs but the first; what the loader reads of it is not looked for.
-                num_bytes = sum(map(shard.sample_num_bytes, inside[here].tolist()))
+                num_bytes = int(num_stored * self._share_needed)
                 found.append(ShardRead(shard.store, shard.path, (), num_bytes))
                 continue
             fields: list[int] = []
@@ -399,6 +402,7 @@ class StreamReads:
             if ranges:
                 num_bytes = shard.store.num_bytes_ahead(shard.path, ranges)
                 found.append(ShardRead(shard.store, shard.path, ranges, num_bytes))
+                self._share_needed = num_bytes / max(num_stored, 1)
         return found
 
     def _request(

@@ -332,13 +332,7 @@ def test_in_shards_that_are_kept_whole_nothing_is_looked_for(
     list(source)
     assert "shardflow-ahead" in asking
     for position in range(len(dataset.manifest.shards)):
-        path = dataset.manifest.shard_place(position)[1]
-        index = dataset.shard_index(position)
-        spans = [
-            ByteRange(*span)
-            for span in zip(index.field_offsets.tolist(), index.field_num_bytes.tolist(), strict=True)
-        ]
-        dataset.store.read_ranges(path, spans, [memoryview(bytearray(span.num_bytes)) for span in spans])
+        _keep_whole(dataset, position)
     monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 0.0)
     source.set_epoch(1)
     asking.clear()
@@ -347,6 +341,36 @@ def test_in_shards_that_are_kept_whole_nothing_is_looked_for(
     plain = loader(Dataset.open(url), SPECS["fixed"])
     plain.set_epoch(1)
     assert_equal(found, list(plain))
+
+
+def test_shards_that_are_kept_whole_leave_room_for_reads_of_others(url: str, config: CacheConfig) -> None:
+    """Of samples in them a loop of reports counts no images, as it does not where it looks for reports."""
+    dataset = Dataset.open(url, cache=config)
+    for position in range(0, len(dataset.manifest.shards), 2):
+        _keep_whole(dataset, position)
+    source = loader(dataset, SPECS["fixed"], fields={"report": sf.Text()})
+    numbers = range(source.plan.num_steps * 4)
+    stream, thread = source._runtime.planner.follow(source.plan, numbers), ThreadState()
+    reads = [
+        read
+        for planned in stream._plan_epoch(source.plan, numbers, 0)
+        for read in stream.locate(planned, thread)
+    ]
+    stream.close()
+    first = next(place for place, read in enumerate(reads) if read.ranges)
+    kept = [read.num_bytes for read in reads[first:] if not read.ranges]
+    looked_for = [read.num_bytes for read in reads if read.ranges]
+    assert 0 < np.mean(kept) < 2 * np.mean(looked_for)
+
+
+def _keep_whole(dataset: Dataset, position: int) -> None:
+    path = dataset.manifest.shard_place(position)[1]
+    index = dataset.shard_index(position)
+    spans = [
+        ByteRange(*span)
+        for span in zip(index.field_offsets.tolist(), index.field_num_bytes.tolist(), strict=True)
+    ]
+    dataset.store.read_ranges(path, spans, [memoryview(bytearray(span.num_bytes)) for span in spans])
 
 
 @pytest.mark.parametrize("kind", list(SPECS))

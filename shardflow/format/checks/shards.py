@@ -321,6 +321,8 @@ class SamplesChecker:
         for name, rows in sorted(self.samples.splits.items()):
             if rows.start != stop:
                 return RowDamage(-1, "splits", f"split {name} begins at {rows.start} instead of {stop}")
+            if rows.stop < stop:
+                return RowDamage(-1, "splits", f"split {name} ends at {rows.stop}, before it begins")
             stop = rows.stop
             damage = self._check_split(name, rows)
             if damage is not None:
@@ -365,10 +367,10 @@ class SamplesChecker:
         if shard is None:
             return None
         split = self.samples.splits.get(self.manifest.shards[shard].split, range(0))
-        wanted = self._shards.dtype.type(shard)  # of the column's own type, so that no copy is searched
+        wanted = np.array(shard).astype(self._shards.dtype)  # of another type, a copy would be searched
         within = self._shards[split.start : split.stop]
-        first, last = (int(np.searchsorted(within, wanted, side=side)) for side in ("left", "right"))
-        rows = np.arange(split.start + first, split.start + last)
+        start, stop = (int(np.searchsorted(within, wanted, side=side)) for side in ("left", "right"))
+        rows = np.arange(split.start + start, split.start + stop)
         num_samples = index.num_samples - self.manifest.shards[shard].num_removed
         if len(rows) != num_samples:
             return RowDamage(-1, "shard", f"{len(rows)} rows of {index.shard} instead of {num_samples}")

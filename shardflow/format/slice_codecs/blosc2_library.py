@@ -228,7 +228,7 @@ def compress(array: NDArray[Any], block_num_bytes: int = 0, *, is_fast: bool) ->
     key = (array.nbytes, array.itemsize, block_num_bytes, is_fast)
     encoder: _Encoder | None = getattr(_of_thread, "encoder", None)
     if encoder is None or encoder.settings != key:
-        _of_thread.encoder = None  # its memory is free for the next one
+        encoder = _of_thread.encoder = None  # its memory is free for the next one
         encoder = _Encoder(loaded, key)
         if array.nbytes <= _MAX_KEPT_NUM_BYTES:
             _of_thread.encoder = encoder

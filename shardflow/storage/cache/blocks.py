@@ -264,7 +264,7 @@ class Piece(NamedTuple):
 class Tier(Protocol):
     """Interface of a cache tier. Thread-safe; no method raises because of a fault of the tier."""
 
-    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int] | Int64Array) -> NDArray[np.bool_]:
         """Return which blocks are kept, ``(n,)`` bool; a hint, since others may evict them."""
 
     def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardflow.errors import ShortReadError
-from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece
+from shardflow.storage.cache.blocks import Claim, Int64Array, ObjectBlocks, Piece
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.eviction import Evictor, Shrinker, incoming_name
 from shardflow.storage.cache.folder import (
@@ -104,14 +104,15 @@ class DiskTier:
 
     # ---- Tier ------------------------------------------------------------------------------------
 
-    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int] | Int64Array) -> NDArray[np.bool_]:
         """Return which blocks are published according to the catalog; see `Tier.has`."""
-        if not self._is_off and len(numbers):
+        if not self._is_off and len(numbers) and time.monotonic() >= self._paused_until:
             with self._guarded():
-                first = min(numbers)
+                wanted = np.asarray(numbers)
+                first, last = int(wanted.min()), int(wanted.max())
                 row = self._catalog.object_of(blocks).first_row + first
-                states = self._catalog.rows(row, max(numbers) - first + 1)["state"]
-                return np.asarray(states[np.asarray(numbers) - first] == READY, np.bool_)
+                states = self._catalog.rows(row, last - first + 1)["state"]
+                return np.asarray(states[wanted - first] == READY, np.bool_)
         return np.zeros(len(numbers), bool)
 
     def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:
@@ -138,7 +139,8 @@ class DiskTier:
                 pass
             except BlockDamagedError:
                 damaged = list(wanted)
-            self._note_uses(blocks, found)
+            if found:  # an object of which nothing was ever cached has no rows
+                self._note_uses(blocks, found)
         for number in damaged:
             self.drop(blocks, number)
         return found

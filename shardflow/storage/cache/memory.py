@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardflow.storage.cache.blocks import Claim, ObjectBlocks, Piece, copy_pieces
+from shardflow.storage.cache.blocks import Claim, Int64Array, ObjectBlocks, Piece, copy_pieces
 from shardflow.storage.cache.config import CacheConfig
 from shardflow.storage.cache.forecast import AccessForecast, decayed, eviction_order, is_worth_keeping
 from shardflow.telemetry import StageCounters
@@ -69,10 +69,11 @@ class MemoryTier:
             self._victims.clear()
             self._shrink()
 
-    def has(self, blocks: ObjectBlocks, numbers: Sequence[int]) -> NDArray[np.bool_]:
+    def has(self, blocks: ObjectBlocks, numbers: Sequence[int] | Int64Array) -> NDArray[np.bool_]:
         """Return which blocks are kept; see `Tier.has`."""
+        names = [(blocks.name, number) for number in np.asarray(numbers).tolist()]
         with self._changed:
-            found = [self._kept.get((blocks.name, number)) for number in numbers]
+            found = [*map(self._kept.get, names)]
             return np.array([one is not None and one.payload is not None for one in found], bool)
 
     def read(self, blocks: ObjectBlocks, wanted: Mapping[int, Sequence[Piece]]) -> list[int]:

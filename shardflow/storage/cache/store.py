@@ -285,7 +285,9 @@ class CachedStore:
         looked, is_kept = self._looks.get(path, (-_LOOK_S, False))
         if now - looked >= _LOOK_S:
             blocks = self._blocks(path)
-            is_kept = blocks is not None and all(self.cache.home.has(blocks, range(blocks.num_blocks)))
+            is_kept = blocks is not None and bool(
+                self.cache.home.has(blocks, np.arange(blocks.num_blocks)).all()
+            )
             if len(self._looks) >= _MAX_LOOKS:
                 self._looks.clear()
             self._looks[path] = now, is_kept

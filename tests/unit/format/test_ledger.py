@@ -83,6 +83,12 @@ def test_a_file_without_ends_of_lines_is_not_held() -> None:
     ]
 
 
+def test_of_a_ledger_that_is_wrong_everywhere_the_first_problems_are_told() -> None:
+    data, head = encode_ledger(ROWS * 300)
+    problems = verify_ledger(data.replace(b"\n", b"\r\n"), head=head).problems
+    assert [one.line for one in problems] == [*range(1, 1001), 1202]  # and that no line closes it
+
+
 def _lines() -> list[bytes]:
     return encode_ledger(ROWS)[0].splitlines(keepends=True)
 

@@ -383,6 +383,7 @@ def test_a_sample_in_another_split_than_its_shard_is_found(folder: Path) -> None
         ({"train": [0, 4], "val": [4, 7]}, "row 4, column shard"),
         ({"train": [0, 5], "val": [5, 6], "x": [6, 7]}, "row 6, column shard"),
         ({"train": [2, 7], "val": [0, 2]}, "column splits"),
+        ({"train": [0, -5], "val": [-5, 2]}, "column splits"),
     ):
         replace_file(folder, SAMPLES, encode_table(columns, {**table.meta, "splits": splits}))
         assert _damages(folder)[SAMPLES].place == place

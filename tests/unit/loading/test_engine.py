@@ -309,7 +309,7 @@ def test_results_that_come_soon_after_one_another_are_taken_by_one_wake_up(
 
     def nap(timeout: float) -> bool:
         naps.append(timeout)
-        while engine._num_ready < 5:
+        while not told:
             wait(0.01)
         return True
 
@@ -321,8 +321,32 @@ def test_results_that_come_soon_after_one_another_are_taken_by_one_wake_up(
     monkeypatch.setattr(engine._done, "notify_all", tell)
     assert [engine.take() for _ in range(5)] == [*range(5)]
     assert len(naps) == 1
-    assert not told
+    assert told[0] == 5
     engine.close()
+
+
+@pytest.mark.parametrize("max_bytes", [10, 15, 100])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_loop_is_woken_where_nothing_more_is_made_before_it_takes_a_result(
+    max_bytes: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound has room for one result, for one and a part of the next, or for all."""
+    engine = _engine(lambda n: Task(n, num_parts=1), 4, num_threads=num_threads, max_bytes=max_bytes)
+    engine._is_soon = True  # as after a short wait
+    num_naps = 0
+    wait = engine._done.wait
+
+    def nap(timeout: float) -> bool:
+        nonlocal num_naps
+        num_naps += 1
+        assert wait(timeout), "nobody woke the loop"
+        return True
+
+    monkeypatch.setattr("shardflow.loading.engine._NAP_S", 20.0)
+    monkeypatch.setattr("shardflow.loading.engine._SOON_S", DEADLINE_S)
+    monkeypatch.setattr(engine._done, "wait", nap)
+    assert _take_all(engine) == [*range(4)]
+    assert num_naps
 
 
 # ---- other threads and bounds while it runs ---------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -604,8 +606,6 @@ def test_a_disk_that_takes_nothing_costs_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     code: str,
 ) -> None:
-    import errno
-
     store = origin.cached(config)
     assert_reads_right(store, origin, range(4))
     real, fault = os.write, getattr(errno, code)
@@ -623,6 +623,22 @@ def test_a_disk_that_takes_nothing_costs_one_warning(
     assert items(store, "cache_fault") >= 1
     assert config.directory is not None
     assert list((config.directory / "incoming").iterdir()) == []
+
+
+def test_a_full_disk_is_left_alone_for_a_while(
+    origin: Origin, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    store = origin.cached(config)
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr("shardflow.storage.cache.disk._PAUSE_S", 3600.0)
+    monkeypatch.setattr("shardflow.storage.cache.store._LOOK_S", 0.0)
+    for _ in range(3):
+        assert_reads_right(store, origin)
+        assert not store.is_kept("a.tar")
+    assert items(store, "cache_fault") == 1
 
 
 def test_a_folder_that_cannot_be_made_costs_one_warning(
