@@ -4,7 +4,8 @@ Most of what a new interpreter costs a packing process are imports, which the co
 fork shares them, in memory too. It is safe only in a process with one thread, because another thread may
 hold a lock that nobody releases in the fork; and only in a process of a command's own, because another one
 has memory, files and libraries that are no business of a packing process. So the command makes its server
-first of all: later it has threads, and inputs in memory. Elsewhere packing processes are new interpreters.
+right after its imports: later it has threads, and inputs in memory. Elsewhere packing processes are new
+interpreters.
 
 The server dies with the job, and packing processes die with the server. A socket pair for each of them tells
 the job how it ended; the job closes its side to have it killed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,24 +105,6 @@ def test_an_outcome_has_no_members(tmp_path: Path) -> None:
     assert (fragment.num_bytes, fragment.fields) == (0, ())
     assert b"text that must not stay" not in path.read_bytes()
     assert read_fragment(path, "d1") == fragment
-
-
-def test_bytes_do_not_depend_on_how_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, fragment = _write(tmp_path)
-    expected = path.read_bytes()
-    real = os.writev
-
-    def write_part(file: int, parts: Sequence[memoryview]) -> int:
-        """As a disk that is nearly full does it."""
-        assert len(parts) <= 2
-        return real(file, [parts[0][:300]])
-
-    monkeypatch.setattr(os, "writev", write_part)
-    monkeypatch.setattr(assembly, "_MAX_PARTS", 2)
-    for num_bytes in (1, 1500, 1 << 20):
-        monkeypatch.setattr(assembly, "_WRITE_BYTES", num_bytes)
-        assert _write(tmp_path) == (path, fragment)
-        assert path.read_bytes() == expected
 
 
 @pytest.mark.parametrize("write_bytes", [1, assembly._WRITE_BYTES])
