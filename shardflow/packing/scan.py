@@ -39,7 +39,7 @@ from shardflow.packing.progress import RunningTasks
 from shardflow.packing.registry import attachment_kinds
 from shardflow.packing.sources.attachments import HEAD_BYTES, LABEL_VOLUMES, AttachmentItem
 from shardflow.packing.sources.dicom.dictionary import DEFLATED
-from shardflow.packing.sources.dicom.elements import HeaderLimits
+from shardflow.packing.sources.dicom.elements import HeaderLimits, read_at
 from shardflow.packing.sources.dicom.headers import BrokenInstance, InstanceHeader, sop_class_of
 from shardflow.packing.sources.images import read_image
 from shardflow.packing.sources.placement import Placement
@@ -387,26 +387,16 @@ def _pixel_digest(path: Path, header: InstanceHeader) -> int:
     end = header.num_bytes if header.pixel_num_bytes is None else header.pixel_offset + header.pixel_num_bytes
     start = max(header.pixel_offset, (header.pixel_offset + end - _PIXEL_BYTES) // 2)
     try:
-        block = _read_block(path, start, min(_PIXEL_BYTES, end - start))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            block = read_at(descriptor, min(_PIXEL_BYTES, end - start), start)
+        finally:
+            os.close(descriptor)
     except OSError:
         return 0
     if not _tells_copies(block):
         return 0
     return digest_bytes(b"%d %d " % (header.image.rows, header.image.columns) + block)
-
-
-def _read_block(path: Path, start: int, num_bytes: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        block = os.pread(descriptor, num_bytes, start)
-        # On a network file system a read may be short.
-        while len(block) < num_bytes and (
-            more := os.pread(descriptor, num_bytes - len(block), start + len(block))
-        ):
-            block += more
-    finally:
-        os.close(descriptor)
-    return block
 
 
 def _tells_copies(block: bytes) -> bool:

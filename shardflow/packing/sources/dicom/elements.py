@@ -381,6 +381,15 @@ def read_elements(path: Path, wanted: Iterable[int], limits: HeaderLimits) -> Fi
         raise source_error(Reason.HEADER_UNREADABLE, str(error)) from None
 
 
+def read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    """Read a range of an open file; fewer bytes only where the file ends."""
+    data = os.pread(descriptor, num_bytes, offset)
+    # A signal, a network file system, or Linux's 2 GiB bound on one read may cut it.
+    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def read_inflated(path: Path, max_inflated_bytes: int) -> bytes:
     """Read the dataset of a file in the deflated transfer syntax, inflated.
 

@@ -32,6 +32,7 @@ from shardflow.packing.sources.dicom.elements import (
     Elements,
     HeaderLimits,
     open_file,
+    read_at,
     read_elements,
     read_inflated,
 )
@@ -371,12 +372,7 @@ def _read_range(descriptor: int, inflated: bytes | None, offset: int, num_bytes:
     if inflated is not None:
         data = inflated[offset : offset + num_bytes]
     else:
-        data = os.pread(descriptor, num_bytes, offset)
-        while 0 < len(data) < num_bytes:  # a signal, or Linux's 2 GiB bound on one read
-            more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
+        data = read_at(descriptor, num_bytes, offset)
     if len(data) != num_bytes:
         raise source_error(Reason.PIXEL_DATA_TRUNCATED, f"{len(data)} of {num_bytes} bytes")
     return data
